@@ -58,6 +58,11 @@ PARTS = (
         ("tests/unit/worker/engine/test_attention_cuda.py::test_greedy_tokens_on_the_device_equal_transformers",),
     ),
     Part(
+        "graphs",
+        "decodes that are recorded give the same tokens, also after layers were dropped and restored",
+        ("tests/unit/worker/engine/test_decode_graphs.py",),
+    ),
+    Part(
         "group",
         "drops, exchanges, aborts, restores, migrations and swaps of workers that share the GPU change no token",
         ("tests/integration/test_group_exactness.py::test_no_token_changes_on_a_gpu",),

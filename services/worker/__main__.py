@@ -122,6 +122,7 @@ def load(settings: WorkerSettings, devices: Sequence[str] = ()) -> Kit:
         gpu_memory_utilization=settings.gpu_memory_utilization,
         largest=Largest(settings.max_num_batched_tokens, settings.max_num_seqs),
         links_bytes=links_bytes,
+        enforce_eager=settings.enforce_eager,
     )
     devices = devices or (settings.device,)
     log = RankLog(settings.worker_id or "worker", settings.log_level, settings.log_format)

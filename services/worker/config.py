@@ -51,6 +51,8 @@ class WorkerSettings(ServiceSettings):
     """Memory for parameters and KV cache together, of each rank: 512MiB, 16GiB."""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     """Share of a GPU's memory for everything, where --device-memory-bytes does not say what parameters and KV get."""
+    enforce_eager: bool = False
+    """On a GPU, launch every kernel by itself instead of recording the steps of decodes as CUDA graphs."""
     block_size: int = Field(16, ge=1, le=1024)
     """Tokens of one KV block."""
     max_model_len: int | None = Field(None, ge=2)

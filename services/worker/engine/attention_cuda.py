@@ -5,7 +5,7 @@ Importable without triton and without a device; constructing `CudaAttention` say
 
 import importlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from ballast.common.extras import lacking
 from services.worker.engine.packing import PackedStep
 from services.worker.engine.upload import upload
 
+_TILE_FIELDS = 8
 _MIN_DOT = 16  # the least that a matrix product on tensor cores takes
 _LEAST_PART = 512  # tokens of a decode's context that one program reads
 _MOST_PARTS = 32  # of one decode: with 8 KV heads 256 programs, two for each multiprocessor of an H100
@@ -66,15 +67,13 @@ class CudaAttention:
         self._device = device
 
     def prepare(self, step: PackedStep) -> "CudaAttentionStep":
-        k_rows = step.slots_T // step.block_tokens * step.block_tokens + step.slots_T
         decode_tiles, joins, part_count = _decode_tiles(step.decode_contexts_S)
-        tiles, joins, tables, k_rows_T, v_rows_T = upload(
+        tiles, joins, tables, k_rows_T = upload(
             [
                 np.concatenate([decode_tiles, *self._chunk_tiles(step)]).astype(np.int32),
                 joins.astype(np.int32),
                 _tables(step),
-                k_rows,
-                k_rows + step.block_tokens,
+                _k_rows(step),
             ],
             self._device,
         )
@@ -92,8 +91,40 @@ class CudaAttention:
             parts=torch.empty(part_count, head_count, self._head_dim, device=self._device),
             weights=torch.empty(part_count, head_count, device=self._device),
             k_rows_T=k_rows_T,
-            v_rows_T=v_rows_T,
         )
+
+    def blank(self, rows: int, tile_count: int, longest: int, block_tokens: int) -> "CudaAttentionStep":
+        """A step of so many decodes that stays where it is and does nothing until it is filled."""
+        device, head_count = self._device, self._groups * self._kv_head_count
+        tiles = torch.zeros(tile_count, _TILE_FIELDS, dtype=torch.int32, device=device)
+        return CudaAttentionStep(
+            kernel=self._kernel,
+            join=self._join,
+            launches=((tiles, self.constants(block_tokens, chunks=False)),),
+            joins=torch.zeros(rows, 4, dtype=torch.int32, device=device),
+            tables=torch.zeros(rows, -(-longest // block_tokens), dtype=torch.int32, device=device),
+            parts=torch.empty(tile_count, head_count, self._head_dim, device=device),
+            weights=torch.empty(tile_count, head_count, device=device),
+            k_rows_T=torch.full((rows,), -1, device=device),
+        )
+
+    def fill(self, blank: "CudaAttentionStep", step: PackedStep) -> bool:
+        """Make of a blank step, or of its first rows, this one of decodes alone. False: it has not enough tiles."""
+        decode_tiles, joins, _ = _decode_tiles(step.decode_contexts_S)
+        [(tiles, _)] = blank.launches
+        if len(decode_tiles) > len(tiles):
+            return False
+        padded = [
+            _padded(decode_tiles.astype(np.int32), len(tiles), 0),
+            _padded(joins.astype(np.int32), len(blank.joins), 0),
+            _padded(_k_rows(step), len(blank.k_rows_T), -1),
+        ]
+        # A table may have blocks for what comes after the longest context: none of them is read.
+        tables, *given = upload([_tables(step)[:, : blank.tables.shape[1]].copy(), *padded], self._device)
+        blank.tables[: len(tables), : tables.shape[1]].copy_(tables)
+        for target, source in zip((tiles, blank.joins, blank.k_rows_T), given, strict=True):
+            target.copy_(source)
+        return True
 
     def constants(self, block_tokens: int, *, chunks: bool) -> Mapping[str, Any]:
         """What the kernel is compiled for: chunks or decodes. There are these two variants and no other, as nothing
@@ -136,7 +167,6 @@ class CudaAttentionStep:
     weights: torch.Tensor
     tables: torch.Tensor
     k_rows_T: torch.Tensor
-    v_rows_T: torch.Tensor
 
     def run(
         self,
@@ -149,7 +179,7 @@ class CudaAttentionStep:
         kv_head_count, head_dim = k_TKH.shape[1:]
         token_rows = kv_B2TKH.view(-1, kv_head_count * head_dim)
         token_rows.index_copy_(0, self.k_rows_T, k_TKH.flatten(1))
-        token_rows.index_copy_(0, self.v_rows_T, v_TKH.flatten(1))
+        token_rows.index_copy_(0, self.k_rows_T + kv_B2TKH.shape[2], v_TKH.flatten(1))
         self.attend(kv_B2TKH, q_TNH, out_TNH)
 
     def attend(self, kv_B2TKH: torch.Tensor, q_TNH: torch.Tensor, out_TNH: torch.Tensor) -> None:
@@ -174,6 +204,17 @@ class CudaAttentionStep:
             self.join[(len(self.joins), head_count)](
                 out_TNH, self.parts, self.weights, self.joins, **join_constants(head_count, head_dim)
             )
+
+    def first(self, rows: int, tile_count: int) -> "CudaAttentionStep":
+        """The same memory, as a step of fewer decodes."""
+        [(tiles, constants)] = self.launches
+        return replace(
+            self,
+            launches=((tiles[:tile_count], constants),),
+            joins=self.joins[:rows],
+            tables=self.tables[:rows],
+            k_rows_T=self.k_rows_T[:rows],
+        )
 
 
 def join_constants(head_count: int, head_dim: int) -> dict[str, int]:
@@ -203,6 +244,17 @@ def _decode_tiles(contexts_S: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
     firsts = np.cumsum(counts[split]) - counts[split]
     joins = np.stack([split, firsts, counts[split], np.zeros_like(split)], 1)
     return _tile_rows(rows, rows, 1, contexts - 1, starts, ends, parts), joins, int(counts[split].sum())
+
+
+def _padded(rows: np.ndarray, count: int, value: int) -> np.ndarray:
+    padded = np.full((count, *rows.shape[1:]), value, rows.dtype)
+    padded[: len(rows)] = rows
+    return padded
+
+
+def _k_rows(step: PackedStep) -> np.ndarray:
+    """Where each row's keys go, in the cache seen as tokens; values go a block's tokens behind."""
+    return step.slots_T // step.block_tokens * step.block_tokens + step.slots_T
 
 
 def _tile_rows(*columns: np.ndarray | int) -> np.ndarray:

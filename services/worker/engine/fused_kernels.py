@@ -45,7 +45,7 @@ def rotate_and_write(
     kv_ptr,  # [B, 2, BLOCK_TOKENS, K, H], contiguous
     rotary_ptr,  # [P, 2, H]: cosines, then sines with the first half negated
     positions_ptr,  # [T] int64
-    k_rows_ptr,  # [T] int64: rows of the cache seen as [B * 2 * BLOCK_TOKENS, K * H]
+    k_rows_ptr,  # [T] int64: rows of the cache seen as [B * 2 * BLOCK_TOKENS, K * H]; -1: nothing goes there
     query_norm_ptr,  # [H]; ignored, as the next, unless HAS_NORM
     key_norm_ptr,
     row_stride,
@@ -88,10 +88,12 @@ def rotate_and_write(
     tl.store(qkv_ptr + at, rotated_low, mask=inside & is_query)
     tl.store(qkv_ptr + at + HALF, rotated_high, mask=inside & is_query)
     kv_heads = heads[:, None] - HEADS - tl.where(is_value, KV_HEADS, 0)
-    kv_rows = tl.load(k_rows_ptr + row) + tl.where(is_value, BLOCK_TOKENS, 0)
+    k_row = tl.load(k_rows_ptr + row)
+    kept = inside & ~is_query & (k_row >= 0)
+    kv_rows = k_row + tl.where(is_value, BLOCK_TOKENS, 0)
     kv_at = (kv_rows * KV_HEADS + kv_heads) * (2 * HALF) + dims[None, :]
-    tl.store(kv_ptr + kv_at, tl.where(is_value, low, rotated_low), mask=inside & ~is_query)
-    tl.store(kv_ptr + kv_at + HALF, tl.where(is_value, high, rotated_high), mask=inside & ~is_query)
+    tl.store(kv_ptr + kv_at, tl.where(is_value, low, rotated_low), mask=kept)
+    tl.store(kv_ptr + kv_at + HALF, tl.where(is_value, high, rotated_high), mask=kept)
 
 
 @triton.jit

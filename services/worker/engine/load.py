@@ -16,6 +16,7 @@ from services.worker.core.batch import Batch, StepResult
 from services.worker.engine.attention import AttentionBackend, CpuAttention
 from services.worker.engine.attention_cuda import CudaAttention
 from services.worker.engine.checkpoint import Checkpoint, load_parameters
+from services.worker.engine.decode_graphs import DecodeGraphs, recorder
 from services.worker.engine.kernels import bound_kernel_caches
 from services.worker.engine.model import Model
 from services.worker.engine.model_config import ModelConfig, read_model_config
@@ -123,6 +124,7 @@ def load_engine(
     largest: Largest | None = None,
     links_bytes: int = 0,
     peers: Peers | None = None,
+    enforce_eager: bool = False,
 ) -> Engine:
     """Load a checkpoint into one device's memory.
 
@@ -134,6 +136,8 @@ def load_engine(
     On a GPU the `largest` steps are run before the parameters are loaded: what they need is not dealt out. Without
     `device_memory_bytes` parameters and KV get what they, and links with `links_bytes`, leave of
     `gpu_memory_utilization`.
+
+    On a GPU steps of decodes are recorded, for as many rows as the `largest` has, unless `enforce_eager` says not to.
 
     With `peers` this is one rank of a tensor-parallel instance and loads its share; the facts told of the model are
     those of all ranks together.
@@ -151,11 +155,12 @@ def load_engine(
     step_threads = _set_threads(threads, native)
     layout = layout_for(device, native)
     longest = _max_model_len(max_model_len, config)
+    recorded = None if enforce_eager else largest
     needs = MemoryNeeds.of(config, layout, run_dtype, block_tokens)
     if index is not None and backend is None:
         meter, beside_bytes = CudaMeter(index), 0
         if largest is not None:
-            beside_bytes = beside(open_cuda(index), meter, needs, config, longest, largest, peers)
+            beside_bytes = beside(open_cuda(index), meter, needs, config, longest, largest, peers, recorded)
         if device_memory_bytes is None:
             device_memory_bytes = fitting_budget(meter, gpu_memory_utilization, beside_bytes + links_bytes)
             if peers is not None:
@@ -166,7 +171,7 @@ def load_engine(
     try:
         load_parameters(model_dir, config, memory.parameters, layout, native)
         grammars = _grammars(model_dir, config) if not config.rank else None  # only the first rank samples
-        model, attention, sampler, runner = _assemble(config, memory, native, longest, grammars, peers)
+        model, attention, sampler, runner = _assemble(config, memory, native, longest, grammars, peers, recorded)
     except BaseException:
         memory.close()
         raise
@@ -235,6 +240,7 @@ def beside(
     longest: int,
     largest: Largest,
     peers: Peers | None = None,
+    recorded: Largest | None = None,
 ) -> int:
     """What the largest steps take beside parameters and KV: activations, the sampler's tables, and what libraries and
     compiled kernels keep. torch's allocator keeps it for them. The backend is closed afterwards.
@@ -251,7 +257,7 @@ def beside(
             for tensor in tensors.values():
                 tensor.zero_()
         try:
-            *_, runner = _assemble(config, memory, None, longest, None, peers)
+            *_, runner = _assemble(config, memory, None, longest, None, peers, recorded)
             rehearse(runner, largest, block_tokens, longest)
         except torch.OutOfMemoryError as error:
             why = f"a step of {largest.tokens} tokens does not fit beside the parameters: {error}"
@@ -266,6 +272,7 @@ def _assemble(
     longest: int,
     grammars: Grammars | None,
     peers: Peers | None,
+    recorded: Largest | None,
 ) -> tuple[Model | PackedModel, AttentionBackend, Sampler, ModelRunner]:
     dtype, device = memory.kv.shape.dtype, memory.pool.backend.device
     if native is not None:
@@ -276,7 +283,20 @@ def _assemble(
         model = Model(config, memory.parameters, memory.kv, max_model_len=longest, sum_over_ranks=sum_over_ranks)
         attention = _attention(device, config, dtype)
     sampler = Sampler(config.vocab_size, config.eos_token_ids, device, grammars, native)
-    return model, attention, sampler, ModelRunner(config, model, attention, sampler, memory.kv)
+    graphs, record = None, recorder(device)
+    if recorded is not None and record is not None and peers is None:  # NCCL's launches are not recorded
+        assert isinstance(model, Model)
+        assert isinstance(attention, CudaAttention)
+        graphs = DecodeGraphs(
+            model,
+            attention,
+            record,
+            tokens=recorded.tokens,
+            sequences=recorded.sequences,
+            longest=longest,
+            block_tokens=memory.kv.shape.block_tokens,
+        )
+    return model, attention, sampler, ModelRunner(config, model, attention, sampler, memory.kv, graphs)
 
 
 def _set_threads(threads: int | None, native: Kernels | None) -> int:

@@ -78,6 +78,15 @@ class Model:
         self._operations = operations_for(config, max_model_len, dtype, device)
         self._buffers = self._make_buffers(rows=1)
 
+    @property
+    def layer_count(self) -> int:
+        return len(self._layers)
+
+    def reserve(self, rows: int) -> None:
+        """Buffers stay where they are unless a step has more rows than these."""
+        if rows > self._buffers.qkv.shape[0]:
+            self._buffers = self._make_buffers(rows)
+
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """hidden_TD, fresh memory. For the first stage."""
         return self._embedding_VD.index_select(0, token_ids_T)
@@ -95,8 +104,7 @@ class Model:
         config, rows = self._config, hidden_TD.shape[0]
         hidden_TD = self._pad(hidden_TD)
         padded = hidden_TD.shape[0]
-        if padded > self._buffers.qkv.shape[0]:
-            self._buffers = self._make_buffers(padded)
+        self.reserve(padded)
         buffers, operations = self._buffers, self._operations
         buffers.attended[rows:padded].zero_()  # attention does not see them; they stay finite
         rotation = operations.rotation(positions_T)

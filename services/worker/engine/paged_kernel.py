@@ -98,7 +98,7 @@ def join_parts(
     out_ptr,  # [T, N, H], contiguous
     parts_ptr,
     weights_ptr,
-    joins_ptr,  # [rows that are split, 4] int32: row, first part, parts
+    joins_ptr,  # [rows that are split, 4] int32: row, first part, parts; without parts there is nothing to do
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
@@ -118,6 +118,5 @@ def join_parts(
     readable = (parts < count)[:, None] & (dims < HEAD_DIM)[None, :]
     values = tl.load(parts_ptr + heads_at[:, None] * HEAD_DIM + dims[None, :], mask=readable, other=0.0)
     result = tl.sum(values * weights[:, None], 0) / tl.sum(weights, 0)
-    tl.store(
-        out_ptr + (row * HEADS + head) * HEAD_DIM + dims, result.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM
-    )
+    out_at = (row * HEADS + head) * HEAD_DIM + dims
+    tl.store(out_ptr + out_at, result.to(out_ptr.dtype.element_ty), mask=(dims < HEAD_DIM) & (count > 0))

@@ -7,6 +7,7 @@ import torch
 
 from services.worker.core.batch import Batch, SequenceId, StepResult
 from services.worker.engine.attention import AttentionBackend
+from services.worker.engine.decode_graphs import DecodeGraphs
 from services.worker.engine.model import Model
 from services.worker.engine.model_config import ModelConfig
 from services.worker.engine.packed_model import PackedModel
@@ -26,12 +27,14 @@ class ModelRunner:
         attention: AttentionBackend,
         sampler: Sampler,
         kv: KvCache,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self._config = config
         self._model = model
         self._attention = attention
         self._sampler = sampler
         self._kv = kv
+        self._graphs = graphs
         self._packer = Packer(kv.shape.block_tokens)
 
     @property
@@ -98,12 +101,14 @@ class ModelRunner:
             hidden_TD = self._model.embed(token_ids_T)
         elif hidden_TD.is_cuda:  # brought on another stream, whose memory it is
             hidden_TD.record_stream(torch.cuda.current_stream(hidden_TD.device))
+        hidden_TD = hidden_TD.to(positions_T.device)  # a link gives them where it has received them
+        if self._graphs is not None:
+            replayed_TD = self._graphs.run_layers(hidden_TD, positions_T, packed, range(first_layer, last_layer))
+            if replayed_TD is not None:
+                return replayed_TD, sample_rows_R
+        attention = self._attention.prepare(packed)
         hidden_TD = self._model.run_layers(
-            hidden_TD.to(positions_T.device),  # a link gives them where it has received them
-            positions_T,
-            self._attention.prepare(packed),
-            first_layer=first_layer,
-            last_layer=last_layer,
+            hidden_TD, positions_T, attention, first_layer=first_layer, last_layer=last_layer
         )
         return hidden_TD, sample_rows_R
 

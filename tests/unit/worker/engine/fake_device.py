@@ -23,6 +23,7 @@ from ballast.common.sampling import SamplingParams
 from ballast.model.tiny import make_tiny
 from services.worker.core.batch import Batch, NewSequence, Slice, StepResult
 from services.worker.engine.attention_cuda import CudaAttention
+from services.worker.engine.decode_graphs import DecodeGraphs
 from services.worker.engine.model import Model
 from services.worker.engine.model_config import read_model_config
 from services.worker.engine.operations import FusedOperations, TorchOperations
@@ -122,13 +123,14 @@ class FakeKernel:
 
 
 class FakeFusedKernels:
-    """In the place of `fused_kernels`: counts launches, and requires that everything is on the device."""
+    """In the place of a module of kernels: counts launches, and requires that everything is on the device."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = "fused_kernels") -> None:
+        self._module = f"services.worker.engine.{module}"
         self.launches: Counter[str] = Counter()
 
     def __getattr__(self, name: str) -> Any:
-        real = importlib.import_module("services.worker.engine.fused_kernels")
+        real = importlib.import_module(self._module)
         expected = set(getattr(real, name).arg_names)
 
         def launch(*given: Any, **constants: Any) -> None:
@@ -153,6 +155,12 @@ class Launches(TorchDispatchMode):
         if not func.is_view and "empty" not in func.name() and isinstance(out, torch.Tensor) and out.numel():
             self.count += out.device == DEVICE
         return out
+
+
+def launch_now(launch: Callable[[], None]) -> Callable[[], None]:
+    """Records nothing."""
+    launch()
+    return launch
 
 
 def pretend_values() -> None:
@@ -209,6 +217,7 @@ def run(model_dir: Path, dtype: torch.dtype) -> None:
     model = Model(config, memory.parameters, memory.kv, max_model_len=config.max_position)
     attention = CudaAttention(config.head_count, config.kv_head_count, config.head_dim, dtype, DEVICE)
     attention._kernel = kernel = FakeKernel()
+    attention._join = FakeFusedKernels("paged_kernel").join_parts
     sampler = Sampler(config.vocab_size, config.eos_token_ids, DEVICE)
     model._operations = operations = FusedOperations(config, config.max_position, dtype, DEVICE)
     operations._kernels = fused = FakeFusedKernels()
@@ -236,6 +245,17 @@ def run(model_dir: Path, dtype: torch.dtype) -> None:
             assert isinstance(out, torch.Tensor)
             assert (out.device, tuple(out.shape)) == (DEVICE, (rows, config.hidden_size))
         runner.forget_all()
+    recorded = DecodeGraphs(
+        model, attention, launch_now, tokens=64, sequences=4, longest=config.max_position, block_tokens=16
+    )
+    replaying = ModelRunner(config, model, attention, sampler, memory.kv, recorded)
+    for role, _, batch, tables in steps():
+        first, last = ROLES[role]
+        rows = sum(len(part.token_ids) for part in batch.slices)
+        hidden = None if first == 0 else torch.empty(rows, config.hidden_size, dtype=dtype)
+        out = replaying.run_stage(batch, tables, hidden, first_layer=first, last_layer=last)
+        assert isinstance(out, StepResult) or (out.device, tuple(out.shape)) == (DEVICE, (rows, config.hidden_size))
+        replaying.forget_all()
     counts: list[int] = []
     for each in (operations, TorchOperations(config, config.max_position, dtype, DEVICE)):
         model._operations = each

@@ -78,7 +78,7 @@ def test_kernel_equals_cpu(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("arch", ["llama", "llama3", "mistral", "qwen2", "qwen3"])
-@pytest.mark.parametrize(("dtype", "near_tie"), [("float32", 10 * NEAR_TIE), ("bfloat16", 0.1)])
+@pytest.mark.parametrize(("dtype", "near_tie"), [("float32", 10 * NEAR_TIE), ("bfloat16", 0.1), ("float16", 0.02)])
 def test_greedy_tokens_on_the_device_equal_transformers(tmp_path: Path, arch: str, dtype: str, near_tie: float) -> None:
     model_dir = make_tiny(arch, tmp_path / "model", seed=7, layers=3)
     prompts = [tuple(range(3, 3 + length)) for length in (1, 2, 15, 16, 17, 64, 200, 400)]

@@ -1,0 +1,189 @@
+"""Generates with recorded steps before, during and after a drop, and compares with an engine that records nothing. A
+program, to be started with TRITON_INTERPRET=1: kernels are interpreted on the CPU, in real memory that is really taken
+away and given back, so that whatever reads what is not mapped ends this process.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import services.worker.engine.attention_cuda as attention_cuda
+import services.worker.engine.decode_graphs as decode_graphs
+import services.worker.engine.load as load
+import services.worker.engine.model as model
+from ballast.model.tiny import make_tiny
+from services.worker.core.batch import Batch, NewSequence, Slice
+from services.worker.engine.attention_cuda import CudaAttention
+from services.worker.engine.load import Engine, load_engine
+from services.worker.engine.operations import FusedOperations
+from services.worker.engine.rehearsal import Largest
+from tests.support.engine import GREEDY, BlockPool, Job, generate
+
+LAYERS, MEMORY_BYTES, LONGEST = 2, 8 << 20, 64
+DROPPED = (1,)
+
+
+class Watched(TorchDispatchMode):
+    """Which memory is used that was there before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used: set[int] = set()
+        self._made: list[torch.Tensor] = []  # meanwhile; a graph has memory of its own for it
+
+    def use(self, values: Sequence[Any]) -> None:
+        made = {tensor.untyped_storage().data_ptr() for tensor in self._made}
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        self.used |= {tensor.data_ptr() for tensor in tensors if tensor.untyped_storage().data_ptr() not in made}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [*args, *(kwargs or {}).values()]
+        self.use(given)
+        there = {each.untyped_storage().data_ptr() for each in given if isinstance(each, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in there:
+            self._made.append(out)
+        return out
+
+
+class Record:
+    """Replays by running again, and sees to it that nothing else is used than what was recorded."""
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+        self.watched: Watched | None = None
+
+    def __call__(self, launch: Callable[[], None]) -> Callable[[], None]:
+        self.recorded += 1
+        recorded = self._watch(launch)
+
+        def replay() -> None:
+            self.replayed += 1
+            assert self._watch(launch) == recorded
+
+        return replay
+
+    def _watch(self, launch: Callable[[], None]) -> set[int]:
+        with Watched() as self.watched:
+            launch()
+        used, self.watched = self.watched.used, None
+        return used
+
+
+class Seen:
+    """A kernel whose arguments are watched."""
+
+    def __init__(self, kernel: Any, record: Record) -> None:
+        self._kernel = kernel
+        self._record = record
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*given: Any, **constants: Any) -> None:
+            if self._record.watched is not None:
+                self._record.watched.use(given)
+            self._kernel[grid](*given, **constants)
+
+        return launch
+
+
+class SeenKernels:
+    def __init__(self, kernels: Any, record: Record) -> None:
+        self._seen = {n: Seen(getattr(kernels, n), record) for n in ("add_and_norm", "rotate_and_write", "activate")}
+
+    def __getattr__(self, name: str) -> Seen:
+        return self._seen[name]
+
+
+def as_on_a_gpu(record: Record) -> None:
+    """From now on engines on the CPU have a GPU's kernels, and record with this."""
+
+    def attention(device: torch.device, config: Any, dtype: torch.dtype) -> CudaAttention:
+        made = CudaAttention(config.head_count, config.kv_head_count, config.head_dim, dtype, device)
+        made._kernel, made._join = Seen(made._kernel, record), Seen(made._join, record)
+        return made
+
+    def operations(*given: Any) -> FusedOperations:
+        made = FusedOperations(*given)
+        made._kernels = SeenKernels(made._kernels, record)
+        return made
+
+    attention_cuda._LEAST_PART = 16  # so that contexts are split, and few programs are interpreted
+    decode_graphs._TILES_PER_ROW, decode_graphs._LEAST_TILES = 2, 4
+
+    def recorder(device: torch.device) -> Record:
+        return record
+
+    load._attention, load.recorder, model.operations_for = attention, recorder, operations
+
+
+def engine_of(folder: Path, *, eager: bool) -> Engine:
+    return load_engine(
+        folder,
+        device_memory_bytes=MEMORY_BYTES,
+        dtype="float32",
+        max_model_len=LONGEST,
+        kernels="torch",
+        largest=Largest(tokens=24, sequences=3),
+        enforce_eager=eager,
+    )
+
+
+def jobs() -> list[Job]:
+    return [Job(i, tuple(range(3, 3 + length)), 3) for i, length in enumerate((1, 17, 5))]
+
+
+def tokens_of(engine: Engine) -> list[list[int]]:
+    made = jobs()
+    generate(engine, made, at_once=3, chunk_tokens=20)
+    return [job.chosen for job in made]
+
+
+def hidden_of(engine: Engine, first_block: int) -> torch.Tensor:
+    """What the layers that stay make of three decodes, in blocks from there on."""
+    pool = BlockPool(3, engine.block_tokens, first_block=first_block)
+    contexts = (1, 1, 1)
+    slices = tuple(Slice(i, context - 1, (7 + i,), True) for i, context in enumerate(contexts))
+    added = tuple(NewSequence(i, (7 + i,), (), GREEDY) for i in range(3))
+    batch, tables = Batch(0, (), added, slices), [pool.take(context) for context in contexts]
+    out = engine.runner.run_stage(batch, tables, None, first_layer=0, last_layer=DROPPED[0])
+    assert isinstance(out, torch.Tensor)
+    engine.runner.forget_all()
+    return out
+
+
+def main() -> None:
+    record = Record()
+    with tempfile.TemporaryDirectory() as name:
+        folder = make_tiny("qwen3", Path(name) / "model", seed=7, layers=LAYERS)
+        as_on_a_gpu(record)
+        with engine_of(folder, eager=True) as engine:
+            expected, expected_TD = tokens_of(engine), hidden_of(engine, 0)
+        assert (record.recorded, record.replayed) == (0, 0)
+        with engine_of(folder, eager=False) as engine:
+            recorded = record.recorded
+            assert recorded == 3 * LAYERS  # for 1, 2 and 3 rows
+            assert tokens_of(engine) == expected
+            replayed, blocks = record.replayed, engine.block_count
+            assert replayed > 0
+            engine.memory.drop_layers(DROPPED)
+            assert engine.block_count > blocks + 3
+            # In memory that the parameters had which are gone.
+            assert torch.equal(hidden_of(engine, engine.block_count - 3), expected_TD)
+            assert record.replayed == replayed + DROPPED[0]
+            engine.memory.make_room_for_layers(DROPPED, block_count=blocks)
+            for layer in DROPPED:
+                engine.read_layer(layer)
+            assert tokens_of(engine) == expected
+            assert record.replayed == 2 * replayed + DROPPED[0]
+            assert record.recorded == recorded
+
+
+if __name__ == "__main__":
+    assert os.environ.get("TRITON_INTERPRET") == "1"
+    torch.set_num_threads(1)
+    main()
