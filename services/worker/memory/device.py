@@ -7,6 +7,7 @@ from typing import Self
 
 from ballast.common.errors import ConfigError, InvariantViolation
 from ballast.common.load import MemoryReport
+from ballast.common.units import human_bytes
 from services.worker.memory.backend import MemoryBackend
 from services.worker.memory.extent_size import choose_extent_bytes
 from services.worker.memory.kv_cache import KvCache, KvShape, KvWindow
@@ -235,10 +236,11 @@ def _require_room(budget_bytes: int, extent_bytes: int, parts: Sequence[PartLayo
 
     parameter_bytes = sum(rounded(part.size_bytes) for part in parts)
     kv_bytes = kv_shape.layer_count * rounded(kv_shape.block_bytes)
-    if budget_bytes // extent_bytes * extent_bytes < parameter_bytes + kv_bytes:
+    least_bytes = parameter_bytes + kv_bytes
+    if budget_bytes // extent_bytes * extent_bytes < least_bytes:
         raise ConfigError(
             "device_memory_bytes",
-            f"{budget_bytes} bytes are too few: the model needs at least {parameter_bytes} bytes for parameters and"
-            f" {kv_bytes} for one KV block of {kv_shape.block_tokens} tokens per layer"
-            f" (in extents of {extent_bytes} bytes)",
+            f"{human_bytes(budget_bytes)} are too little: the model's parameters take {human_bytes(parameter_bytes)},"
+            f" and one KV block of {kv_shape.block_tokens} tokens in each layer {human_bytes(kv_bytes)};"
+            f" {least_bytes} bytes are the least, and requests want more for their KV",
         )

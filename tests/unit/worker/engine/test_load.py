@@ -174,7 +174,7 @@ def test_a_damaged_index_is_named(model_dir: Path, weight_map: object) -> None:
         ({"device": "tpu"}, "device: 'tpu' is not supported"),
         ({"max_model_len": 257}, "max_model_len: must be between 1 and 256"),
         ({"max_model_len": 0}, "max_model_len: must be between 1 and 256"),
-        ({"device_memory_bytes": 100_000}, "device_memory_bytes: 100000 bytes are too few"),
+        ({"device_memory_bytes": 100_000}, "device_memory_bytes: 97.7 KiB are too little"),
         ({"block_tokens": 0}, "block_tokens: must be at least 1"),
     ],
 )
