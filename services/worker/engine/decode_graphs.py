@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from ballast.common.errors import ConfigError
 from services.worker.engine.attention_cuda import CudaAttention, CudaAttentionStep
 from services.worker.engine.model import Model
 from services.worker.engine.packing import PackedStep
@@ -66,7 +67,11 @@ class DecodeGraphs:
         longest: int,
         block_tokens: int,
     ) -> None:
-        """`tokens` of the largest step, `sequences` of the largest of decodes alone, `longest` of the contexts."""
+        """`tokens` of the largest step, `sequences` of the largest of decodes alone, `longest` of the contexts.
+
+        Raises:
+            ConfigError: the device does not record them.
+        """
         rows = min(sequences, _MOST_ROWS)
         self._buckets = sorted({*(1 << i for i in range(rows.bit_length())), rows})
         self._attention = attention
@@ -79,7 +84,14 @@ class DecodeGraphs:
             model.reserve(max(tokens, rows))  # the buffers are part of the recordings: they may not grow afterwards
             for layer, bucket in itertools.product(range(model.layer_count), reversed(self._buckets)):
                 attend = self._step.first(bucket, _tiles(bucket))
-                self._replays[layer, bucket] = record(functools.partial(self._run_layer, model, attend, layer, bucket))
+                launch = functools.partial(self._run_layer, model, attend, layer, bucket)
+                try:
+                    self._replays[layer, bucket] = record(launch)
+                except torch.OutOfMemoryError:
+                    raise
+                except RuntimeError as error:
+                    why = f"has to be set here: layer {layer} with {bucket} rows cannot be recorded: {error}"
+                    raise ConfigError("enforce_eager", why) from error
 
     def _run_layer(self, model: Model, attend: CudaAttentionStep, layer: int, rows: int) -> None:
         hidden_TD, positions_T = self._hidden_TD[:rows], self._positions_T[:rows]
