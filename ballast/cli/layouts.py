@@ -132,7 +132,7 @@ def render_transitions(answer: pb.ListTransitionsResponse, *, verbose: bool) -> 
     for heading in ("epoch", "what", "phase"):
         table.add_column(heading, no_wrap=True)
     for heading in ("ago", "took", "parameters", "KV\nmoved", "requests\nmoved", "longest\nstall"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=heading != "ago")
     reasons.add_column("epoch", no_wrap=True)
     reasons.add_column("why")
     for one in answer.transitions:

@@ -263,7 +263,8 @@ def describe(one: planner_pb2.Transition) -> str:
     if one.kind == "drop":
         what = f"{_size(one.freed_parameter_bytes)} of parameters overboard"
     else:
-        what = f"{_size(one.parameter_bytes_pulled)} of parameters back on board"
+        pulled = one.parameter_bytes_pulled  # none: read from the checkpoint, for those who had them are gone
+        what = f"{_size(pulled)} of parameters back on board" if pulled else "the parameters back on board"
     return f"{what} in {took_s:.2f} s{moved}"
 
 

@@ -23,6 +23,7 @@ from ballast.cli import checks
 from ballast.cli.checks import Verdict
 from ballast.cli.main import _COMMANDS, build_parser, main
 from ballast.common.extras import DISTRIBUTION
+from ballast.dashboard.watched import describe
 from ballastpb.planner.v1 import planner_pb2 as pb
 from ballastpb.planner.v1 import planner_pb2_grpc
 from tests.support.scripted_dispatcher import ScriptedDispatcher, serving_in_thread, worker_status
@@ -36,9 +37,9 @@ DROP = pb.Transition(
     summary="group {w0,w1}: dropped layers 2-3 of w0, 0-1 of w1",
     age_s=61.0,
     exchange_s=0.5,
-    freed_parameter_bytes=1 << 20,
-    kv_bytes_exchanged=3 << 20,
-    victim_count=2,
+    freed_parameter_bytes=75 << 30,
+    kv_bytes_exchanged=24 << 30,
+    victim_count=220,
     max_stall_s=0.25,
     prediction=pb.Prediction(
         decision="1 pair",
@@ -202,7 +203,7 @@ def test_transitions_are_a_table_and_the_details_are_for_those_who_ask(
     monkeypatch.setenv("COLUMNS", "80")  # as a terminal is opened
     assert main(["transitions"]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"^4 +drop +done +1 min 1 s +500.0 ms +-1.0 MiB +3.0 MiB +2 +250.0 ms *$", shown, re.MULTILINE)
+    assert re.search(r"^4 +drop +done +1 min 1 +500.0 ms +-75.0 GiB +24.0 GiB +220 +250.0 ms *$", shown, re.MULTILINE)
     assert re.search(r"^4 +overload: 3.0 MiB of KV needed *$", shown, re.MULTILINE)
     assert "held: nothing comes back by itself for 1 min 30 s" in shown
     assert "dropped layers" not in shown
@@ -212,6 +213,15 @@ def test_transitions_are_a_table_and_the_details_are_for_those_who_ask(
     assert "1 pair: predicted P99 TTFT 2.00 s" in shown
     assert main(["plan", "--explain"]) == 0
     assert "1 min 1 s ago, 1 pair: predicted P99 TTFT 2.00 s" in capsys.readouterr().out
+
+
+def test_the_dashboard_does_not_say_that_nothing_came_back_where_layers_were_read_from_the_checkpoint() -> None:
+    assert (
+        describe(DROP)
+        == "75.0 GiB of parameters overboard in 0.50 s; 220 running requests moved, the longest pause 250 ms"
+    )
+    after_a_loss = pb.Transition(kind="restore", phase="done", reason="loss: w0 was left of a group", prepare_s=3.5)
+    assert describe(after_a_loss) == "the parameters back on board in 3.50 s"
 
 
 # ---------------------------------------------------------------- what programs read
