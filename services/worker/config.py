@@ -46,7 +46,7 @@ class WorkerSettings(ServiceSettings):
     """Where to compute: cpu, cuda (the first GPU), cuda:N, or cuda:auto, the first that no other worker has claimed."""
     tensor_parallel_size: int = Field(1, ge=1, le=64)
     """Ranks that compute one instance, each on a device of its own from --device on: heads and MLP are divided. The
-    same for all workers of a cluster."""
+    same for all workers of a cluster. On CPUs torch's kernels compute."""
     device_memory_bytes: ByteSize = Field(ByteSize(1 << 30), gt=0)
     """Memory for parameters and KV cache together, of each rank: 512MiB, 16GiB."""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)

@@ -13,7 +13,7 @@ from services.worker.links.channels.nccl import UNWATCHED
 from services.worker.ranks.channel import RankLost
 
 _MEET_S = 60.0  # all are there and have loaded torch
-_TOGETHER_S = 60.0  # between the first that comes to a sum and the last: a kernel may be compiled in between
+_TOGETHER_S = 30.0  # between the first that comes to a sum and the last: a kernel may be compiled in between
 
 
 class _Group(Protocol):

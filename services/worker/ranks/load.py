@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import tempfile
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,11 +20,13 @@ from services.worker.engine.parameters import layout_for
 from services.worker.memory.gpus import gpu_index
 from services.worker.memory.host import HostBackend, memory_file
 from services.worker.memory.parameters import combined
-from services.worker.ranks.channel import RankLog, Ready
+from services.worker.ranks.channel import RankLog, RankLost, Ready
 from services.worker.ranks.crew import Crew
 from services.worker.ranks.group import RankGroup, meet
 from services.worker.ranks.memory import Mirror, RankedMemory
 from services.worker.ranks.runner import RankedRunner
+
+_WATCH_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ def load_ranked(load_one: functools.partial[Engine], devices: Sequence[str], log
         undo.callback(crew.close)
         crew.start(devices, meeting, log, load_one)
         group = meet(meeting, 0, [torch.device(device) for device in devices])
-        engine = load_one(device=devices[0], peers=group)
+        engine = _load_first(load_one, devices[0], crew, group)
         undo.callback(engine.close)
         shares = crew.loaded()
         _require_equal(engine, shares)
@@ -82,6 +85,28 @@ def load_ranked(load_one: functools.partial[Engine], devices: Sequence[str], log
         memory = RankedMemory(engine.memory, mirrors, crew, count)
         undo.pop_all()
         return Ranked(replace(engine, memory=memory, runner=RankedRunner(engine, crew, group)), crew, group)
+
+
+def _load_first(load_one: functools.partial[Engine], device: str, crew: Crew, group: RankGroup) -> Engine:
+    """The first rank's share. It may compute with the others before it is there, and waits for none that has ended."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_WATCH_S):
+            if crew.lost() is not None:
+                group.abort()
+                return
+
+    watching = threading.Thread(target=watch, name="ranks", daemon=True)
+    watching.start()
+    try:
+        return load_one(device=device, peers=group)
+    except RankLost:
+        crew.loaded()  # it may have said why
+        raise
+    finally:
+        over.set()
+        watching.join()
 
 
 def _mirror(engine: Engine, fd: int) -> Mirror:
