@@ -26,20 +26,18 @@ def _paces(draw: st.DrawFn) -> Pace:
 
 @st.composite
 def _traffics(draw: st.DrawFn) -> Traffic:
-    counts = {
-        name: draw(_COUNTS)
-        for name in (
-            "queued_count",
-            "queued_tokens",
-            "recent_count",
-            "minute_count",
-            "minute_tokens",
-            "ended_count",
-            "ended_tokens",
-        )
-    }
     rate = st.sampled_from([0.0, 0.5, 40.0, 1e9])
-    return Traffic(**counts, calm_per_s=draw(rate), known_s=draw(st.sampled_from([0.0, 1e-6, 20.0, 300.0])))
+    return Traffic(
+        queued_count=draw(_COUNTS),
+        queued_tokens=draw(_COUNTS),
+        recent_count=draw(_COUNTS),
+        minute_count=draw(_COUNTS),
+        minute_tokens=draw(_COUNTS),
+        calm_per_s=draw(rate),
+        ended_count=draw(_COUNTS),
+        ended_tokens=draw(_COUNTS),
+        known_s=draw(st.sampled_from([0.0, 1e-6, 20.0, 300.0])),
+    )
 
 
 @st.composite

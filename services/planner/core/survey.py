@@ -1,7 +1,8 @@
 """From the layout and what instances report to what plans are made from, and from plans to layouts (pure)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from ballast.common.ids import Epoch, GroupId, WorkerId
 from ballast.common.layout import Group, Layout, Member
@@ -47,12 +48,24 @@ def survey(layout: Layout, model: ModelInfo | None, loads: Loads, *, draining: b
     Nor do those of which a report cannot be true: what one instance says is no reason to end, and none to plan on.
     """
     shape = shape_of(model, loads)
-    groups = [
-        _group_state(group, loads)
-        for group in layout.groups
-        if all(m.worker_id in loads and _is_possible(m, loads[m.worker_id], shape) for m in group.members)
-        and (draining or not any(m.draining for m in group.members))
-    ]
+    least_bytes = _least_bytes(shape)
+    groups = list[GroupState]()
+    for group in layout.groups:
+        members = list[InstanceState]()
+        for m in group.members:
+            load, first, last = loads.get(m.worker_id), m.first_layer, m.last_layer
+            if load is None or (m.draining and not draining):
+                break
+            budget_bytes = load.memory.budget_bytes
+            if least_bytes(first, last) > budget_bytes:
+                break
+            if load.block_count < 0 or load.used_block_count < 0 or load.waiting_block_count < 0:
+                break
+            members.append(InstanceState(m.worker_id, budget_bytes, first, last, _layers(first, last)))
+        else:
+            led = loads[group.members[0].worker_id]
+            blocks = led.block_count, led.used_block_count, led.waiting_block_count
+            groups.append(GroupState(group.group_id, tuple(members), *blocks))
     if not groups:
         raise NoSurvey("no group has reported its load")
     snapshot = Snapshot(shape, tuple(groups))
@@ -60,27 +73,19 @@ def survey(layout: Layout, model: ModelInfo | None, loads: Loads, *, draining: b
     return snapshot
 
 
-def _is_possible(member: Member, load: LoadReport, shape: ModelShape) -> bool:
-    """Whether a member can hold the layers that it executes in the memory it says it has."""
-    layers = tuple(range(member.first_layer, min(member.last_layer, shape.layer_count)))
-    held_bytes = shape.occupied_bytes(layers) + shape.other_parameter_bytes
-    blocks = (load.block_count, load.used_block_count, load.waiting_block_count)
-    return held_bytes <= load.memory.budget_bytes and min(blocks) >= 0
+@lru_cache
+def _layers(first: int, last: int) -> tuple[int, ...]:
+    return tuple(range(first, last))
 
 
-def _group_state(group: Group, loads: Loads) -> GroupState:
-    load = loads[group.leader.worker_id]
-    members = tuple(
-        InstanceState(
-            worker_id=m.worker_id,
-            budget_bytes=loads[m.worker_id].memory.budget_bytes,
-            first_layer=m.first_layer,
-            last_layer=m.last_layer,
-            held_layers=tuple(range(m.first_layer, m.last_layer)),
-        )
-        for m in group.members
-    )
-    return GroupState(group.group_id, members, load.block_count, load.used_block_count, load.waiting_block_count)
+def _least_bytes(shape: ModelShape) -> Callable[[int, int], int]:
+    """What a member that executes these layers needs, before it has any KV."""
+
+    @lru_cache
+    def needed(first: int, last: int) -> int:
+        return shape.occupied_bytes(_layers(first, min(last, shape.layer_count))) + shape.other_parameter_bytes
+
+    return needed
 
 
 def demand_bytes(snapshot: Snapshot) -> int:

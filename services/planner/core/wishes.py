@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from operator import attrgetter
 
 from ballast.common.ids import Epoch, GroupId, WorkerId
 from ballast.common.layout import Layout, Member
@@ -183,14 +184,17 @@ def _compared(
     """None: nobody knows how fast instances are, or what clients want. `restored`: see `compare_restore`."""
     if load.pace is None or not load.traffic.known_s:
         return None
-    led = {group.group_id: load.workers[group.members[0].worker_id] for group in snapshot.groups}
+    names = [group.group_id for group in snapshot.groups]
+    led = [load.workers[group.members[0].worker_id] for group in snapshot.groups]
     running = Running(
-        counts={group_id: report.running_count for group_id, report in led.items()},
-        max_running_count=max(1, min(report.max_running_count for report in led.values())),
-        waiting_count=sum(report.waiting_count for report in led.values()),
+        counts=dict(zip(names, map(attrgetter("running_count"), led), strict=True)),
+        max_running_count=max(1, min(map(attrgetter("max_running_count"), led))),
+        waiting_count=sum(map(attrgetter("waiting_count"), led)),
         uncomputed_tokens={
-            group_id: max(0, report.prompt_token_count - report.waiting_block_count * report.block_tokens)
-            for group_id, report in led.items()
+            name: tokens
+            for name, one in zip(names, led, strict=True)
+            if one.prompt_token_count
+            and (tokens := one.prompt_token_count - one.waiting_block_count * one.block_tokens) > 0
         },
     )
     if restored is not None:

@@ -8,6 +8,10 @@ take twice as long. Of all candidates within `_UNSURE` of the least loss the one
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
+from operator import attrgetter, itemgetter
+from typing import NamedTuple
 
 from ballast.common.ids import GroupId
 from ballast.common.traffic import MINUTE_S, RECENT_S, Pace, Traffic
@@ -43,12 +47,22 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One candidate. `merges`: groups that become one each; none: nothing is done."""
+    """One candidate."""
 
     name: str
-    merges: tuple[tuple[GroupId, ...], ...]
+    recipe: "Recipe | None"  # of an overload's; None: nothing is done
     prediction: Prediction  # in the future that lasts middling long
     loss: float
+
+    @property
+    def merges(self) -> tuple[tuple[GroupId, ...], ...]:
+        """Groups that become one each."""
+        return () if self.recipe is None else self.recipe.merges()
+
+    @property
+    def change_count(self) -> int:
+        """Groups that there are less."""
+        return 0 if self.recipe is None else self.recipe.count * (self.recipe.size - 1)
 
     def told(self) -> str:
         return f"{self.name}: {self.prediction.told()}"
@@ -70,13 +84,10 @@ def compare(
 ) -> Comparison:
     """At an overload. The snapshot is consistent, and has at least one group."""
     judge = _Judge(snapshot, running, traffic, pace, targets or Targets())
-    judged: list[Judged] = []
-    for name, recipe in judge.board.recipes():
-        merges = () if recipe is None else recipe.merges()
-        judged.append(judge.judge(name, judge.board.kinds(recipe), merges))
+    judged = [judge.judge(name, judge.board.kinds(recipe), recipe) for name, recipe in judge.board.recipes()]
     least = min(one.loss for one in judged)
     good = [one for one in judged if one.loss <= least + math.log(_UNSURE)]
-    chosen = min(good, key=lambda one: sum(len(merge) - 1 for merge in one.merges))
+    chosen = min(good, key=lambda one: one.change_count)
     return Comparison(chosen, tuple(judged), judge.horizon_s)
 
 
@@ -94,8 +105,8 @@ def compare_restore(
         restored: Blocks of each member of a pipeline, once it has all layers.
     """
     judge = _Judge(snapshot, running, traffic, pace, targets or Targets())
-    stay = judge.judge("stay", judge.board.kinds(None), ())
-    whole = judge.judge(f"give back {len(restored)}", judge.board.dissolved(restored), ())
+    stay = judge.judge("stay", judge.board.kinds(None))
+    whole = judge.judge(f"give back {len(restored)}", judge.board.dissolved(restored))
     chosen = whole if whole.loss <= stay.loss + math.log(_UNSURE) else stay
     return Comparison(chosen, (stay, whole), judge.horizon_s)
 
@@ -113,11 +124,11 @@ class _Judge:
         stays_s = 2 * self._futures[0].answer_tokens * self._tpot_s
         self.horizon_s = min(_MOST_S, max(_LEAST_S, stays_s))
 
-    def judge(self, name: str, kinds: Sequence[Kind], merges: tuple[tuple[GroupId, ...], ...]) -> Judged:
+    def judge(self, name: str, kinds: Sequence[Kind], recipe: "Recipe | None" = None) -> Judged:
         predicted = [look_ahead(self._machine, kinds, future, self.horizon_s) for future in self._futures]
         losses = [_loss(one, self._ttft_s, self._tpot_s) for one in predicted]
         loss = math.fsum(losses) / len(losses)
-        return Judged(name, merges, predicted[len(predicted) // 2], loss if math.isfinite(loss) else math.inf)
+        return Judged(name, recipe, predicted[len(predicted) // 2], loss if math.isfinite(loss) else math.inf)
 
 
 def _loss(prediction: Prediction, ttft_s: float, tpot_s: float) -> float:
@@ -132,12 +143,12 @@ def _futures(snapshot: Snapshot, running: Running, traffic: Traffic) -> list[Fut
     is_fast = fast_per_s > slow_per_s and traffic.recent_count > 3
     count = traffic.recent_count if is_fast else traffic.minute_count
     rate_per_s = (fast_per_s if is_fast else slow_per_s) * (1 + 1 / math.sqrt(max(4, count)))
-    queued = sum(group.waiting_block_count for group in snapshot.groups) * block_tokens
+    queued = sum(map(attrgetter("waiting_block_count"), snapshot.groups)) * block_tokens
     waiting = traffic.queued_count + running.waiting_count
     prompt = traffic.minute_tokens / traffic.minute_count if traffic.minute_count else 1.0
     if not traffic.minute_count and waiting:
         prompt = (traffic.queued_tokens + queued) / waiting
-    used = sum(group.used_block_count for group in snapshot.groups) * block_tokens
+    used = sum(map(attrgetter("used_block_count"), snapshot.groups)) * block_tokens
     running_count = sum(running.counts.values())
     answer_tokens = _answer_tokens(traffic, running_count, max(0.0, used - running_count * prompt))
     return [
@@ -175,8 +186,7 @@ def _calm_token_s(machine: Machine, kinds: Sequence[Kind], future: Future) -> fl
     return token_s(machine.cost_of(1), min(max(1.0, decodes), machine.max_running_count), context, 0.0, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sums:
+class _Sums(NamedTuple):
     """Of some groups together."""
 
     block_count: int = 0
@@ -185,12 +195,7 @@ class _Sums:
     uncomputed_tokens: int = 0
 
     def plus(self, other: "_Sums", sign: int = 1) -> "_Sums":
-        return _Sums(
-            self.block_count + sign * other.block_count,
-            self.running_count + sign * other.running_count,
-            self.used_block_count + sign * other.used_block_count,
-            self.uncomputed_tokens + sign * other.uncomputed_tokens,
-        )
+        return _Sums(*(mine + sign * its for mine, its in zip(self, other, strict=True)))
 
 
 class _Pool:
@@ -198,13 +203,26 @@ class _Pool:
 
     def __init__(self, stages: int, groups: Sequence[GroupState], running: Running) -> None:
         self.stages = stages
-        self.ordered = sorted(groups, key=lambda group: (-group.load_blocks, group.group_id))
-        self.sums = [_Sums()]
+        loads = [-group.used_block_count - group.waiting_block_count for group in groups]
+        self.ordered = [group for _, _, group in sorted(zip(loads, map(itemgetter(0), groups), groups, strict=True))]
+        names, _, blocks, used, _ = zip(*self.ordered, strict=True) if groups else ((),) * 5
         counts, uncomputed = running.counts, running.uncomputed_tokens
-        for group in self.ordered:
-            name, so_far = group.group_id, self.sums[-1]
-            own = _Sums(group.block_count, counts.get(name, 0), group.used_block_count, uncomputed.get(name, 0))
-            self.sums.append(so_far.plus(own))
+        columns = (blocks, [counts.get(n, 0) for n in names], used, [uncomputed.get(n, 0) for n in names])
+        self._columns = [list(accumulate(column, initial=0)) for column in columns]
+
+    def first(self, count: int) -> _Sums:
+        """Of so many with most load."""
+        return _Sums(*(column[count] for column in self._columns))
+
+    @property
+    def whole(self) -> _Sums:
+        return self.first(-1)
+
+    @cached_property
+    def budget_bytes(self) -> int | None:
+        """Of all members, where they have the same."""
+        budgets = {member.budget_bytes for group in self.ordered for member in group.members}
+        return budgets.pop() if len(budgets) == 1 else None
 
     def kind(self, sums: _Sums, group_count: int, block_tokens: int) -> Kind:
         return Kind(
@@ -225,7 +243,7 @@ def _pools(groups: Iterable[GroupState], running: Running) -> list[_Pool]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Recipe:
+class Recipe:
     """So many merges of `size` groups of a pool each: of those with most load and of those with least."""
 
     pool: _Pool
@@ -241,13 +259,16 @@ class _Recipe:
         return self.size * self.count - self.heavy
 
     def taken(self) -> _Sums:
-        sums = self.pool.sums
-        return sums[self.heavy].plus(sums[-1]).plus(sums[len(sums) - 1 - self.light], -1)
+        pool = self.pool
+        return pool.first(self.heavy).plus(pool.whole).plus(pool.first(len(pool.ordered) - self.light), -1)
 
     def merges(self) -> tuple[tuple[GroupId, ...], ...]:
-        ordered = self.pool.ordered
-        taken = [*ordered[: self.heavy], *reversed(ordered[len(ordered) - self.light :])]
-        return tuple(tuple(group.group_id for group in taken[i :: self.count]) for i in range(self.count))
+        return tuple(tuple(group.group_id for group in self.merge(i)) for i in range(self.count))
+
+    def merge(self, number: int) -> list[GroupState]:
+        ordered, count = self.pool.ordered, self.count
+        taken = range(number, self.size * count, count)
+        return [ordered[i if i < self.heavy else self.heavy - i - 1] for i in taken]
 
 
 class _Board:
@@ -258,33 +279,33 @@ class _Board:
         self.pools = _pools(snapshot.groups, running)
         self._running = running
         self._splitter = Splitter(snapshot.model, SplitTolerance(capacity=0.0))
-        self._of = {group.group_id: group for group in snapshot.groups}
+        self._groups = snapshot.groups
 
-    def recipes(self) -> list[tuple[str, _Recipe | None]]:
+    def recipes(self) -> list[tuple[str, Recipe | None]]:
         """Nothing; some pairs of instances that serve alone; fours of them; pairs made fours."""
-        found: list[tuple[str, _Recipe | None]] = [("nothing", None)]
+        found: list[tuple[str, Recipe | None]] = [("nothing", None)]
         layers = self.model.layer_count
         for pool in self.pools:
             there = len(pool.ordered)
             most = there // 2
             if pool.stages == 1 and layers >= 2:
                 counts = range(1, most + 1) if most <= 4 else sorted({1, 2, 3, 4, most // 2, most})
-                found += [(f"{n} pair{'s' if n > 1 else ''}", _Recipe(pool, 2, n)) for n in counts]
+                found += [(f"{n} pair{'s' if n > 1 else ''}", Recipe(pool, 2, n)) for n in counts]
             if pool.stages == 1 and layers >= 4 and there >= 4:
-                found.append((f"{there // 4} of four", _Recipe(pool, 4, there // 4)))
-            if pool.stages == 2 and layers >= 4 and most and self._can_merge(recipe := _Recipe(pool, 2, most)):
+                found.append((f"{there // 4} of four", Recipe(pool, 4, there // 4)))
+            if pool.stages == 2 and layers >= 4 and most and self._can_merge(recipe := Recipe(pool, 2, most)):
                 found.append((f"{most} of four, of pairs", recipe))
         return found
 
-    def _can_merge(self, recipe: _Recipe) -> bool:
-        merged = ([m for group_id in merge for m in self._of[group_id].members] for merge in recipe.merges())
+    def _can_merge(self, recipe: Recipe) -> bool:
+        merged = ([m for group in recipe.merge(i) for m in group.members] for i in range(recipe.count))
         return all(self._splitter.is_feasible(members) for members in merged)
 
-    def kinds(self, recipe: _Recipe | None) -> list[Kind]:
+    def kinds(self, recipe: Recipe | None) -> list[Kind]:
         tokens = self.model.block_tokens
         found: list[Kind] = []
         for pool in self.pools:
-            left, count = pool.sums[-1], len(pool.ordered)
+            left, count = pool.whole, len(pool.ordered)
             if recipe is not None and recipe.pool is pool:
                 left, count = left.plus(recipe.taken(), -1), count - recipe.size * recipe.count
             if count:
@@ -298,25 +319,22 @@ class _Board:
 
     def dissolved(self, restored: Mapping[GroupId, Sequence[int]]) -> list[Kind]:
         """Each member of these pipelines serves alone, and has its share of what runs there."""
-        left = [group for name, group in self._of.items() if name not in restored]
-        pools = _pools(left, self._running)
-        gone = _pools([self._of[name] for name in restored], self._running)
+        pools = _pools((group for group in self._groups if group.group_id not in restored), self._running)
+        gone = _pools((group for group in self._groups if group.group_id in restored), self._running)
         tokens = self.model.block_tokens
-        found = [pool.kind(pool.sums[-1], len(pool.ordered), tokens) for pool in pools]
+        found = [pool.kind(pool.whole, len(pool.ordered), tokens) for pool in pools]
         blocks = [count for counts in restored.values() for count in counts]
         sums = _Sums()
         for pool in gone:
-            sums = sums.plus(pool.sums[-1])
-        alone = _Pool(1, (), self._running).kind(replace(sums, block_count=sum(blocks)), len(blocks), tokens)
+            sums = sums.plus(pool.whole)
+        alone = _Pool(1, (), self._running).kind(sums._replace(block_count=sum(blocks)), len(blocks), tokens)
         return [*found, alone]
 
-    def _capacity_blocks(self, recipe: _Recipe) -> int:
+    def _capacity_blocks(self, recipe: Recipe) -> int:
         """Of all groups that it makes. Where all memories are alike, so are they."""
-        merges = recipe.merges()
-        budgets = {m.budget_bytes for merge in merges for group_id in merge for m in self._of[group_id].members}
-        if len(budgets) == 1:
-            return recipe.count * self._blocks(merges[0])
-        return sum(self._blocks(merge) for merge in merges)
+        if recipe.pool.budget_bytes is not None:
+            return recipe.count * self._blocks(recipe.merge(0))
+        return sum(self._blocks(recipe.merge(i)) for i in range(recipe.count))
 
-    def _blocks(self, merge: Sequence[GroupId]) -> int:
-        return group_plan([self._of[group_id] for group_id in merge], self._splitter).block_count
+    def _blocks(self, merge: Sequence[GroupState]) -> int:
+        return group_plan(merge, self._splitter).block_count

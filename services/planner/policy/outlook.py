@@ -24,6 +24,7 @@ _TAIL = 3  # so many horizons are looked at until all that came within the first
 _BUBBLES = ((1, 0.0), (2, 0.05), (4, 0.17), (8, 0.22))
 _RESERVE = 0.05  # of the KV memory is kept by admission for what grows
 _LEAST_STEP_S = 1e-6  # whatever the costs are that somebody tells
+_NOTHING = (0.0, 0.0, 0.0, 0.0)
 _NEARLY = 0.1  # of a request may be missing: flows have no last one
 
 
@@ -93,26 +94,39 @@ def token_s(cost: CostModel, decodes: float, context: float, chunk: float, prefi
         context: Tokens whose KV these read.
         chunk: Tokens of a prompt in each microbatch, behind a prefix of so many.
     """
-    tokens, sequences = decodes + chunk, decodes + (1.0 if chunk else 0.0)
+    tokens, begins = decodes + chunk, 1.0 if chunk else 0.0
     pairs = context + prefix * chunk + chunk * chunk / 2
-    seconds = cost.attention_s * pairs + cost.prefix_s * (context + (prefix if chunk else 0.0)) + cost.token_s * tokens
-    seconds += (
-        (cost.chunk_s - cost.shared_s) * sequences + cost.shared_s + cost.beyond_s * max(0.0, tokens - KNEE_TOKENS)
-    )
+    seconds = cost.attention_s * pairs + cost.prefix_s * (context + prefix * begins) + cost.token_s * tokens
+    seconds += (cost.chunk_s - cost.shared_s) * (decodes + begins) + cost.shared_s
+    if tokens > KNEE_TOKENS:
+        seconds += cost.beyond_s * (tokens - KNEE_TOKENS)
     if tokens > 1:
         seconds += cost.many_s
-    return max(_LEAST_STEP_S, seconds)
+    return seconds if seconds > _LEAST_STEP_S else _LEAST_STEP_S
 
 
 class _Flow:
     """One kind as time goes on."""
 
-    __slots__ = ("capacity", "cost", "instances", "kind", "places", "prefills", "running", "uncomputed", "used")
+    __slots__ = (
+        "admitted",
+        "capacity",
+        "cost",
+        "group_count",
+        "instances",
+        "places",
+        "prefills",
+        "running",
+        "stall_s",
+        "uncomputed",
+        "used",
+    )
 
     def __init__(self, kind: Kind, machine: Machine, prompt_tokens: float) -> None:
-        self.kind, self.cost = kind, machine.cost_of(kind.stages)
+        self.cost, self.group_count, self.stall_s = machine.cost_of(kind.stages), kind.group_count, kind.stall_s
         self.instances = kind.group_count * kind.stages  # as many microbatches are in flight
         self.capacity = kind.capacity_tokens
+        self.admitted = kind.capacity_tokens * (1 - _RESERVE)
         self.places = float(self.instances * machine.max_running_count)
         self.used, self.uncomputed = kind.used_tokens, kind.uncomputed_tokens
         self.prefills = min(kind.running_count, kind.uncomputed_tokens / prompt_tokens)  # let in and without a token
@@ -120,11 +134,13 @@ class _Flow:
 
     def room(self, at_s: float, mean_tokens: float) -> float:
         """Requests that it could let in."""
-        if at_s < self.kind.stall_s:
+        if at_s < self.stall_s:
             return 0.0
-        left_over = self.kind.group_count * mean_tokens / 2  # no request is divided
-        by_memory = (self.capacity * (1 - _RESERVE) - left_over - self.used) / max(1.0, mean_tokens)
-        return max(0.0, min(by_memory, self.places - self.running - self.prefills))
+        left_over = self.group_count * mean_tokens / 2  # no request is divided
+        by_memory = (self.admitted - left_over - self.used) / (mean_tokens if mean_tokens > 1.0 else 1.0)
+        places = self.places - self.running - self.prefills
+        room = by_memory if by_memory < places else places
+        return room if room > 0.0 else 0.0
 
     def let_in(self, count: float, mean_tokens: float) -> None:
         self.prefills += count
@@ -159,7 +175,7 @@ def look_ahead(machine: Machine, kinds: Sequence[Kind], future: Future, horizon_
             waiting -= let
         started = 0.0
         for flow in flows:
-            if at_s < flow.kind.stall_s:
+            if at_s < flow.stall_s:
                 request_s += flow.running * dt
                 continue
             begun, made, gone, gone_tokens = _advance(machine, flow, future, dt)
@@ -181,10 +197,11 @@ def _spread(flows: Sequence[_Flow], at_s: float, count: float, mean_tokens: floa
     """Lets in as many as there is room for, evenly for each instance as routing does it; gives how many."""
     rooms = [flow.room(at_s, mean_tokens) for flow in flows]
     left = count
-    for _ in range(len(flows)):
+    for _ in flows:
         instances = 0
         for flow, room in zip(flows, rooms, strict=True):
-            instances += flow.instances if room > 0.0 else 0
+            if room > 0.0:
+                instances += flow.instances
         if left <= 0.0 or not instances:
             break
         share = left / instances
@@ -199,36 +216,41 @@ def _spread(flows: Sequence[_Flow], at_s: float, count: float, mean_tokens: floa
 
 def _advance(machine: Machine, flow: _Flow, future: Future, dt: float) -> tuple[float, float, float, float]:
     """Gives the requests that had their first token, the tokens made, and the requests preempted with their tokens."""
-    cost, batches = flow.cost, flow.instances
-    if flow.running + flow.prefills <= 0.0:
-        return 0.0, 0.0, 0.0, 0.0
-    decodes = max(flow.running / batches, 1.0) if flow.running > 0.0 else 0.0
-    context = max(0.0, flow.used - flow.uncomputed) / batches if flow.running > 0.0 else 0.0
-    plain_s = token_s(cost, decodes, context, 0.0, 0.0)
-    chunk = max(0.0, min(machine.pace.max_batch_tokens - decodes, flow.uncomputed / batches))
-    took_s, done = plain_s, 0.0
+    cost, batches, running, prefills = flow.cost, flow.instances, flow.running, flow.prefills
+    if running + prefills <= 0.0:
+        return _NOTHING
+    used, uncomputed = flow.used, flow.uncomputed
+    held = used - uncomputed if used > uncomputed else 0.0
+    decodes = context = 0.0
+    if running > 0.0:
+        decodes, context = max(running / batches, 1.0), held / batches
+    took_s, done = token_s(cost, decodes, context, 0.0, 0.0), 0.0
+    chunk = min(machine.pace.max_batch_tokens - decodes, uncomputed / batches) if uncomputed > 0.0 else 0.0
+    begun = prefills
     if chunk > 0.0:
         full_s = token_s(cost, decodes, context, chunk, future.prompt_tokens / 2)
-        done = min(flow.uncomputed, chunk * batches * dt / full_s)
-        share = done / (chunk * batches * dt / full_s)  # with little to compute only some steps have prompts in them
-        took_s = share * full_s + (1 - share) * plain_s
-    begun = flow.prefills * done / flow.uncomputed if flow.uncomputed > 0.0 else flow.prefills
-    made = flow.running * dt / took_s
-    ended = min(flow.running, made / max(1.0, future.answer_tokens))
-    if flow.running > 0.0:  # those that end are older, and so larger, than the mean
-        mean = max(0.0, flow.used - flow.uncomputed) / flow.running
-        flow.used -= ended * min(mean * 2, max(mean, future.prompt_tokens + future.answer_tokens))
-    flow.used = max(0.0, flow.used + made)
-    flow.running += begun - ended
-    flow.uncomputed -= done
-    flow.prefills -= begun
-    over = flow.used - flow.capacity
-    if over <= 0.0 or flow.running <= 0.0:
+        could = chunk * batches * dt / full_s
+        done = min(uncomputed, could)
+        share = done / could  # with little to compute only some steps have prompts in them
+        took_s = share * full_s + (1 - share) * took_s
+    if uncomputed > 0.0:
+        begun = prefills * done / uncomputed
+    made = running * dt / took_s
+    ended = min(running, made / max(1.0, future.answer_tokens))
+    if running > 0.0:  # those that end are older, and so larger, than the mean
+        mean = held / running
+        used -= ended * min(mean * 2, max(mean, future.prompt_tokens + future.answer_tokens))
+    used = max(0.0, used + made)
+    running += begun - ended
+    flow.uncomputed = uncomputed - done
+    flow.prefills = prefills = prefills - begun
+    over = used - flow.capacity
+    if over <= 0.0 or running <= 0.0:
+        flow.running, flow.used = running, used
         return begun, made, 0.0, 0.0
-    mean = flow.used / (flow.running + flow.prefills)
-    gone = min(flow.running, over / mean)
-    flow.running -= gone
-    flow.used -= gone * mean
+    mean = used / (running + prefills)
+    gone = min(running, over / mean)
+    flow.running, flow.used = running - gone, used - gone * mean
     return begun, made, gone, gone * mean
 
 

@@ -2,7 +2,6 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 
@@ -83,7 +82,7 @@ def test_pipelines_are_merged_further() -> None:
 
 def test_layers_that_nobody_executes_go_first() -> None:
     shape = model(8)
-    restored = replace(stage("a", 0, 4, shape), held_layers=tuple(range(8)))
+    restored = stage("a", 0, 4, shape)._replace(held_layers=tuple(range(8)))
     snapshot = Snapshot(shape, (group(shape, restored, stage("b", 4, 8, shape)), group(shape, stage("c", 0, 8, shape))))
     snapshot.check()
     done = plan(snapshot, 4_000)

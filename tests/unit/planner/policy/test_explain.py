@@ -61,7 +61,7 @@ def test_a_restore_is_told() -> None:
     assert explain_restore(plan_restore(dropped)) == [
         "group {w0,w1}: dissolved, 12.0 MiB of parameters to pull from w0, w1"
     ]
-    busy = replace(dropped, groups=tuple(replace(g, used_block_count=190) for g in dropped.groups))
+    busy = replace(dropped, groups=tuple(g._replace(used_block_count=190) for g in dropped.groups))
     (line,) = explain_restore(plan_restore(busy))
     assert line.startswith("group w0 stays: its demand of 190 blocks exceeds 85% of")
     assert explain_restore(plan_restore(SNAPSHOT)) == ["no group is a pipeline: nothing to restore"]

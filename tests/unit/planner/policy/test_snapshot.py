@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 
 from ballast.common.errors import InvariantViolation
@@ -9,7 +7,7 @@ from tests.support.drop_plans import group, model, singles, stage
 
 SHAPE = model(4)
 WHOLE = stage("a", 0, 4, SHAPE)
-TWIN = replace(group(SHAPE, stage("b", 0, 4, SHAPE)), group_id=GroupId("a"))
+TWIN = group(SHAPE, stage("b", 0, 4, SHAPE))._replace(group_id=GroupId("a"))
 
 
 def snapshot(*members: InstanceState, blocks: int = 5) -> Snapshot:
@@ -25,17 +23,17 @@ def test_what_is_sound_passes() -> None:
     ("wrong", "why"),
     [
         (snapshot(), "no members"),
-        (snapshot(replace(WHOLE, last_layer=3)), "ends at layer 3 of 4"),
+        (snapshot(WHOLE._replace(last_layer=3)), "ends at layer 3 of 4"),
         (snapshot(stage("a", 0, 2, SHAPE), stage("b", 3, 4, SHAPE)), "expected to begin at layer 2"),
-        (snapshot(replace(WHOLE, held_layers=(0, 1, 2))), "does not hold what it executes"),
-        (snapshot(replace(WHOLE, held_layers=(0, 1, 2, 3, 4))), "layers that the model lacks"),
-        (snapshot(replace(WHOLE, held_layers=(1, 0, 2, 3))), "does not hold what it executes"),
-        (snapshot(replace(WHOLE, budget_bytes=4499)), "exceed its budget"),
+        (snapshot(WHOLE._replace(held_layers=(0, 1, 2))), "does not hold what it executes"),
+        (snapshot(WHOLE._replace(held_layers=(0, 1, 2, 3, 4))), "layers that the model lacks"),
+        (snapshot(WHOLE._replace(held_layers=(1, 0, 2, 3))), "does not hold what it executes"),
+        (snapshot(WHOLE._replace(budget_bytes=4499)), "exceed its budget"),
         (snapshot(WHOLE, blocks=-1), "below zero"),
-        (Snapshot(SHAPE, (group(SHAPE, WHOLE), replace(group(SHAPE, WHOLE), group_id=GroupId("b")))), "two places"),
+        (Snapshot(SHAPE, (group(SHAPE, WHOLE), group(SHAPE, WHOLE)._replace(group_id=GroupId("b")))), "two places"),
         (
             Snapshot(
-                SHAPE, (group(SHAPE, WHOLE), replace(group(SHAPE, stage("b", 0, 4, SHAPE)), group_id=GroupId("a")))
+                SHAPE, (group(SHAPE, WHOLE), group(SHAPE, stage("b", 0, 4, SHAPE))._replace(group_id=GroupId("a")))
             ),
             "same id",
         ),
