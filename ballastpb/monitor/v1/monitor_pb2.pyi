@@ -463,7 +463,7 @@ class GetClusterStatusResponse(_message.Message):
 
     @_builtins.property
     def pace(self) -> _cluster_pb2.Pace:
-        """Of an instance with as many layers as any. Absent: none knows."""
+        """Of the middle one of the instances with as many layers as any. Absent: none knows."""
 
     def __init__(
         self,

@@ -16,7 +16,9 @@ for lost only because he has not yet found the new monitor, and raises no alarm 
 import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from operator import itemgetter
 
+from ballast.common.cost import Chunk
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Incarnation, WorkerId
 from ballast.common.load import LoadReport
@@ -57,6 +59,7 @@ from services.monitor.policy.pressure import TREND_WINDOW_S, Pressure, PressureR
 from services.monitor.policy.wanted import Wanted
 
 TICK_S = 0.1  # between two looks at everything: a tenth of what is looked ahead
+_TYPICAL = Chunk(1000, 128)  # that machines are compared by
 LEAST_LOOK_S = 0.02  # between two looks at the demand of all, however it jumps
 
 
@@ -307,9 +310,13 @@ class MonitorCore:
         return self._backlogs.traffic(at_s)
 
     def pace(self) -> Pace | None:
-        """How fast an instance is: one with as many layers as any that knows."""
-        known = [(-entry.pace.layer_count, name, entry.pace) for name, entry in self.entries.items() if entry.pace]
-        return min(known, key=lambda one: one[:2])[2] if known else None
+        """How fast an instance is: the one in the middle of those with as many layers as any that knows, since machines
+        may differ, and one of them may be wrong.
+        """
+        known = [(name, entry.pace) for name, entry in self.entries.items() if entry.pace]
+        most = max((pace.layer_count for _, pace in known), default=0)
+        whole = [(pace.cost.chunk_cost_s(_TYPICAL), name, pace) for name, pace in known if pace.layer_count == most]
+        return sorted(whole, key=itemgetter(0, 1))[len(whole) // 2][2] if whole else None
 
     def group_demands(self, at_s: float) -> tuple[GroupDemand, ...]:
         rules = self.rules.pressure

@@ -25,7 +25,7 @@ class ClusterLoad:
 
     workers: Mapping[WorkerId, LoadReport]
     traffic: Traffic = _QUIET
-    pace: Pace | None = None  # of an instance with as many layers as any; None: nobody knows
+    pace: Pace | None = None  # of a middling instance with as many layers as any; None: nobody knows
 
 
 Sources = tuple[tuple[int, WorkerId | None], ...]  # (layer, holder) in the order to be tried; None: host copy or disk

@@ -2,8 +2,10 @@
 
 import dataclasses
 
+from ballast.common.cost import CostModel
 from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Member, Place
+from ballast.common.traffic import Pace
 from services.monitor.core.machine import MonitorCore, MonitorRules
 from services.monitor.core.messages import (
     Announced,
@@ -88,6 +90,21 @@ def test_an_announced_instance_is_up_and_stays_up_while_it_reports() -> None:
         assert monitor.report(second, 1) == []
         assert lost(monitor.tick_until(second, second - 1)) == []
     assert len(monitor.core.entries[W1].history) == 5, "the ring is bounded"
+
+
+def test_of_unlike_machines_the_middle_one_says_how_fast_an_instance_is() -> None:
+    monitor = Monitor(max_instances=20)
+    assert monitor.core.pace() is None
+    cost = CostModel(attention_s=1e-9, token_s=1e-5, chunk_s=1e-3, shared_s=5e-4)
+    whole = [Pace(cost.scaled(factor), 8, 2048) for factor in (4.0, 1e12, 1.0, 2.0, 1.5)]
+    half = [Pace(cost.scaled(3.0), 4, 2048)] * 6
+    for i, pace in enumerate([*half, *whole]):
+        monitor.announce(1.0, i, f"w{i}")
+        monitor.tell(LoadReported(1.0, "c", i, load_report(10), pace=pace))
+    monitor.announce(1.0, 99, "new")
+    assert monitor.core.pace() == whole[3], (
+        "one that is mistaken by far changes nothing, nor do those with fewer layers"
+    )
 
 
 def test_silence_for_longer_than_the_lease_is_a_loss_and_the_stream_is_closed() -> None:
