@@ -21,12 +21,13 @@ from services.worker.ranks.channel import RankLog
 from services.worker.ranks.load import load_ranked
 from tests.support.cluster import until
 from tests.support.engine import Job, generate
-from tests.support.exactness import History, make_wishes, undisturbed
+from tests.support.exactness import History, Tally, make_wishes, undisturbed
 from tests.support.group import Place
 
 REQUESTS = os.environ.get("BALLAST_RANKS_REQUESTS")
 SAMPLING = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
 ENDS_WITHIN_S = 20.0
+OF_TWO_INSTANCES = (8, 2, 14, 18, 22, 26)  # seeds
 
 
 @pytest.fixture(scope="module")
@@ -36,16 +37,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("ranks", "seed", "requests"), [(2, 8, 30), (4, 2, 10)])
-def test_no_token_changes_through_drops_and_restores(ranks: int, seed: int, requests: int, model: Path) -> None:
-    """Two instances in float64, against one worker of one rank."""
-    wishes = make_wishes(60, seed)
+@pytest.mark.parametrize(("ranks", "requests"), [(2, 30), (4, 10)])
+def test_no_token_changes_through_drops_and_restores(ranks: int, requests: int, model: Path) -> None:
+    """Two instances in float64, against one worker of one rank. What a history sees depends on the machine's speed, so it
+    goes on until all was seen.
+    """
+    count = int(REQUESTS or requests)
+    wishes = make_wishes(60, 8)
     expected = asyncio.run(undisturbed(model, wishes))
     place = Place(ranks=ranks, memory_factor=ranks // 2)  # each rank has all of the embedding
-    history = History(seed, model, wishes, expected, int(REQUESTS or requests), place=place)
-    tally = asyncio.run(history.run())
+    tally = Tally()
+    for seed in OF_TWO_INSTANCES:
+        tally.add(asyncio.run(History(seed, model, wishes, expected, count, place=place).run()))
+        if min(tally.drops, tally.restores, tally.exchanged_bytes) > 0:
+            break
     print(f"\n{tally}")
-    assert tally.requests == int(REQUESTS or requests)
+    assert tally.requests >= count
     assert min(tally.drops, tally.restores, tally.exchanged_bytes) > 0
 
 
