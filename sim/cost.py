@@ -2,8 +2,7 @@
 
 `Roofline` takes the coefficients of `services.worker.policy.roofline` from a data sheet. Equation 1 of KunServe has one
 coefficient for attention of chunks and of decodes, which fits chunks and makes decodes of long sequences far too cheap
-(a token of KV that a decode reads takes as long as computing 20 pairs of a prompt on an A800). `Profiled` takes the
-paper's equations 1 to 3 as they are, with coefficients that somebody has measured.
+(a token of KV that a decode reads takes as long as computing 20 pairs of a prompt on an A800).
 """
 
 from typing import Protocol
@@ -25,18 +24,6 @@ _DIGITS = 6  # of coefficients: what is left of a fit on another machine's linea
 
 class ExecutionModel(Protocol):
     def work(self, batch: Batch) -> Work: ...
-
-
-class Profiled:
-    """Measured on a whole instance; a stage takes its share of the layers."""
-
-    def __init__(self, cost: CostModel, layer_count: int) -> None:
-        self._cost = cost
-        self._layer_count = layer_count
-
-    def work(self, batch: Batch) -> Work:
-        chunks = [Chunk(part.first_position, len(part.token_ids)) for part in batch.slices]
-        return Work(self._cost.batch_cost_s(chunks) / self._layer_count, 0.0, 0.0)
 
 
 class Roofline:

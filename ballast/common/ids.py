@@ -13,8 +13,3 @@ Incarnation = NewType("Incarnation", int)
 
 # Version number of the cluster layout; grows by one with every plan.
 Epoch = NewType("Epoch", int)
-
-
-def copy_id(worker_id: str, number: int) -> WorkerId:
-    """Id of one of several workers in a process."""
-    return WorkerId(f"{worker_id}.{number}")

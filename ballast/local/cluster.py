@@ -25,7 +25,6 @@ import grpc
 
 from ballast.client.access import Access
 from ballast.common.errors import ConfigError, Unavailable
-from ballast.common.ids import copy_id
 from ballast.local.ports import free_port
 from ballast.local.process import ChildProcess
 from ballast.local.secrets import CLUSTER_SECRET, REDIS_PASSWORD, REDIS_USER, REDIS_USERS, make_secrets
@@ -81,8 +80,6 @@ class LocalCluster:
 
     Args:
         model: Folder of the checkpoint.
-        workers_per_process: Of emulated ones; each has a server, a name and a life of its own all the same. To pause
-            or kill one is to do it to all of its process.
         host: Where dispatchers and gateways listen; nobody but them is reachable from elsewhere.
         port: Port of the first dispatcher; the others take the ports that follow. 0: any free ports.
         gateways: How many serve HTTP.
@@ -112,7 +109,6 @@ class LocalCluster:
         model: Path,
         *,
         workers: int = 2,
-        workers_per_process: int = 1,
         dispatchers: int = 1,
         monitors: int = 1,
         planners: int = 1,
@@ -147,7 +143,6 @@ class LocalCluster:
             "dispatcher": dispatchers,
             "gateway": gateways,
         }
-        self._workers_per_process = workers_per_process
         self._host = host
         self._ports: dict[Service, int] = {"dispatcher": port, "gateway": http_port}
         self._flags: dict[Service, tuple[str, ...]] = {s: tuple((flags or {}).get(s, ())) for s in _START_ORDER}
@@ -294,7 +289,7 @@ class LocalCluster:
 
     async def start_worker(self, flags: Sequence[str] = (), *, routable: bool = True) -> ServiceProcess:
         """One more worker. Returns when every dispatcher sends requests to it, or just when it is ready."""
-        [process] = self._spawn("worker", flags)
+        process = self._spawn("worker", flags)
         give_up_at_s = time.monotonic() + self._start_timeout_s
         await self._wait_ready(process, give_up_at_s)
         if routable:
@@ -303,24 +298,21 @@ class LocalCluster:
 
     async def start_planner(self) -> ServiceProcess:
         """One more planner. Returns when it is ready: active, or standing by."""
-        [process] = self._spawn("planner")
+        process = self._spawn("planner")
         await self._wait_ready(process, time.monotonic() + self._start_timeout_s)
         return process
 
     async def _start_all(self) -> None:
         give_up_at_s = time.monotonic() + self._start_timeout_s
         for service in _START_ORDER:
-            left = self._counts[service]
-            if left and service == "gateway":  # it has to be told where dispatchers are
+            if self._counts[service] and service == "gateway":  # it has to be told where dispatchers are
                 await self._wait_all_ready(give_up_at_s)
-            while left:
-                copies = min(left, self._workers_per_process) if service == "worker" else 1
-                self._spawn(service, copies=copies)
-                left -= copies
+            for _ in range(self._counts[service]):
+                self._spawn(service)
         await self._wait_all_ready(give_up_at_s)
         await self._wait_routable({process.id for process in self.processes["worker"]}, give_up_at_s)
 
-    def _spawn(self, service: Service, flags: Sequence[str] = (), copies: int = 1) -> list[ServiceProcess]:
+    def _spawn(self, service: Service, flags: Sequence[str] = ()) -> ServiceProcess:
         number = self._started[service]
         self._started[service] += 1
         name = f"{service}-{number}"
@@ -346,14 +338,10 @@ class LocalCluster:
         if service == "dispatcher" and self._tokens_file is not None:
             command += ["--tokens-file", str(self._tokens_file)]
         command += [*self._flags[service], *flags]
-        ids = [name]
-        if copies > 1:
-            command += ["--copies", str(copies)]
-            ids = [copy_id(name, i) for i in range(copies)]
         child = ChildProcess(name, command, log_path=self.log_dir / f"{name}.log", environ=self._environ)
-        processes = [ServiceProcess(service, each, child) for each in ids]
-        self.processes[service] += processes
-        return processes
+        process = ServiceProcess(service, name, child)
+        self.processes[service].append(process)
+        return process
 
     def write_metrics_targets(self, file: Path) -> Path:
         """Writes what Prometheus finds the services by, `file_sd_configs: [{files: [FILE]}]`, and returns `file`."""

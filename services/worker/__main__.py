@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, cast
 
 import grpc.aio
-from prometheus_client import CollectorRegistry
 
 from ballast.common.errors import ConfigError
-from ballast.common.ids import Incarnation, WorkerId, copy_id
+from ballast.common.ids import Incarnation, WorkerId
 from ballast.common.instance import Instance as Announcement
 from ballast.common.sampling import Grammar
 from ballast.common.traffic import Pace
@@ -263,7 +262,6 @@ class WorkerProcess:
         kit: Kit,
         state: StateServer,
         worker_id: WorkerId,
-        registry: CollectorRegistry = REGISTRY,
     ) -> None:
         self._life = life
         self._settings = settings
@@ -300,9 +298,9 @@ class WorkerProcess:
             compile_grammar=kit.compile_grammar,
         )
         published = self._membership.member.published
-        export(self._shell.load, registry, lambda: published.clock.times, published.migrations)
+        export(self._shell.load, REGISTRY, lambda: published.clock.times, published.migrations)
         plane = self._membership.plane
-        registry.register(LinkCollector(lambda: getattr(plane, "refused", {})))  # an emulated one refuses nobody
+        REGISTRY.register(LinkCollector(lambda: getattr(plane, "refused", {})))  # an emulated one refuses nobody
 
     def _pace(self) -> Pace | None:
         """What steps take here; None: too little has been executed."""
@@ -444,8 +442,6 @@ def _with_model(settings: WorkerSettings) -> WorkerSettings:
 async def main(life: Lifecycle) -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     settings = load_settings(WorkerSettings, sys.argv[1:])
-    if settings.copies > 1 and (settings.engine != "emulated" or settings.port or settings.data_port):
-        raise ConfigError("worker.copies", "several workers in a process must be emulated, with free ports (--port 0)")
     suffix = settings.port or secrets.token_hex(3)
     worker_id = settings.worker_id or f"{socket.gethostname()}-{suffix}"
     logs.configure(service="worker", instance=worker_id, level=settings.log_level, form=settings.log_format)
@@ -464,14 +460,7 @@ async def main(life: Lifecycle) -> None:
     )
     lost = ""
     try:
-        if settings.copies == 1:
-            await serve(life, settings, security, state, WorkerId(worker_id), REGISTRY, metrics.shown)
-            return
-        async with asyncio.TaskGroup() as tasks:
-            for number in range(settings.copies):
-                one_id = copy_id(worker_id, number)
-                one = serve(life, settings, security, state, one_id, CollectorRegistry(), metrics.shown)
-                tasks.create_task(one, name=f"copy {number}")
+        await serve(life, settings, security, state, WorkerId(worker_id), metrics.shown)
     except* RankLost as group:
         lost = str(group.exceptions[0])
     finally:
@@ -488,17 +477,16 @@ async def serve(
     security: Security,
     state: StateServer,
     worker_id: WorkerId,
-    registry: CollectorRegistry,
     shown: Exposition,
 ) -> None:
-    """One worker from its loading to its end."""
+    """From its loading to its end."""
     count = settings.tensor_parallel_size
     async with claimed_devices(settings.device, count, _gpus, state, worker_id) as devices:
         settings = settings.model_copy(update={"device": devices[0], "worker_id": worker_id})
         # Takes long for large models; signals are heard meanwhile.
         kit = await asyncio.to_thread(load, settings, devices)
         shown.model_name = lambda: kit.engine.info.name
-        await WorkerProcess(life, settings, security, kit, state, worker_id, registry).run(worker_id)
+        await WorkerProcess(life, settings, security, kit, state, worker_id).run(worker_id)
 
 
 def _gpus() -> list[Gpu]:

@@ -36,8 +36,6 @@ class WorkerSettings(ServiceSettings):
     """torch computes; emulated computes nothing and takes the time that a profile says."""
     profile: Path | None = None
     """With the emulated engine: the file that says how long things take."""
-    copies: int = Field(1, ge=1, le=256)
-    """Emulated workers in this process, called ID.0, ID.1 ...; several have no metrics."""
     served_model_name: str | None = None
     """Name of the model for clients. Default: the folder's, or org/name."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"

@@ -5,7 +5,7 @@ import itertools
 import random
 from pathlib import Path
 
-from ballast.client import AsyncClient, ClusterStatus, SamplingParams
+from ballast.client import AsyncClient, SamplingParams
 from ballast.rpc.channel import open_channel
 from ballastpb.planner.v1 import planner_pb2 as pb
 from ballastpb.planner.v1 import planner_pb2_grpc
@@ -109,23 +109,3 @@ def test_migrations_of_what_is_not_there(tmp_path: Path) -> None:
                     tasks.create_task(load(client))
 
         running.run(story())
-
-
-def test_several_workers_in_a_process_are_workers_of_their_own(tmp_path: Path) -> None:
-    made = stand_in(tmp_path / "stand-in", catalogue_machine("A800", "Qwen2.5-14B", VOCABULARY))
-    with running_cluster(
-        made.model, workers=3, workers_per_process=2, dispatchers=2, flags={"worker": made.worker_flags}
-    ) as running:
-
-        async def story() -> None:
-            async with AsyncClient(",".join(running.cluster.addresses)) as client:
-
-                def ids(status: ClusterStatus) -> set[str]:
-                    return {member.worker_id for group in status.groups for member in group.members}
-
-                await until(client, lambda now: ids(now) == {"worker-0.0", "worker-0.1", "worker-1"})
-                assert all(await asyncio.gather(*(ask(client, seed) for seed in range(12))))
-
-        running.run(story())
-        assert len({worker.pid for worker in running.cluster.processes["worker"]}) == 2
-        assert len({worker.address for worker in running.cluster.processes["worker"]}) == 3

@@ -468,7 +468,6 @@ class Scheduler:
     def _swap_out(self, victim: Sequence, at_s: float, why: str) -> None:
         self.running.remove(victim)
         self.preemptions_total += 1
-        victim.preemption_count += 1
         victim.move(SequenceState.SWAPPED, at_s, f"preempted, {why}")
         self.swap.leave(victim)
 
@@ -487,7 +486,6 @@ class Scheduler:
     def _recompute(self, sequence: Sequence, at_s: float, why: str) -> None:
         self._reserve(sequence, -sequence.reserved_block_count)
         sequence.computed_tokens = sequence.departed_tokens = 0
-        sequence.preemption_count += 1
         sequence.may_overfill = True
         sequence.move(SequenceState.WAITING, at_s, why)
         self.enqueue(sequence)

@@ -82,7 +82,6 @@ class Sequence:
         "may_overfill",
         "on_stages",
         "output_token_ids",
-        "preemption_count",
         "prompt_token_ids",
         "rank",
         "request_id",
@@ -123,7 +122,6 @@ class Sequence:
         self.unsent: Unsent | None = None  # of an orphan
         self.may_overfill = False  # it had been let in before it came to the waiting line: the bound is for others
         self.first_token_at_s: float | None = None  # of this attempt
-        self.preemption_count = 0
         self._story: deque[tuple[float, str]] = deque(maxlen=STORY_LINES)
 
     def move(self, to: SequenceState, at_s: float, why: str) -> None:

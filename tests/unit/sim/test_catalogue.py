@@ -4,11 +4,11 @@ from itertools import pairwise
 
 import pytest
 
-from ballast.common.cost import Chunk, CostModel
+from ballast.common.cost import Chunk
 from ballast.common.errors import ConfigError
 from services.worker.core.batch import Batch, Slice
 from sim.clock import Clock
-from sim.cost import Profiled, Roofline, fitted
+from sim.cost import Roofline, fitted
 from sim.hardware import ELEMENT_BYTES, find_cluster, find_model, gpus, models, timings
 from sim.network import Bulk, Endpoint, Network
 
@@ -102,13 +102,6 @@ def test_the_fitted_model_meets_the_machine_within_a_third() -> None:
     for shares in ([(0, 1024)], [(3000, 2048)], [(2000, 1)] * 64, [(1000, 400), *[(2000, 1)] * 32]):
         took_s = machine.work(batch(*shares)).on(48, is_last=True)
         assert cost.batch_cost_s([Chunk(*share) for share in shares]) == pytest.approx(took_s, rel=0.35)
-
-
-def test_a_measured_profile_takes_the_place_of_the_catalogue() -> None:
-    cost = CostModel(attention_s=1e-6, token_s=1e-4, chunk_s=0.01, shared_s=0.008)
-    work = Profiled(cost, layer_count=4).work(batch((10, 3), (5, 1)))
-    assert work.on(4, is_last=True) == pytest.approx(cost.batch_cost_s([Chunk(10, 3), Chunk(5, 1)]))
-    assert work.on(1, is_last=False) == pytest.approx(work.on(4, is_last=True) / 4)
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-14b", "Qwen-2.5-14B", "QWEN2.5 14B", "14b"])
