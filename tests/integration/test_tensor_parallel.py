@@ -39,8 +39,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("ranks", "requests"), [(2, 30), (4, 10)])
 def test_no_token_changes_through_drops_and_restores(ranks: int, requests: int, model: Path) -> None:
-    """Two instances in float64, against one worker of one rank. What a history sees depends on the machine's speed, so it
-    goes on until all was seen.
+    """Two instances in float64, against one worker of one rank. What a history sees depends on the machine's speed, so
+    it goes on until all was seen.
     """
     count = int(REQUESTS or requests)
     wishes = make_wishes(60, 8)
