@@ -54,7 +54,7 @@ MIN_VERIFIED_ANSWERS = 20
 VERIFY_TIMEOUT_S = 120.0
 POLICIES = ("recompute", "drop")
 MAX_NUM_SEQS = 64
-EXIT_FAILED, EXIT_CONFIGURATION = 1, 2
+EXIT_FAILED, EXIT_CONFIGURATION, EXIT_INTERRUPTED = 1, 2, 130
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,12 +272,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out/demo"))
     args = parser.parse_args(arguments)
+    args.out = args.out.resolve()  # programs that look at it run in another folder
     console = open_console()
     try:
         return asyncio.run(demo(args, console))
     except BallastError as error:
         console.print(f"error: {error}", style="bold red", markup=False)
         return EXIT_CONFIGURATION
+    except KeyboardInterrupt:
+        console.print("interrupted: nothing has been shown yet")
+        return EXIT_INTERRUPTED
 
 
 if __name__ == "__main__":

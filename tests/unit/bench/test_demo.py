@@ -214,3 +214,12 @@ def test_answers_of_two_runs_are_compared_one_by_one() -> None:
     assert demo_report.differing_answers(one, one) == ([], 296)
     run.records[0].output_token_ids = [3]
     assert demo_report.differing_answers(one, bench_result(run).policies["recompute"]) == ([0], 296)
+
+
+def test_ctrl_c_ends_it_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    async def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "demo", interrupted)
+    assert demo.main([]) == 130
+    assert capsys.readouterr().out.count("\n") == 1
