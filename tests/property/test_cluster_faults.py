@@ -58,7 +58,14 @@ def test_a_story_depends_on_its_seed_only() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "mutant",
-    ["B1-outside-not-told", "B9-refused-transfer", "migrated-without-copy", "withdrawal-untold", "wrong-block"],
+    [
+        "B1-outside-not-told",
+        "B9-refused-transfer",
+        "migrated-without-copy",
+        "swapped-out-for-good",
+        "withdrawal-untold",
+        "wrong-block",
+    ],
 )
 def test_a_fault_that_is_put_back_is_seen(mutant: str) -> None:
     command = [sys.executable, "-m", "tests.support.mutants", "--seeds", "300", mutant]

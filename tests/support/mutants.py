@@ -22,6 +22,7 @@ from services.planner.core.stages import Stage
 from services.planner.core.transition import Coordinator
 from services.worker.core.transition import Transition
 from services.worker.emulation.phantom import Phantom
+from services.worker.pipeline import stage_runner
 from services.worker.pipeline.driver import TransitionDriver
 from services.worker.pipeline.exchange import KvExchange
 from services.worker.pipeline.handover import Handover
@@ -106,6 +107,11 @@ def _wrong_block(table: Any) -> Any:
     return lambda self, command: [*reversed(table(self, command))]
 
 
+def _only_out(block_copies: Any) -> Any:
+    """A stage that follows brings no KV back from host memory."""
+    return lambda batch, book: tuple(copy for copy in block_copies(batch, book) if copy.out)
+
+
 def _forgets_early(dissolve: Any) -> Any:
     """A roster that has come before this member's commit is not looked at."""
 
@@ -127,6 +133,7 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     ),
     "B9-refused-transfer": (_instead(KvExchange, "_transfer", _not_again),),
     "migrated-without-copy": (_instead(Phantom, "clone", lambda _: lambda self: self),),
+    "swapped-out-for-good": (_instead(stage_runner, "block_copies", _only_out),),
     "two-owners": (_instead(Handover, "_hand_over", _kept_too),),
     "withdrawal-untold": (_instead(Restoring, "_pass_on_withdrawal", _untold),),
     "prepared-for-ever": (_instead(Transitions, "_watch", _nothing),),
