@@ -34,7 +34,7 @@ _LAYERS = 6
 _WORKER_COUNTS = (2, 2, 3, 3, 4)
 _EXTENT_BYTES = 64 << 20
 _BLOCKS_IN_EXTENT = 2
-_SWAP_BLOCKS = (0, 0, 6, 40)
+_SWAP_BLOCKS = (*[0] * 18, 6, 40)  # most clusters compute anew who gives way: those that swap take longer
 _STORY_S = 9.0  # requests come for so long, in two bursts
 _HEALED_WITHIN_S = 60.0
 _PATIENCE_S = 150.0  # the longest is over by then
@@ -129,7 +129,7 @@ def _arrivals(rng: random.Random, worker_count: int, *, swaps: bool) -> list[Arr
     arrivals, at_s = list[Arrival](), 0.0
     burst_per_s, answer = rng.uniform(9.0, 16.0) * worker_count, rng.choice((20, 30, 50))
     if swaps:
-        answer *= 4
+        answer *= 3
     while at_s < _STORY_S:
         arrivals.append(Arrival(at_s, rng.randint(5, 120), rng.randint(3, answer)))
         at_s += rng.expovariate(burst_per_s if 0.3 <= at_s % 5.5 < 2.0 else 3.0)
