@@ -11,6 +11,8 @@ are published: those are fitted, and whoever uses them is told so by `Lengths.so
 | sharegpt  | means 1660 and 373, prompts of at most 4096 (KunServe, EuroSys '26, section 5.1) | log-normal |
 | longbench | means 5900 and 499 (likewise)                        | log-normal |
 
+| longanswers | prompts' mean as BurstGPT's; answers of 1,000 tokens on average are chosen | log-normal |
+
 Of a log-normal fit the mean (after prompts were cut to the maximum) is the published one, the spread is assumed.
 """
 
@@ -82,6 +84,13 @@ def _by_means(input_mean: float, output_mean: float, max_input: int | None = Non
     return draw
 
 
+def _long_answer(rng: random.Random) -> tuple[int, int]:
+    def one(mean: float, sigma: float) -> int:
+        return max(1, round(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)))
+
+    return one(642, 0.79), one(1000, 1.02)
+
+
 _QUANTILES = "fitted to published quantiles (KunServe, first arXiv version, table 2)"
 _MEANS = f"log-normal with the published means (KunServe, EuroSys '26, section 5.1), assumed spread {_ASSUMED_SIGMA:g}"
 _FITTED: dict[str, tuple[str, Draw]] = {
@@ -90,4 +99,5 @@ _FITTED: dict[str, tuple[str, Draw]] = {
     "agieval": (f"AGIEval-CoT, {_QUANTILES}", _by_quantiles(_AGIEVAL_INPUT, _AGIEVAL_OUTPUT)),
     "sharegpt": (f"ShareGPT, {_MEANS}", _by_means(1790, 373, 4096)),
     "longbench": (f"LongBench, {_MEANS}", _by_means(5900, 499)),
+    "longanswers": ("log-normal, prompts of 642 tokens on average as BurstGPT's, answers of 1,000", _long_answer),
 }
