@@ -32,7 +32,7 @@ from benchmarks.regret_figure import draw, draw_predictions
 from benchmarks.regret_rules import OURS, errors, is_ours, is_saturated, row_of, summary, table, told_errors
 from sim.policies import POLICIES
 
-PAGE, FIGURE = Path("docs/evaluation.md"), Path("docs/evaluation/regret.png")
+PAGE, FIGURE = Path("docs/regret.md"), Path("docs/evaluation/regret.png")
 PREDICTIONS = FIGURE.with_name("regret-predictions.png")
 QUICK = (
     "think-14b-40g-x0.7",
