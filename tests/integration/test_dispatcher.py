@@ -300,6 +300,14 @@ async def test_a_client_that_does_not_read_is_given_up_and_told() -> None:
         assert "read nothing for 2 s" in str(error)
 
 
+async def test_a_client_that_wants_all_at_once_is_not_given_up_while_its_answer_is_made() -> None:
+    slow = TimedSettings(step_s=0.05, max_model_len=1000)
+    async with Arena(slow, flags=["--client-stall-timeout", "0.5"]) as arena:
+        stub = arena.dispatcher.narrow_stub()
+        [response] = [r async for r in stub.Generate(request(max_tokens=60, collect=True))]
+        assert len(response.token_ids) == 60
+
+
 async def test_what_is_wrong_at_the_start_is_said_in_one_line_with_status_2(tmp_path: Path) -> None:
     for name in ("good", "bad"):
         (tmp_path / name).mkdir()

@@ -37,6 +37,7 @@ class ClientStream:
         self._loop = asyncio.get_running_loop()
         self._pacer = pacer
         self._has_begun = False
+        self._wants_all = False  # at once, and so nothing before the end
         self._token_ids: list[int] = []
         self._texts: list[str] = []
         self._logprobs: list[object] = []
@@ -48,7 +49,7 @@ class ClientStream:
             self._texts.append(text)
         if logprobs:
             self._logprobs += logprobs
-        if self.waiting_since_s is None:
+        if self.waiting_since_s is None and not self._wants_all:
             self.waiting_since_s = at_s
             if not self._has_begun:
                 self.wake()  # the first token does not wait for others
@@ -104,6 +105,9 @@ class ClientStream:
 
     async def take_all(self) -> Delivery:
         """Everything, once the request has ended."""
+        self._wants_all = True
+        if self.ending is None:
+            self.waiting_since_s = None
         while self.ending is None:
             await self._wait()
         return self._everything()
