@@ -43,8 +43,9 @@ def test_the_smallest_budget_that_holds_the_model_is_named_and_suffices() -> Non
     with pytest.raises(ConfigError) as caught:
         open_small(HostBackend(), budget_bytes=smallest - 1)
     assert caught.value.path == "device_memory_bytes"
-    assert f"needs at least {parameter_bytes} bytes for parameters" in caught.value.why
-    assert f"and {LAYERS * EXTENT_BYTES} for one KV block of 4 tokens per layer" in caught.value.why
+    assert f"parameters take {parameter_bytes >> 10}.0 KiB" in caught.value.why
+    assert f"one KV block of 4 tokens in each layer {LAYERS * EXTENT_BYTES >> 10}.0 KiB" in caught.value.why
+    assert f"{smallest} bytes are the least" in caught.value.why
     with open_small(HostBackend(), budget_bytes=smallest) as memory:
         assert memory.kv.block_count >= 1
         assert memory.pool.free_count == 0
