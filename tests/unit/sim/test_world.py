@@ -101,7 +101,7 @@ def test_steps_taken_together_tell_the_same_story(policy: str, stop_after_s: flo
     made = replace(options(policy, check_every=0), stop_after_s=stop_after_s)
     worlds = [World(replace(made, cruises=cruises), burst()) for cruises in (True, False)]
     together, one_by_one = (world.run() for world in worlds)
-    # A dispatcher hears of steps taken together when they are over: what it has counted in between may be a little less.
+    # A dispatcher hears of steps taken together when they are over: what it has counted in between may be less.
     assert replace(together, foretold=[]) == replace(one_by_one, foretold=[])
     decisions = [[(one.at_s, one.decision, one.predicted) for one in run.foretold] for run in (together, one_by_one)]
     assert decisions[0] == decisions[1]
