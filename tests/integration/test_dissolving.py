@@ -379,7 +379,7 @@ async def test_a_member_with_room_for_one_extent_at_home_is_restored(model_dir: 
     """There is no room for two groups: the pipeline gives all of its own up, and what runs in it is computed anew."""
     wishes = [Wish((3 + i, 9, 4, 7), replace(LONG, max_tokens=20)) for i in range(3)]
     expected = await undisturbed(model_dir, wishes)
-    async with running_group(model_dir, NAMES, Sizes(memory_bytes=2_115_000, step_s=0.01)) as cluster:
+    async with running_group(model_dir, NAMES, Sizes(memory_bytes=2_115_000, step_s=0.04)) as cluster:
         memory = cluster.workers["w0"].engine.memory
         assert memory.kv.extents_per_layer == 1
         await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
