@@ -314,6 +314,11 @@ class Lane:
         self.scheduler.resize(event.block_count, event.lent_block_count, event.before_block_count)
         self.make_room(event.at_s)
 
+    def stop_swapping(self, at_s: float) -> None:
+        """Host memory is another lane's from now on."""
+        if not self.scheduler.swap.limit(0):
+            self._forget_swapped(at_s)
+
     def _forget_swapped(self, at_s: float, who: Container[SequenceId] | None = None) -> None:
         for sequence in self.scheduler.forget_swapped(at_s, "its KV is of no use to the new group", who):
             self.flights.forget(sequence)

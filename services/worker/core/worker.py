@@ -208,7 +208,7 @@ class WorkerCore:
         before, lane = self.lane, self._new_lane(event.book.block_count, event.book)
         if len(self._lanes) > 1:
             raise InvariantViolation("a lane is opened while another one is leaving")
-        before.handle(CapacityChanged(event.at_s, before.scheduler.block_count, swap_block_count=0))
+        before.stop_swapping(event.at_s)
         self._lanes.append(lane)
         if not before.leads:
             self._close_leaving()
