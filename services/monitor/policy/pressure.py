@@ -194,8 +194,9 @@ class Pressure:
         )
 
     def _settled_bytes(self, sample: ClusterDemand) -> int:
-        """The capacity, or what it will be when the parameters are back."""
-        return max(sample.capacity_bytes, sample.undropped_bytes) if self._relieving else sample.capacity_bytes
+        """The capacity, or what it will be when the parameters are back and the pipelines before are gone."""
+        comes_back = self._relieving or not sample.merged
+        return max(sample.capacity_bytes, sample.undropped_bytes) if comes_back else sample.capacity_bytes
 
     def _is_short(self, sample: ClusterDemand, forecast: Forecast) -> bool:
         if self._alarming_since_s is None:

@@ -129,6 +129,16 @@ def test_a_burst_takes_a_relief_back_at_once_while_the_groups_are_what_they_were
     assert taken_back_s - relieved_s < RULES.dwell_s, "no dwell time: nothing has changed yet"
 
 
+def test_memory_that_a_dissolving_pipeline_still_has_counts_as_the_members_own() -> None:
+    """They have their parameters, and little KV for a few seconds: that is no reason to drop once more."""
+
+    def dissolving(wanted_bytes: int) -> list[ClusterDemand]:
+        return series(4, lambda t: sample(t, wanted_bytes, capacity_bytes=500, undropped_bytes=1000))
+
+    assert tell(Pressure(RULES), dissolving(560)) == []
+    assert [type(signal) for _, signal in tell(Pressure(RULES), dissolving(1100))][:1] == [Overload]
+
+
 def gives_back_after(pressure: Pressure, from_s: float) -> float:
     """Seconds for which demand is low until the relief."""
     merged = series(from_s + 90, lambda t: sample(t, 300, capacity_bytes=3000, groups=MERGED), from_s=from_s)
