@@ -10,8 +10,7 @@ are published: those are fitted, and whoever uses them is told so by `Lengths.so
 | agieval   | likewise                                             | likewise |
 | sharegpt  | means 1660 and 373, prompts of at most 4096 (KunServe, EuroSys '26, section 5.1) | log-normal |
 | longbench | means 5900 and 499 (likewise)                        | log-normal |
-
-| longanswers | prompts' mean as BurstGPT's; answers of 1,000 tokens on average are chosen | log-normal |
+| longanswers | the prompts' mean, as BurstGPT's; that of the answers, 1,000, is chosen | log-normal |
 
 Of a log-normal fit the mean (after prompts were cut to the maximum) is the published one, the spread is assumed.
 """

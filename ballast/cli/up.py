@@ -169,9 +169,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _check_state_server(url: str) -> None:
-    """
+    """Asks it once; a service would wait for it without a word.
+
     Raises:
-        Unavailable: nobody answers. A service would wait for one without a word.
+        Unavailable: it does not answer.
     """
     server = StateServer(url)
     try:

@@ -28,9 +28,8 @@ class Traffic:
     ended_count: int = 0  # answers that ended in the last WINDOW_S
     ended_tokens: int = 0  # tokens of these
     known_s: float = 0.0  # for so long it has been counted, at most WINDOW_S
-    first_counts: tuple[
-        int, ...
-    ] = ()  # requests that have ever had a first token, by `wait_index`; zeros at the end left out
+    # Requests that have ever had a first token, by the `wait_index` of their wait; zeros at the end are left out.
+    first_counts: tuple[int, ...] = ()
     later_count: int = 0  # tokens ever, after the first ones
     later_s: float = 0.0  # that these took, each from the one before
 
@@ -108,15 +107,15 @@ def wait_index(wait_s: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What clients had between two looks at their traffic."""
+    """Waits and times of tokens between two looks at the traffic."""
 
     first_count: int  # requests that had their first token
-    ttft_p99_s: float | None  # of these; None: there were none
+    ttft_p99_s: float | None  # of these requests; None: there are none
     tpot_s: float | None  # mean over the tokens after the first ones
 
 
 def served_between(before: Traffic, after: Traffic) -> Served | None:
-    """None: one of those who count is gone, and with it what it has counted."""
+    """None: a dispatcher is gone, and with it what it has counted."""
     pairs = list(zip_longest(before.first_counts, after.first_counts, fillvalue=0))
     counts = [later - earlier for earlier, later in pairs]
     tokens, took_s = after.later_count - before.later_count, after.later_s - before.later_s

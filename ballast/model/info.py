@@ -36,7 +36,7 @@ class CheckpointInfo:
         return sum(self.bytes_per_dtype.values())
 
     def rank_parameter_bytes(self, rank_count: int) -> int:
-        """Of one of so many ranks, each of which has all of embedding and head."""
+        """Bytes of one rank's parameters: of embedding and head each rank has all, of the rest its share."""
         whole = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
         shared = self.parameter_count - whole
         return -(-self.parameter_bytes * (whole * rank_count + shared) // (self.parameter_count * rank_count))

@@ -1,4 +1,4 @@
-"""Settings of the monitor. What nobody needs to change is a constant where it is used."""
+"""Settings of the monitor. Numbers that nobody needs to change are constants, where they are used."""
 
 import secrets
 from collections.abc import Mapping

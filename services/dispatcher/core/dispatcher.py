@@ -429,10 +429,9 @@ class DispatcherCore:
         return commands
 
     def _deliver(self, worker: Worker, event: StepReceived, commands: list[Command]) -> None:
-        token_end = logprob_end = 0
+        token_end = logprob_end = later_count = 0
         texts, token_ids, logprobs = event.texts, event.token_ids, event.logprobs
-        at_s, placed, counts = event.at_s, worker.placed, event.token_counts
-        took_s, later_count = 0.0, 0
+        at_s, placed, counts, took_s = event.at_s, worker.placed, event.token_counts, 0.0
         for index, handle in enumerate(event.handles):
             token_begin, token_end = token_end, token_end + counts[index]
             tracked = placed.get(handle)
@@ -486,11 +485,10 @@ class DispatcherCore:
         self._traffic.went_on(later_count, took_s)
 
     def _take_first_token(self, tracked: Tracked, at_s: float) -> bool:
-        """Of a placement; gives whether the request has had none before."""
+        """The first token of a placement. Returns whether it is the request's first, too."""
         if is_first := tracked.first_token_at_s is None:
             self._traffic.began(at_s - tracked.arrived_at_s)
-        layout = self.fleet.layout
-        words = f"epoch {layout.epoch}, {layout.reason}" if layout is not None else ""
+        words = "" if (layout := self.fleet.layout) is None else f"epoch {layout.epoch}, {layout.reason}"
         tracked.take_first_token(at_s, self.recent, words)
         return is_first
 

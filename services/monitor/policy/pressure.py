@@ -52,14 +52,14 @@ class PressureRules:
     arming_below_fraction: float = 0.05
     overload_after_s: float = 0.15  # the forecast has to stay above: the next sample agrees, whenever it was reported
     overload_urgent_fraction: float = 1.25  # of the capacity: above it no chance is needed to explain the forecast
-    # Of the forecast demand, freed in excess where nobody can compare: where only some groups are merged, new requests
-    # all go where the room is, and wait for computing there.
+    # Of the forecast demand, freed in excess where the planner cannot compare: where only some groups are merged, new
+    # requests all go where the room is, and wait for computing there.
     overload_margin_fraction: float = 0.25
     relief_after_s: float = 2.0  # usage has to be that low for so long: as long as a trend
     scale_out_after_s: float = 5.0  # an overload has lasted so long in spite of everything: more than a drop takes
     scale_in_threshold_fraction: float = 0.2  # of the un-dropped memory: half of the instances would be half full
     scale_in_after_s: float = 300.0  # a new instance takes minutes too
-    scale_dwell_s: float = 60.0  # between any two pieces of advice: whoever follows one needs time
+    scale_dwell_s: float = 60.0  # between any two pieces of advice: to follow one takes time
 
     @property
     def overload_arming_fraction(self) -> float:

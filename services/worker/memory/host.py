@@ -176,6 +176,7 @@ class HostBackend(TensorOperations):
 
 
 def memory_file() -> int:
+    """A new memfd, still empty."""
     return os.memfd_create("ballast-device-memory", os.MFD_CLOEXEC)
 
 

@@ -160,10 +160,11 @@ class StageRunner:
             return None
         if isinstance(event.result, StepResult):
             outcome = StepOutcome(event.result.step_id, event.result)
-            copy_s = self._copy_s.pop(event.result.step_id, None)
-            return outcome if copy_s is None else _with_copies(outcome, copy_s)
-        step_id, why = event.result
-        return StepOutcome(step_id, None, why)
+        else:
+            step_id, why = event.result
+            outcome = StepOutcome(step_id, None, why)
+        copy_s = self._copy_s.pop(outcome.step_id, None)
+        return outcome if copy_s is None else _with_copies(outcome, copy_s)
 
     def forget(self, sequence_ids: Sequence[SequenceId]) -> None:
         """The engine keeps nothing of these."""
