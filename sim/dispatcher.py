@@ -2,7 +2,7 @@
 
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,7 +10,7 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.ids import DispatcherId, WorkerId
 from ballast.common.layout import Layout
 from ballast.common.model import ModelInfo
-from ballast.common.sampling import FinishReason, SamplingParams
+from ballast.common.sampling import FinishReason
 from ballast.common.traffic import Traffic
 from services.dispatcher.core import events as d
 from services.dispatcher.core.dispatcher import DispatcherCore
@@ -18,11 +18,10 @@ from services.dispatcher.core.limits import Limits
 from services.dispatcher.core.placement import PlacementRules
 from services.dispatcher.policy.freeness import RoutingRules, WorkerKey
 from services.worker.core.events import Aborted, SequenceKey, Submitted
-from sim.clock import Clock
+from sim.clients import Clients
 from sim.cruise import Share
 from sim.instance import Instance
-from sim.lines import Lines
-from sim.state import Delays
+from sim.state import Site
 from sim.streams import Output
 
 _PLAIN_ENDINGS = (FinishReason.STOP, FinishReason.LENGTH)  # after which no other place is looked for
@@ -33,11 +32,6 @@ class DispatcherRules:
     limits: Limits
     placement: PlacementRules
     routing: RoutingRules
-
-
-Deliver = Callable[[d.Deliver, float], None]
-DeliverSteps = Callable[[Sequence[d.Deliver], "array[float]"], None]
-End = Callable[[d.Finish | d.Fail | d.Refuse, float], None]
 
 
 class _Link:
@@ -88,35 +82,27 @@ class DispatcherNode:
         dispatcher_id: DispatcherId,
         rules: DispatcherRules,
         instances: Mapping[WorkerId, Instance],
+        site: Site,
+        clients: Clients,
         *,
-        clock: Clock,
-        delays: Delays,
-        lines: Lines,
         model: ModelInfo,
         max_waiting_count: int,
-        deliver: Deliver,
-        deliver_steps: DeliverSteps,
-        end: End,
-        as_sampled: Callable[[d.Request], SamplingParams],
     ) -> None:
-        """`deliver`, `deliver_steps` and `end` are the clients': new tokens of a request, those of some requests at
-        some instants, and how one has ended. `as_sampled`: what an answer comes to, known only where it is made.
-        """
         self.core = DispatcherCore(dispatcher_id, rules.limits, rules.placement, rules.routing)
         self._instances = instances
-        self._clock = clock
-        self._delays = delays
+        self._clock = site.clock
+        self._delays = site.delays
         self.name = str(dispatcher_id)
-        self._lines = lines
+        self._lines = site.lines
         self._model = model
         self._max_waiting_count = max_waiting_count
-        self._deliver = deliver
-        self._deliver_steps = deliver_steps
+        self._deliver = clients.deliver
+        self._deliver_steps = clients.deliver_steps
         self._behind: dict[_Link, None] = {}  # have tokens of cruises that the core does not know of
         self._unreported: dict[_Link, None] = {}  # links of `_behind` with a load that it does not know of
         self._unheard: dict[_Link, None] = {}  # links of `_behind` with a cruise of which it knows no step
-        self._end = end
-        self._as_sampled = as_sampled
+        self._end = clients.end
+        self._as_sampled = clients.as_sampled
         self._links: dict[WorkerKey, _Link] = {}
         self._timer_at_s = math.inf
         self.touched = True  # the core was told something since somebody set it back, other than

@@ -14,9 +14,8 @@ from services.monitor.core.machine import MonitorCore, MonitorRules
 from services.monitor.policy.pressure import Signal
 from services.planner.core.messages import ClusterLoad
 from sim.clock import Clock
-from sim.lines import Lines
 from sim.process import Process
-from sim.state import Candidacy, Delays, StateServer, lead_for_ever
+from sim.state import Candidacy, Site, StateServer, lead_for_ever
 
 _LOOK_S = 0.2
 LEADERSHIP_TTL_S = 3.0
@@ -28,13 +27,10 @@ Listens = Callable[[WorkerId, Incarnation], bool]
 class MonitorNode:
     def __init__(
         self,
-        clock: Clock,
+        site: Site,
         rules: MonitorRules,
-        state: StateServer,
-        delays: Delays,
         tick_interval_s: float,
         listens: Listens,
-        lines: Lines,
         *,
         name: str = "m0",
         elected: bool = False,
@@ -45,11 +41,11 @@ class MonitorNode:
         self.core = MonitorCore(rules)
         self.signals: list[tuple[float, Signal]] = []
         self.touched = True  # the core was told something since somebody set it back
-        self._clock = clock
-        self._state = state
-        self._delays = delays
+        self._clock = clock = site.clock
+        self._state = state = site.state
+        self._delays = site.delays
         self._listens = listens
-        self._lines = lines
+        self._lines = site.lines
         self._watchers: dict[str, Hear] = {}
         self._reporters: dict[int, Reporter] = {}
         self._stream_count = 0
@@ -58,7 +54,7 @@ class MonitorNode:
             Candidacy(clock, state, self.process, "monitor", LEADERSHIP_TTL_S, self._lead)
         else:
             self._lead(lead_for_ever(state, "monitor", name))
-        clock.every(tick_interval_s, b"monitor looks around", self._look_around, first_s=delays.state_s)
+        clock.every(tick_interval_s, b"monitor looks around", self._look_around, first_s=site.delays.state_s)
         clock.every(tick_interval_s, b"monitor ticks", lambda: self.process.run_due("tick", self._tick))
 
     def _lead(self, token: int | None) -> None:
@@ -154,12 +150,10 @@ class Reporter:
 
     def __init__(
         self,
-        clock: Clock,
+        site: Site,
         leader: Callable[[], MonitorNode | None],
         instance: m.Instance,
         worker: Reporting,
-        delays: Delays,
-        lines: Lines,
         *,
         interval_s: float,
         first_s: float,
@@ -171,11 +165,11 @@ class Reporter:
         self._place, self._pace = place, pace
         self._instance = instance
         self._ended = False
-        self._clock = clock
+        self._clock = clock = site.clock
         self._leader = leader
         self._worker = worker
-        self._delays = delays
-        self._lines = lines
+        self._delays = site.delays
+        self._lines = site.lines
         self._monitor: MonitorNode | None = None
         self._stream_id = 0
         self._label = f"{instance.worker_id} reports".encode()
@@ -184,7 +178,7 @@ class Reporter:
         self._told_at_s = -math.inf
         self._hastens = False
         clock.after(first_s, self._label, self._come_back)
-        clock.every(interval_s, self._label, self._report, first_s=first_s + delays.rpc_s)
+        clock.every(interval_s, self._label, self._report, first_s=first_s + site.delays.rpc_s)
 
     # ------------------------------------------------------------ streams
 

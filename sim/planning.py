@@ -8,7 +8,7 @@ from typing import Protocol
 
 from ballast.common.errors import InvalidRequest, StaleEpoch
 from ballast.common.ids import Epoch, WorkerId
-from ballast.common.layout import Layout, Member
+from ballast.common.layout import Member
 from ballast.common.transition import Phase
 from ballast.rpc.fencing import PLANNER_TOKEN, Fence
 from ballastpb.worker.v1 import worker_pb2 as pb
@@ -19,15 +19,13 @@ from services.planner.core.foresight import Foretold
 from services.planner.core.machine import PlannerCore, PlannerRules
 from services.planner.core.record import TransitionRecord
 from services.planner.core.transition import Journal, MemberSaid
-from services.planner.policy.migrate import MigrationRules, Move, migrations
+from services.planner.policy.migrate import MigrationRules, Move, is_round_due, migrations
 from services.planner.shell.balancing import INTERVAL_S, WITHIN_S
 from services.worker.core import plan as wp
 from services.worker.pipeline.planner_side import Transitions
-from sim.clock import Clock
-from sim.lines import Lines
 from sim.monitoring import LEADERSHIP_TTL_S, MonitorNode
 from sim.process import Process
-from sim.state import Candidacy, Delays, StateServer, lead_for_ever
+from sim.state import Candidacy, Site, lead_for_ever
 
 _CALL_TIMEOUT_S = 2.0
 _LOOK_UP_S = 0.5  # between two looks whether another monitor leads
@@ -45,15 +43,12 @@ class Peer(Protocol):
 class PlannerNode:
     def __init__(
         self,
-        clock: Clock,
+        site: Site,
         rules: PlannerRules,
-        state: StateServer,
+        migrations: MigrationRules,
         monitor: Callable[[], MonitorNode | None],
         members: Mapping[WorkerId, Peer],
-        delays: Delays,
-        lines: Lines,
         *,
-        migrations: MigrationRules,
         name: str = "p0",
         elected: bool = False,
     ) -> None:
@@ -69,12 +64,12 @@ class PlannerNode:
         self.nothing_done: list[tuple[float, p.NothingDone]] = []
         self.foretold: list[Foretold] = []  # of which is known what came
         self.name = name
-        self._clock = clock
-        self._state = state
+        self._clock = clock = site.clock
+        self._state = state = site.state
         self._monitor = monitor
         self._members = members
-        self._delays = delays
-        self._lines = lines
+        self._delays = site.delays
+        self._lines = site.lines
         self._calls: set[tuple[WorkerId, p.Call]] = set()  # one of a kind at a time
         self._followed: MonitorNode | None = None
         self._subscription = 0
@@ -232,17 +227,14 @@ class PlannerNode:
 
     # ------------------------------------------------------------ migrations
 
-    def _at_rest(self) -> Layout | None:
-        return self.core.layout if self.core.active and not self.core.conductor.busy else None
-
     def _balance(self) -> None:
         """A round of `services.planner.shell.balancing`."""
-        layout = self._at_rest()
-        if layout is None:
+        layout = self.core.layout_at_rest
+        if layout is None or not is_round_due(layout, self._migrations):
             return
 
         def order(load: p.ClusterLoad, why: str) -> None:
-            if not why and self._at_rest() == layout:
+            if not why and self.core.layout_at_rest == layout:
                 for move in migrations(layout, load.workers, self._migrations):
                     self._order(layout.epoch, move)
 

@@ -15,6 +15,7 @@ from services.planner.core.stages import Stage
 from services.planner.core.transition import Journal
 from services.planner.policy.replicate import Partial
 from sim.clock import Clock
+from sim.lines import Lines
 from sim.process import Process
 
 _TIMEOUT_S = 2.0  # of an operation, as services have it
@@ -227,6 +228,16 @@ class StateServer:
     def _look(self) -> None:
         if self.is_up and self.contents.layout is not None:
             self._tell(self.contents.layout)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What all processes of a cluster share."""
+
+    clock: Clock
+    delays: Delays
+    lines: Lines
+    state: StateServer
 
 
 class Candidacy:

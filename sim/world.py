@@ -47,7 +47,7 @@ from sim.process import Timer
 from sim.processors import Contention, Processors
 from sim.results import Sample, SimRun
 from sim.rules import ClusterRules
-from sim.state import Delays, StateServer
+from sim.state import Delays, Site, StateServer
 
 _SETTLE_S = 2.0  # after the monitor has warmed up: for the first layout and the streams
 _SAMPLE_INTERVAL_S = 0.5
@@ -108,7 +108,7 @@ class World:
         self._pace = Pace(cost, options.model.layer_count, rules.worker.max_batch_tokens)
         self._microbatching = lookahead(lambda: cost) if rules.worker.lookahead else by_token_count
         self.state = StateServer(self.clock, delays)
-        self._delays = delays
+        self._site = Site(self.clock, delays, self.lines, self.state)
         self.planes: dict[str, SimPlane] = {}
         self.monitors: dict[str, MonitorNode] = {}
         self.planners: dict[str, PlannerNode] = {}
@@ -159,28 +159,17 @@ class World:
     def add_monitor(self) -> None:
         rules, name = self.options.rules, f"m{len(self.monitors)}"
         self.monitors[name] = MonitorNode(
-            self.clock,
-            rules.monitor,
-            self.state,
-            self._delays,
-            rules.monitor_tick_s,
-            self._listens,
-            self.lines,
-            name=name,
-            elected=self._elects,
+            self._site, rules.monitor, rules.monitor_tick_s, self._listens, name=name, elected=self._elects
         )
 
     def add_planner(self) -> None:
-        name = f"p{len(self.planners)}"
+        rules, name = self.options.rules, f"p{len(self.planners)}"
         self.planners[name] = PlannerNode(
-            self.clock,
-            self.options.rules.planner,
-            self.state,
+            self._site,
+            rules.planner,
+            rules.migrations,
             self._leading_monitor,
             self._peers,
-            self._delays,
-            self.lines,
-            migrations=self.options.rules.migrations,
             name=name,
             elected=self._elects,
         )
@@ -261,12 +250,10 @@ class World:
         self.instances[worker_id] = self._peers[worker_id] = instance
         address = f"{worker_id}:1"
         reporter = Reporter(
-            self.clock,
+            self._site,
             self._leading_monitor,
             Announcement(worker_id, incarnation, address, self.model_info, address),
             instance,
-            self._delays,
-            self.lines,
             interval_s=rules.report_interval_s,
             first_s=first_s,
             place=lambda: member.place,
@@ -280,15 +267,10 @@ class World:
             dispatcher_id,
             rules.dispatcher,
             self.instances,
-            clock=self.clock,
-            delays=self._delays,
-            lines=self.lines,
+            self._site,
+            self.clients,
             model=self.model_info,
             max_waiting_count=rules.worker.max_waiting_count,
-            deliver=self.clients.deliver,
-            deliver_steps=self.clients.deliver_steps,
-            end=self.clients.end,
-            as_sampled=self.clients.as_sampled,
         )
         self.state.watch(node.adopt)
         share_traffic(self.clock, self.state, dispatcher_id, node.traffic, interval_s=rules.backlog_interval_s)

@@ -121,6 +121,11 @@ class PlannerCore:
         return self.token is not None
 
     @property
+    def layout_at_rest(self) -> Layout | None:
+        """The layout; None while it is about to change or another planner leads."""
+        return None if not self.active or self.conductor.busy else self.layout
+
+    @property
     def settled_epoch(self) -> Epoch:
         """No transition of this epoch or a lower one will be committed any more; 0 if that is not certain.
 

@@ -60,6 +60,12 @@ class _Instance:
         return self.member.draining or self.load.draining
 
 
+def is_round_due(layout: Layout, rules: MigrationRules) -> bool:
+    """Whether it is worth asking for loads: some instances serve alone, and one of them may have to give."""
+    alone = [group.leader for group in layout.groups if len(group.members) == 1]
+    return len(alone) > 1 and (rules.balances or any(member.draining for member in alone))
+
+
 def migrations(layout: Layout, loads: Mapping[WorkerId, LoadReport], rules: MigrationRules) -> list[Move]:
     """Pairs of instances that serve alone, at most one for each of them."""
     instances = [

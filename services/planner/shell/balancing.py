@@ -11,7 +11,7 @@ from ballast.common.errors import BallastError
 from ballast.common.layout import Layout
 from ballast.service.logs import get_logger
 from services.planner.core.messages import ClusterLoad
-from services.planner.policy.migrate import MigrationRules, Move, migrations
+from services.planner.policy.migrate import MigrationRules, Move, is_round_due, migrations
 from services.planner.shell.ports import Counting, MembersPort
 
 INTERVAL_S = 0.25
@@ -30,7 +30,7 @@ class Balancing:
         load: Callable[[], Awaitable[ClusterLoad]],
         next_cause: Callable[[str], str],
     ) -> None:
-        """`at_rest`: the layout; None while it is about to change or another planner leads."""
+        """`at_rest`: as of the planner's core."""
         self._members = members
         self._rules = rules
         self._counting = counting
@@ -42,12 +42,8 @@ class Balancing:
         while True:
             await asyncio.sleep(INTERVAL_S)
             layout = self._at_rest()
-            if layout is not None and self._is_wanted(layout):
+            if layout is not None and is_round_due(layout, self._rules):
                 await self._round(layout)
-
-    def _is_wanted(self, layout: Layout) -> bool:
-        alone = [group.leader for group in layout.groups if len(group.members) == 1]
-        return len(alone) > 1 and (self._rules.balances or any(member.draining for member in alone))
 
     async def _round(self, layout: Layout) -> None:
         try:

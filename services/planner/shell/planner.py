@@ -91,7 +91,7 @@ class PlannerShell:
             members,
             migrations,
             counting,
-            at_rest=self._layout_at_rest,
+            at_rest=lambda: core.layout_at_rest,
             load=self.load,
             next_cause=self.next_cause,
         )
@@ -222,11 +222,8 @@ class PlannerShell:
         self._watchers.offer(layout)
         self._naming.soon()
 
-    def _layout_at_rest(self) -> Layout | None:
-        return self.core.layout if self.core.active and not self.core.conductor.busy else None
-
     def _at_rest(self) -> AtRest | None:
-        layout = self._layout_at_rest()
+        layout = self.core.layout_at_rest
         return None if layout is None else AtRest(layout, self.core.settled_epoch)
 
     def _note_transition(self, record: TransitionRecord, cause_id: str) -> None:

@@ -12,7 +12,7 @@ from sim.clock import Clock
 from sim.jobs.simulation import WorkerSize, production_rules
 from sim.lines import Lines
 from sim.monitoring import MonitorNode, Reporter
-from sim.state import Delays, StateServer
+from sim.state import Delays, Site, StateServer
 from tests.support.reporting_worker import load_report, model_info
 
 DELAYS = Delays(rpc_s=0.001, state_s=0.001)
@@ -33,8 +33,8 @@ def test_a_jump_of_the_demand_is_reported_at_once(monkeypatch: pytest.MonkeyPatc
         return True
 
     rules = production_rules(WorkerSize()).monitor
-    lines, state = Lines(clock), StateServer(clock, DELAYS)
-    monitor = MonitorNode(clock, rules, state, DELAYS, 1.0, listens, lines)
+    site = Site(clock, DELAYS, Lines(clock), StateServer(clock, DELAYS))
+    monitor = MonitorNode(site, rules, 1.0, listens)
     feed = monitor.feed
 
     def listening(event: Event) -> None:
@@ -44,12 +44,10 @@ def test_a_jump_of_the_demand_is_reported_at_once(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(monitor, "feed", listening)
     reporter = Reporter(
-        clock,
+        site,
         lambda: monitor,
         Instance(WORKER, Incarnation(1), "w0:1", model_info()),
         Worker(),
-        DELAYS,
-        lines,
         interval_s=4.0,
         first_s=0.0,
     )

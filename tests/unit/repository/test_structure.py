@@ -1,0 +1,76 @@
+"""What the code's shape promises: short constructors, and a simulator that decides nothing unseen."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+_MOST_ARGUMENTS = 8
+# What protocols between services go by. Who branches on one of these may decide something.
+_PROTOCOL = {
+    *("active", "serving", "token", "_token", "floor", "lease"),
+    *("epoch", "_oldest_epoch", "phase", "stage", "stages", "call", "met", "incarnation"),
+    *("at_rest", "backlog", "has_work", "in_flight_count", "may_form", "role", "wakes_at_s"),
+}
+
+
+def functions(tree: ast.AST, within: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef):
+            yield from functions(node, f"{within}{node.name}.")
+        elif isinstance(node, ast.FunctionDef):
+            yield f"{within}{node.name}", node
+
+
+def sources(*folders: str) -> Iterator[tuple[str, ast.Module]]:
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+
+
+def looked_at_in_branches(function: ast.FunctionDef) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(function):
+        match node:
+            case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test) | ast.Match(subject=test):
+                tests = [test]
+            case ast.comprehension(ifs=ifs):
+                tests = ifs
+            case _:
+                continue
+        found |= {part.attr for test in tests for part in ast.walk(test) if isinstance(part, ast.Attribute)}
+    return found
+
+
+def test_constructors_of_members_executors_and_simulated_nodes_are_short() -> None:
+    counts = {
+        f"{path} {name}": len(node.args.args) + len(node.args.kwonlyargs) - 1
+        for path, tree in sources("services/worker", "services/planner", "services/monitor", "sim")
+        for name, node in functions(tree)
+        if name.endswith(".__init__")
+    }
+    assert len(counts) > 100
+    assert {name: count for name, count in counts.items() if count > _MOST_ARGUMENTS} == {}
+
+
+def test_what_the_simulator_branches_on_is_listed_with_its_reason() -> None:
+    branching = {
+        (Path(path).name, name)
+        for path, tree in sources("sim")
+        for name, node in functions(tree)
+        if looked_at_in_branches(node) & _PROTOCOL and "/jobs/" not in path
+    }
+    listed: set[tuple[str, str]] = set()
+    for row in re.findall(r"^\| (`\w+\.py`:.*?) \|", (ROOT / "docs/simulator.md").read_text(), re.MULTILINE):
+        file = owner = ""
+        for name in re.findall(r"`([\w.]+)`", row):
+            if name.endswith(".py"):
+                file = name
+                continue
+            before, _, method = name.rpartition(".")
+            owner = before or owner
+            listed.add((file, f"{owner}.{method}"))
+    assert branching - listed == set(), "docs/simulator.md does not say why"
+    there = {(Path(path).name, name) for path, tree in sources("sim") for name, _ in functions(tree)}
+    assert listed - there == set(), "docs/simulator.md names what is no more"
