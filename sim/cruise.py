@@ -57,6 +57,7 @@ class Pace:
             kept_block_count=before.kept_block_count,
             prompt_token_count=before.prompt_token_count,
             max_prompt_token_count=before.max_prompt_token_count,
+            spare_block_count=before.spare_block_count,
         )
 
 

@@ -98,6 +98,7 @@ def _check_load(report: pb.LoadReport) -> None:
         report.kept_block_count,
         report.prompt_token_count,
         report.max_prompt_token_count,
+        report.spare_block_count,
     )
     if min(counts) < 0:
         raise InvalidRequest("load", f"counts must not be negative, and a block has tokens: {report}")

@@ -115,7 +115,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
     def _check_load(self, load: LoadReport, instance: Instance) -> None:
         border.adds_up("load.memory", load.memory)
         border.claimed_epoch("load.newest_epoch", load.newest_epoch, self._shell.layout_epoch)
-        most_blocks = max(load.block_count, load.used_block_count, load.waiting_block_count)
+        most_blocks = max(load.block_count, load.used_block_count, load.waiting_block_count, load.spare_block_count)
         bytes_at_most = most_blocks * load.block_tokens * instance.model.kv_bytes_per_token
         border.within("load: KV of its blocks in bytes", bytes_at_most, 0, border.MAX_BYTES)
 

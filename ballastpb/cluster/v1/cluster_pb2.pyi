@@ -247,6 +247,7 @@ class LoadReport(_message.Message):
     KEPT_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     MAX_PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    SPARE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     block_tokens: _builtins.int
     block_count: _builtins.int
     used_block_count: _builtins.int
@@ -269,6 +270,10 @@ class LoadReport(_message.Message):
     """Of prompts that run or wait, tokens that no batch has taken yet; a long prompt counts as one full batch."""
     max_prompt_token_count: _builtins.int
     """From so many on nobody is let in. 0: however many."""
+    spare_block_count: _builtins.int
+    """Of a leader whose group before dissolves: blocks that this group keeps to grow into. They count as used by its
+    members, and nobody wants them.
+    """
     @_builtins.property
     def memory(self) -> Global___MemoryReport: ...
     def __init__(
@@ -292,10 +297,11 @@ class LoadReport(_message.Message):
         kept_block_count: _builtins.int = ...,
         prompt_token_count: _builtins.int = ...,
         max_prompt_token_count: _builtins.int = ...,
+        spare_block_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_tokens", b"block_tokens", "draining", b"draining", "generation_tokens_total", b"generation_tokens_total", "kept_block_count", b"kept_block_count", "max_prompt_token_count", b"max_prompt_token_count", "max_running_count", b"max_running_count", "memory", b"memory", "newest_epoch", b"newest_epoch", "preemptions_total", b"preemptions_total", "prompt_token_count", b"prompt_token_count", "prompt_tokens_total", b"prompt_tokens_total", "running_count", b"running_count", "step_age_s", b"step_age_s", "steps_total", b"steps_total", "used_block_count", b"used_block_count", "waiting_block_count", b"waiting_block_count", "waiting_count", b"waiting_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_tokens", b"block_tokens", "draining", b"draining", "generation_tokens_total", b"generation_tokens_total", "kept_block_count", b"kept_block_count", "max_prompt_token_count", b"max_prompt_token_count", "max_running_count", b"max_running_count", "memory", b"memory", "newest_epoch", b"newest_epoch", "preemptions_total", b"preemptions_total", "prompt_token_count", b"prompt_token_count", "prompt_tokens_total", b"prompt_tokens_total", "running_count", b"running_count", "spare_block_count", b"spare_block_count", "step_age_s", b"step_age_s", "steps_total", b"steps_total", "used_block_count", b"used_block_count", "waiting_block_count", b"waiting_block_count", "waiting_count", b"waiting_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,7 +6,14 @@ from dataclasses import dataclass, field
 from ballast.common.ids import WorkerId
 from ballast.common.layout import Group, Layout, Member
 from services.monitor.core.entry import Entry
-from services.monitor.policy.demand import GroupDemand, GroupLoad, capacity_bytes, used_bytes, waiting_bytes
+from services.monitor.policy.demand import (
+    GroupDemand,
+    GroupLoad,
+    capacity_bytes,
+    spare_bytes,
+    used_bytes,
+    waiting_bytes,
+)
 from services.monitor.policy.trend import Point, slope_per_s
 
 Entries = Mapping[WorkerId, Entry]
@@ -92,6 +99,7 @@ def _group_load(group: Group, leader: Entry, entries: Entries) -> GroupLoad:
         leader_id=group.leader.worker_id,
         member_ids=tuple(member.worker_id for member in group.members),
         used_bytes=used_bytes(leader.load, token_bytes),
+        spare_bytes=spare_bytes(leader.load, token_bytes),
         waiting_bytes=waiting_bytes(leader.load, token_bytes),
         capacity_bytes=capacity_bytes(leader.load, token_bytes),
         undropped_bytes=sum(entry.whole.kv_bytes for entry in living if entry.whole is not None),

@@ -17,6 +17,7 @@ class GroupLoad:
     leader_id: WorkerId
     member_ids: tuple[WorkerId, ...]
     used_bytes: int  # held by running requests
+    spare_bytes: int = 0  # of what all groups use: kept by the leader's group before, which dissolves, and not needed
     waiting_bytes: int  # wanted by the prompts of requests in the leader's own queue, head of line included
     capacity_bytes: int
     undropped_bytes: int  # what the members' KV holds together when each has all layers
@@ -72,6 +73,10 @@ def used_bytes(load: LoadReport, kv_bytes_per_token: int) -> int:
     return load.used_block_count * load.block_tokens * kv_bytes_per_token
 
 
+def spare_bytes(load: LoadReport, kv_bytes_per_token: int) -> int:
+    return load.spare_block_count * load.block_tokens * kv_bytes_per_token
+
+
 def waiting_bytes(load: LoadReport, kv_bytes_per_token: int) -> int:
     return load.waiting_block_count * load.block_tokens * kv_bytes_per_token
 
@@ -85,12 +90,13 @@ def backlog_bytes(backlog: Backlog, block_tokens: int, kv_bytes_per_token: int) 
 def sum_demand(
     at_s: float, groups: tuple[GroupLoad, ...], backlog_need_bytes: int, *, complete: bool = True
 ) -> ClusterDemand:
-    engaged_bytes = sum(g.wanted_bytes for g in groups)
+    spare = sum(g.spare_bytes for g in groups)
+    engaged_bytes = max(0, sum(g.wanted_bytes for g in groups) - spare)
     return ClusterDemand(
         at_s=at_s,
         wanted_bytes=engaged_bytes + backlog_need_bytes,
         engaged_bytes=engaged_bytes,
-        used_bytes=sum(g.used_bytes for g in groups),
+        used_bytes=max(0, sum(g.used_bytes for g in groups) - spare),
         capacity_bytes=sum(g.capacity_bytes for g in groups),
         undropped_bytes=sum(g.undropped_bytes for g in groups),
         groups=tuple(g.member_ids for g in groups),

@@ -315,7 +315,7 @@ class WorkerCore:
 
     def load(self, at_s: float, memory: MemoryReport, newest_epoch: int = 0) -> LoadReport:
         """`newest_epoch`: of a transition that this worker has heard of."""
-        block_count = free_block_count = kept_block_count = waiting_block_count = 0
+        block_count = free_block_count = kept_block_count = waiting_block_count = spare_block_count = 0
         running_count = waiting_count = max_running_count = prompt_token_count = max_prompt_token_count = 0
         preemptions_total = self._preemptions_total
         for lane in self._lanes:
@@ -335,6 +335,7 @@ class WorkerCore:
                 max_running_count += scheduler.max_running_count
             else:
                 max_running_count += scheduler.running_count
+                spare_block_count += max(0, scheduler.free_block_count)
             running_count += scheduler.running_count
             preemptions_total += scheduler.preemptions_total
         return LoadReport(
@@ -356,6 +357,7 @@ class WorkerCore:
             kept_block_count=kept_block_count,
             prompt_token_count=prompt_token_count,
             max_prompt_token_count=max_prompt_token_count,
+            spare_block_count=spare_block_count,
         )
 
     def story(self, sequence_id: SequenceId) -> list[str]:

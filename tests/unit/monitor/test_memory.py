@@ -129,6 +129,16 @@ def test_only_the_leader_of_a_pipeline_counts() -> None:
     ]
 
 
+def test_what_a_dissolving_pipeline_keeps_to_grow_into_is_no_demand() -> None:
+    """Its members' instances cannot use it yet, but nobody wants it: once the pipeline is gone, it is free."""
+    keeping = dataclasses.replace(load(100), spare_block_count=130)  # the pipeline's: part of it is w1's
+    cluster = Cluster(ALONE, w0=keeping, w1=load(90))
+    assert cluster.pass_time(4.0) == []
+    demand = cluster.core.cluster_demand(cluster.now_s)
+    assert demand.wanted_bytes == demand.engaged_bytes == demand.used_bytes == 60 * BLOCK_BYTES
+    assert demand.capacity_bytes == 200 * BLOCK_BYTES
+
+
 def test_a_drop_enlarges_the_capacity_and_not_the_undropped_one() -> None:
     cluster = Cluster(ALONE, w0=load(30), w1=load(30))
     cluster.pass_time(1.0)

@@ -125,6 +125,9 @@ def test_load_is_what_there_is_for_who_comes() -> None:
     leader.feed(CapacityChanged(leader.at_s, OWN_BLOCKS, before_block_count=home_blocks))
     load = leader.core.load(leader.at_s, MEMORY)
     assert (load.block_count, load.used_block_count) == (home_blocks, OWN_BLOCKS), "the pipeline has the other half"
+    held_blocks = leader.core.leaving.reserved_block_count if leader.core.leaving else 0
+    assert 0 < held_blocks < 32
+    assert load.spare_block_count == 32 - held_blocks, "of which nobody wants more than its requests have"
     assert (load.running_count, load.max_running_count) == (2, place_count + 2)
     leader.submit("new")
     after = leader.core.load(leader.at_s, MEMORY)
