@@ -41,7 +41,8 @@ class Part:
 PARTS = (
     Part(
         "memory",
-        "extents are mapped, taken away and mapped elsewhere under tensors and captured graphs that stay valid",
+        "extents are mapped, taken away, mapped elsewhere under tensors and captured graphs that stay valid, and opened"
+        " by a file as another process would",
         ("tests/unit/worker/memory/test_cuda.py",),
     ),
     Part(
@@ -69,8 +70,12 @@ PARTS = (
     ),
     Part(
         "ranks",
-        "an instance of two ranks that share the GPU says what one of one rank says, with sums over the host",
-        ("tests/integration/test_tensor_parallel.py::test_two_ranks_on_a_gpu_say_what_one_says",),
+        "instances of two ranks that share the GPU, with sums over the host, say what one of one rank says, also while"
+        " the first rank maps the other's memory and both drop and restore layers",
+        (
+            "tests/integration/test_tensor_parallel.py::test_two_ranks_on_a_gpu_say_what_one_says",
+            "tests/integration/test_tensor_parallel.py::test_no_token_changes_through_drops_and_restores",
+        ),
     ),
 )
 

@@ -132,7 +132,7 @@ def load(settings: WorkerSettings, devices: Sequence[str] = ()) -> Kit:
         costs = load_costs(settings, engine)
         swap_blocks = swap_block_count(settings, engine)
         if swap_blocks and ranked is not None and not ranked.exchanges:
-            raise ConfigError("worker.tensor_parallel_size", "KV of several GPUs cannot be swapped to host memory")
+            raise ConfigError("worker.overload_policy", "KV of GPUs out of each other's reach cannot be swapped")
         copier = HostBlocks(engine.memory.kv, swap_blocks) if swap_blocks else None
     except BaseException:
         engine.close()

@@ -5,8 +5,9 @@ the cores.
 """
 
 import asyncio
-import functools
 import os
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -22,7 +23,8 @@ from services.worker.ranks.load import load_ranked
 from tests.support.cluster import until
 from tests.support.engine import Job, generate
 from tests.support.exactness import History, Tally, make_wishes, undisturbed
-from tests.support.group import Place
+from tests.support.fake_driver import load, load_share
+from tests.support.group import ONE_GPU, Place
 
 REQUESTS = os.environ.get("BALLAST_RANKS_REQUESTS")
 SAMPLING = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
@@ -37,15 +39,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("ranks", "requests"), [(2, 30), (4, 10)])
-def test_no_token_changes_through_drops_and_restores(ranks: int, requests: int, model: Path) -> None:
-    """Two instances in float64, against one worker of one rank. What a history sees depends on the machine's speed, so
-    it goes on until all was seen.
+@pytest.mark.parametrize(
+    ("place", "requests"),
+    [
+        # Each rank on a device of its own, over the calls of the CUDA driver.
+        pytest.param(Place(ranks=2, share=partial(load_share, extent_bytes=16 << 10)), 30, id="2 devices"),
+        pytest.param(Place(ranks=4, memory_factor=2), 10, id="4 on the CPU"),  # each has all of the embedding
+        pytest.param(replace(ONE_GPU, ranks=2), 30, id="2 on a GPU", marks=pytest.mark.gpu),
+    ],
+)
+def test_no_token_changes_through_drops_and_restores(place: Place, requests: int, model: Path) -> None:
+    """Two instances, on CPUs in float64, against one worker of one rank. What a history sees depends on the machine's
+    speed, so it goes on until all was seen.
     """
     count = int(REQUESTS or requests)
     wishes = make_wishes(60, 8)
-    expected = asyncio.run(undisturbed(model, wishes))
-    place = Place(ranks=ranks, memory_factor=ranks // 2)  # each rank has all of the embedding
+    expected = asyncio.run(undisturbed(model, wishes, replace(place, ranks=1, share=load_engine)))
     tally = Tally()
     for seed in OF_TWO_INSTANCES:
         tally.add(asyncio.run(History(seed, model, wishes, expected, count, place=place).run()))
@@ -54,12 +63,14 @@ def test_no_token_changes_through_drops_and_restores(ranks: int, requests: int, 
     print(f"\n{tally}")
     assert tally.requests >= count
     assert min(tally.drops, tally.restores, tally.exchanged_bytes) > 0
+    if place.share is not load_engine:
+        assert (load().violation, load().counts) == ("", (0, 0, 0, 0))
 
 
 @pytest.mark.gpu
 def test_two_ranks_on_a_gpu_say_what_one_says(model: Path) -> None:
     """NCCL refuses two ranks on a device: the sums go over the host."""
-    load = functools.partial(load_engine, model, device_memory_bytes=96 << 20, dtype="float32")
+    load_one = partial(load_engine, model, device_memory_bytes=96 << 20, dtype="float32")
 
     def answers(engine: Engine) -> list[list[int]]:
         jobs = [Job(i, tuple(range(5 + i, 9 + 20 * i)), 20) for i in range(4)]
@@ -67,8 +78,8 @@ def test_two_ranks_on_a_gpu_say_what_one_says(model: Path) -> None:
             generate(engine, jobs)
         return [job.chosen for job in jobs]
 
-    alone = answers(load(device="cuda"))
-    assert answers(load_ranked(load, ["cuda", "cuda"], RankLog()).engine) == alone
+    alone = answers(load_one(device="cuda"))
+    assert answers(load_ranked(load_one, ["cuda", "cuda"], RankLog()).engine) == alone
 
 
 async def test_a_rank_that_dies_ends_its_instance_and_a_worker_that_dies_its_ranks(model: Path) -> None:

@@ -6,11 +6,13 @@ import importlib
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from services.worker.engine.load import Engine, load_engine
+from services.worker.engine.peers import Peers
 from services.worker.memory.cuda import BindingsDriver, CudaBackend
 
 _SOURCE = Path(__file__).with_name("fake_libcuda.c")
@@ -35,6 +37,10 @@ class FakeDriver:
         library.fake_fail_at.argtypes = [ctypes.c_long, ctypes.c_long]
         library.fake_calls.restype = ctypes.c_long
 
+    def set_peers(self, reach_each_other: bool) -> None:
+        """Whether devices map each other's memory."""
+        self._library.fake_set_peers(reach_each_other)
+
     def set_granularity(self, size_bytes: int) -> None:
         """While nothing is allocated."""
         self._library.fake_set_granularity(size_bytes)
@@ -54,6 +60,9 @@ class FakeDriver:
     def violation(self) -> str:
         """The first rule of the driver that was broken, or nothing."""
         return self._library.fake_violation().decode()
+
+    def said(self) -> tuple[str, Counts]:
+        return self.violation, self.counts
 
     @property
     def counts(self) -> Counts:
@@ -90,6 +99,18 @@ def load() -> FakeDriver:
     return driver
 
 
-def open_fake() -> CudaBackend:
+def open_fake(index: int = 0) -> CudaBackend:
     load()
-    return CudaBackend(OnTheCpu(importlib.import_module("cuda.bindings.driver"), 0))
+    return CudaBackend(OnTheCpu(importlib.import_module("cuda.bindings.driver"), index))
+
+
+def load_share(model_dir: Path, *, peers: Peers, extent_bytes: int, **named: Any) -> Engine:
+    """`load_engine` for a rank of an instance, each on a device of this driver.
+
+    What the first rank tells others of a change of memory, a test tells them of the driver, by the same way.
+    """
+    driver = load()
+    driver.set_granularity(extent_bytes)
+    engine = load_engine(model_dir, peers=peers, backend=open_fake(peers.rank), **named)
+    vars(engine.memory).update(fail_at=functools.partial(driver.fail_at, unmaps=True), said=driver.said)
+    return engine

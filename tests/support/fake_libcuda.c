@@ -1,20 +1,26 @@
 // A libcuda.so.1 in plain memory: the driver's calls for virtual memory, and its documented rules. The real Python
-// bindings run on top. Device memory is one memfd, so that a CPU can compute in it; what is mapped is inaccessible until
-// access was given, and fresh memory is full of NaN bits. A call that breaks a rule fails and is written down; one call
-// that a real driver may refuse can be made to fail.
+// bindings run on top. A device's memory is one memfd, so that a CPU can compute in it; what is mapped is inaccessible until
+// access was given to the device of the calling thread, and fresh memory is full of NaN bits. A call that breaks a rule
+// fails and is written down; one call that a real driver may refuse can be made to fail. Other processes map memory that
+// was exported to them: the file says by its name on which device it lies, and by its position where and how much.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <fcntl.h>
 #include <unistd.h>
+
+#define NAME "fake-device-"
 
 typedef int CUresult;
 typedef uint64_t u64;
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201, NOT_FOUND = 500, NOT_PERMITTED = 800 };
-enum { POSIX_FD = 1, MOST = 1 << 16, DEVICES = 2 };
+enum { POSIX_FD = 1, MOST = 1 << 16, DEVICES = 4 };
 
 typedef struct { int type, id; } Location;
 typedef struct {
@@ -27,15 +33,16 @@ typedef struct {
 } Properties;
 typedef struct { Location location; int flags; } Access;
 
-typedef struct { u64 size, offset; int live, mappings; } Handle;
+typedef struct { u64 size, offset; int live, mappings, device, kinds, file, imported; } Handle;
 typedef struct { u64 address, size; void *raw; u64 raw_size; int live; } Reservation;
 typedef struct { u64 address, size, handle; int accessible, live; } Mapping;
 
 static Handle handles[MOST];
 static Reservation reservations[MOST];
 static Mapping mappings[MOST];
-static u64 handle_count = 1, reservation_count, mapping_count, end_of_memory, granularity = 2 << 20;
-static int memory = -1;
+static u64 handle_count = 1, reservation_count, mapping_count, granularity = 2 << 20;
+static struct { int file; u64 end; } memory[DEVICES] = {{-1, 0}, {-1, 0}, {-1, 0}, {-1, 0}};
+static int peers = 1;
 static long calls, fail_at = -1, unmaps_fail;
 static char violation[256];
 static _Thread_local void *context;
@@ -45,6 +52,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 void fake_set_granularity(u64 bytes) { granularity = bytes; }
 void fake_fail_at(long call, long unmaps_too) { calls = 0, fail_at = call, unmaps_fail = unmaps_too; }
+void fake_set_peers(int reach_each_other) { peers = reach_each_other; }
 long fake_calls(void) { return calls; }
 const char *fake_violation(void) { return violation; }
 
@@ -76,6 +84,8 @@ static CUresult broken(const char *rule) {
   if (!violation[0]) snprintf(violation, sizeof violation, "%s", rule);
   return INVALID_VALUE;
 }
+
+static int here(void) { return (int)(intptr_t)context - 4096; } // the device of the calling thread
 
 static CUresult begin(CUresult refusal) { // refusal: what a real driver may say at this call; 0: nothing
   if (!context) return broken("a call from a thread without a context"), INVALID_CONTEXT;
@@ -116,6 +126,27 @@ static int whole_mappings(u64 address, u64 size) { // from the address on, witho
   return at == address + size;
 }
 
+static int device_of(int file) { // -1: not the memory of one
+  char path[64], name[64] = "";
+  snprintf(path, sizeof path, "/proc/self/fd/%d", file);
+  if (readlink(path, name, sizeof name - 1) < 0) return -1;
+  return strncmp(name, "/memfd:" NAME, strlen("/memfd:" NAME)) ? -1 : atoi(name + strlen("/memfd:" NAME));
+}
+
+static int same_file(int one, int other) {
+  struct stat a, b;
+  return !fstat(one, &a) && !fstat(other, &b) && a.st_ino == b.st_ino && a.st_dev == b.st_dev;
+}
+
+static void close_unused(int file, int device) { // nothing is left of memory that nobody uses
+  for (u64 i = 1; i < handle_count; i++)
+    if (handles[i].live && handles[i].file == file) return;
+  for (u64 i = 1; i < handle_count; i++)
+    if (handles[i].file == file) handles[i].file = -1; // its place is no place any more
+  close(file);
+  if (memory[device].file == file) memory[device].file = -1;
+}
+
 static void free_slot(Mapping *mapping) {
   handles[mapping->handle].mappings--;
   mapping->live = 0;
@@ -128,6 +159,7 @@ CUresult cuDriverGetVersion(int *version) { return *version = 13000, SUCCESS; }
 CUresult cuDeviceGet(int *device, int ordinal) { return *device = ordinal, ordinal < DEVICES ? SUCCESS : INVALID_VALUE; }
 CUresult cuDeviceGetCount(int *count) { return *count = DEVICES, SUCCESS; }
 CUresult cuDeviceGetAttribute(int *value, int attribute, int device) { return (void)attribute, (void)device, *value = 1, SUCCESS; }
+CUresult cuDeviceCanAccessPeer(int *can, int device, int other) { return *can = peers && device != other, SUCCESS; }
 CUresult cuDevicePrimaryCtxRetain(void **made, int device) { return *made = (void *)(intptr_t)(4096 + device), SUCCESS; }
 CUresult cuCtxSetCurrent(void *given) { return context = given, SUCCESS; }
 
@@ -141,20 +173,27 @@ LOCKED((u64 * out, u64 size, const Properties *properties, u64 flags), cuMemCrea
   if (!size || misaligned(size) || flags) return broken("create: size is no multiple of the granularity");
   if (properties->type != 1 || properties->location.type != 1) return broken("create: not pinned on a device");
   if (properties->handle_types & ~POSIX_FD) return NOT_PERMITTED; // a fabric that this process may not use
-  if (memory < 0) memory = memfd_create("fake-device", MFD_CLOEXEC);
+  int device = properties->location.id;
+  if (device < 0 || device >= DEVICES) return broken("create: on no device");
+  if (memory[device].file < 0) {
+    char name[32];
+    snprintf(name, sizeof name, NAME "%d", device);
+    memory[device].file = memfd_create(name, MFD_CLOEXEC), memory[device].end = 0;
+  }
+  int file = memory[device].file;
   u64 at = 1; // one of the same size that was released has its place
-  while (at < handle_count && (handles[at].live || handles[at].mappings || handles[at].size != size)) at++;
+  while (at < handle_count && (handles[at].live || handles[at].size != size || handles[at].file != file)) at++;
   if (at == MOST) return OUT_OF_MEMORY;
   if (at == handle_count) {
-    handles[handle_count++] = (Handle){size, end_of_memory, 0, 0};
-    end_of_memory += size;
-    if (ftruncate(memory, (off_t)end_of_memory)) return OUT_OF_MEMORY;
+    handles[handle_count++] = (Handle){size, memory[device].end, 0, 0, device, 0, file, 0};
+    memory[device].end += size;
+    if (ftruncate(file, (off_t)memory[device].end)) return OUT_OF_MEMORY;
   }
-  void *fresh = mmap(NULL, size, PROT_WRITE, MAP_SHARED, memory, (off_t)handles[at].offset);
+  void *fresh = mmap(NULL, size, PROT_WRITE, MAP_SHARED, file, (off_t)handles[at].offset);
   if (fresh == MAP_FAILED) return OUT_OF_MEMORY;
   memset(fresh, 0xff, size);
   munmap(fresh, size);
-  handles[at].live = 1;
+  handles[at].live = 1, handles[at].kinds = properties->handle_types;
   return *out = at, SUCCESS;
 }
 
@@ -162,10 +201,46 @@ LOCKED((u64 handle), cuMemRelease, (handle), 0) {
   if (handle >= handle_count || !handles[handle].live) return broken("release: no such handle");
   if (handles[handle].mappings) return broken("release: the handle is still mapped");
   handles[handle].live = 0;
-  if (!live_handles()) { // nothing is left of a device that nobody uses
-    close(memory);
-    memory = -1, handle_count = 1, end_of_memory = 0, mapping_count = 0;
-  }
+  close_unused(handles[handle].file, handles[handle].device);
+  if (!live_handles()) handle_count = 1, mapping_count = 0;
+  return SUCCESS;
+}
+
+LOCKED((int *out, u64 handle, int kind, u64 flags), cuMemExportToShareableHandle, (out, handle, kind, flags), OUT_OF_MEMORY) {
+  if (handle >= handle_count || !handles[handle].live || flags) return broken("export: no such handle");
+  const Handle *h = &handles[handle];
+  if (kind != POSIX_FD || !(h->kinds & POSIX_FD) || h->imported) return broken("export: the memory was not made for that");
+  char path[64];
+  snprintf(path, sizeof path, "/proc/self/fd/%d", h->file);
+  int file = open(path, O_RDWR | O_CLOEXEC); // with a position of its own
+  if (file < 0) return OUT_OF_MEMORY;
+  lseek(file, (off_t)(h->offset | h->size / granularity), SEEK_SET);
+  return *out = file, SUCCESS;
+}
+
+LOCKED((u64 * out, void *os_handle, int kind), cuMemImportFromShareableHandle, (out, os_handle, kind), OUT_OF_MEMORY) {
+  int file = (int)(intptr_t)os_handle, device = device_of(file);
+  off_t position = lseek(file, 0, SEEK_CUR);
+  u64 size = (u64)position % granularity * granularity, offset = (u64)position - (u64)position % granularity;
+  if (kind != POSIX_FD || device < 0 || position < 0 || !size) return broken("import: not a file that was exported");
+  u64 at = 1;
+  while (at < handle_count && handles[at].live) at++;
+  if (at == MOST) return OUT_OF_MEMORY;
+  int kept = -1; // one file for all that lies in the same memory
+  for (u64 i = 1; i < handle_count && kept < 0; i++)
+    if (handles[i].live && handles[i].imported && same_file(handles[i].file, file)) kept = handles[i].file;
+  if (kept < 0) kept = fcntl(file, F_DUPFD_CLOEXEC, 0);
+  if (kept < 0) return OUT_OF_MEMORY;
+  handles[at] = (Handle){size, offset, 1, 0, device, 0, kept, 1};
+  if (at == handle_count) handle_count++;
+  return *out = at, SUCCESS;
+}
+
+LOCKED((Properties * out, u64 handle), cuMemGetAllocationPropertiesFromHandle, (out, handle), 0) {
+  if (handle >= handle_count || !handles[handle].live) return broken("properties: no such handle");
+  memset(out, 0, sizeof *out);
+  out->type = 1, out->handle_types = handles[handle].kinds;
+  out->location = (Location){1, handles[handle].device};
   return SUCCESS;
 }
 
@@ -221,9 +296,12 @@ LOCKED((u64 address, u64 size, u64 offset, u64 handle, u64 flags), cuMemMap, (ad
 LOCKED((u64 address, u64 size, const Access *access, u64 count), cuMemSetAccess, (address, size, access, count), OUT_OF_MEMORY) {
   if (count != 1 || access->location.type != 1 || access->flags != 3) return broken("access: not to read and write from one device");
   if (!whole_mappings(address, size)) return broken("access: not mapped from end to end");
+  if (access->location.id != here()) return broken("access: not for the device that this process computes on");
+  for (u64 at = address; at < address + size; at += mapping_at(at)->size)
+    if (!peers && handles[mapping_at(at)->handle].device != here()) return broken("access: to a device that is out of reach");
   for (u64 at = address; at < address + size;) {
     Mapping *found = mapping_at(at);
-    if (map_fixed(at, found->size, PROT_READ | PROT_WRITE, memory, handles[found->handle].offset) == MAP_FAILED) return OUT_OF_MEMORY;
+    if (map_fixed(at, found->size, PROT_READ | PROT_WRITE, handles[found->handle].file, handles[found->handle].offset) == MAP_FAILED) return OUT_OF_MEMORY;
     found->accessible = 1;
     at += found->size;
   }

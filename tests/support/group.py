@@ -88,6 +88,7 @@ class Place:
     backend: Callable[[], MemoryBackend] | None = None  # None: the device's own
     transport: str = "auto"
     ranks: int = 1  # of each worker
+    share: Callable[..., Engine] = load_engine  # loads a rank's
     memory_factor: int = 1  # of all sizes: extents of a GPU are not smaller than 2 MiB
 
 
@@ -146,7 +147,7 @@ def _load(name: str, model_dir: Path, sizes: Sizes) -> Engine:
             backend=None if place.backend is None else place.backend(),
         )
     share = functools.partial(
-        load_engine, model_dir, device_memory_bytes=memory_bytes // place.ranks, dtype=place.dtype
+        place.share, model_dir, device_memory_bytes=memory_bytes // place.ranks, dtype=place.dtype
     )
     return load_ranked(share, [place.device] * place.ranks, RankLog(name)).engine
 

@@ -11,7 +11,7 @@ import sys
 import time
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -210,6 +210,12 @@ class PhantomBackend:
         if self._created:
             raise InvariantViolation("the extents of this backend were created before")
         self._created, self._extent_bytes = True, extent_bytes
+
+    def export(self, first: int, count: int) -> list[int]:
+        raise InvariantViolation("an emulated instance has one rank")
+
+    def beside(self, files: Iterable[int]) -> PhantomBackend:
+        raise InvariantViolation("an emulated instance has one rank")
 
     def reserve(self, size_bytes: int) -> int:
         address = self._next

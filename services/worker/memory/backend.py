@@ -52,6 +52,24 @@ class MemoryBackend(Protocol):
         """
         ...
 
+    def export(self, first: int, count: int) -> list[int]:
+        """Open files by which another process has the same extents: those numbered `[first, first + count)`, as far as
+        there are so many. They are the caller's to close.
+
+        Raises:
+            ConfigError: the extents are this process' alone.
+        """
+        ...
+
+    def beside(self, files: Iterable[int]) -> MemoryBackend:
+        """A backend of the same device, over the extents of another process, whose `export` has given all these files.
+        They belong to it from here on. Its `create` makes nothing.
+
+        Raises:
+            ConfigError: this device does not reach that memory.
+        """
+        ...
+
     def reserve(self, size_bytes: int) -> int:
         """Reserve an address range that takes no memory; touching it before something is mapped is a crash."""
         ...

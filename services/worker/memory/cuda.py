@@ -6,10 +6,13 @@ unmapped as a whole; a mapping is not accessible before rights are set, which on
 does not wait for kernels, so it is preceded by a synchronisation.
 """
 
+from __future__ import annotations
+
 import importlib
 import itertools
+import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any, Protocol, Self
 
@@ -37,6 +40,14 @@ class VmmDriver(Protocol):
     def create(self, size_bytes: int) -> Handle: ...
 
     def release(self, handle: Handle) -> None: ...
+
+    def export(self, handle: Handle) -> int:
+        """An open file, for another process."""
+        ...
+
+    def take(self, file: int) -> Handle:
+        """The memory that another process has exported, to which the device has access. The file is not closed."""
+        ...
 
     def reserve_address(self, size_bytes: int) -> int: ...
 
@@ -74,6 +85,7 @@ class CudaBackend(TensorOperations):
         self._driver = driver
         self._handles: list[Handle] = []  # extent -> handle
         self._extent_bytes = 0
+        self._taken = False  # the extents are another process'
 
     @property
     def device(self) -> torch.device:
@@ -84,6 +96,11 @@ class CudaBackend(TensorOperations):
         return self._driver.granularity_bytes
 
     def create(self, extent_bytes: int, count: int) -> None:
+        if self._taken and not self._extent_bytes:
+            if len(self._handles) != count:
+                raise InvariantViolation(f"{count} extents are wanted, another process has {len(self._handles)}")
+            self._extent_bytes = extent_bytes
+            return
         if self._handles:
             raise InvariantViolation("the extents of this backend were created before")
         available_bytes = self._driver.available_bytes()
@@ -99,6 +116,29 @@ class CudaBackend(TensorOperations):
             if error.out_of_memory:
                 raise _too_little(self.device, extent_bytes * count, available_bytes) from error
             raise
+
+    def export(self, first: int, count: int) -> list[int]:
+        files: list[int] = []
+        try:
+            files.extend(map(self._driver.export, self._handles[first : first + count]))
+        except BaseException:
+            _close(files)
+            raise
+        return files
+
+    def beside(self, files: Iterable[int]) -> CudaBackend:
+        made = CudaBackend(self._driver)
+        made._taken = True
+        try:
+            for file in files:
+                try:
+                    made._handles.append(self._driver.take(file))
+                finally:
+                    os.close(file)  # the handle keeps the memory
+        except BaseException:
+            made.close()
+            raise
+        return made
 
     def reserve(self, size_bytes: int) -> int:
         return self._driver.reserve_address(size_bytes)
@@ -152,6 +192,11 @@ class CudaBackend(TensorOperations):
             self.release(address, size_bytes)
 
 
+def _close(files: Iterable[int]) -> None:
+    for file in files:
+        os.close(file)
+
+
 def _too_little(device: torch.device, wanted_bytes: int, available_bytes: int) -> ConfigError:
     return ConfigError(
         "device_memory_bytes", f"{wanted_bytes} bytes asked for, {device} has {available_bytes} available"
@@ -161,13 +206,15 @@ def _too_little(device: torch.device, wanted_bytes: int, available_bytes: int) -
 class BindingsDriver:
     """`VmmDriver` through `cuda.bindings.driver`.
 
-    The calls need the device's context on the calling thread, whichever that is. Access is for this device alone: a
-    grant concerns this process' kernels on other devices, of which there are none, and costs for each of them.
+    The calls need the device's context on the calling thread, whichever that is. Access is for this device alone, also
+    to memory that lies on another one: a grant concerns this process' kernels on other devices, of which there are
+    none, and costs for each of them.
     """
 
     def __init__(self, cuda: ModuleType, index: int) -> None:
         self._cuda = cuda
         self._device = torch.device("cuda", index)
+        self._reached = {index}  # devices whose memory this one may map
         self._thread = threading.local()  # `entered`: the context is current there
         # torch has made it and keeps it as long as the process lives, as this does.
         self._context = self._checked("cuDevicePrimaryCtxRetain", self._checked("cuDeviceGet", index))
@@ -216,6 +263,22 @@ class BindingsDriver:
     def release(self, handle: Handle) -> None:
         self._call("cuMemRelease", handle)
 
+    def export(self, handle: Handle) -> int:
+        kinds = self._cuda.CUmemAllocationHandleType
+        if self._properties.requestedHandleTypes != kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR:
+            raise ConfigError(f"device {self._device}", "the driver lets no other process have memory of this one")
+        return int(self._call("cuMemExportToShareableHandle", handle, self._properties.requestedHandleTypes, 0))
+
+    def take(self, file: int) -> Handle:
+        kind = self._cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        handle = self._call("cuMemImportFromShareableHandle", file, kind)
+        try:
+            self._require_reach(int(self._call("cuMemGetAllocationPropertiesFromHandle", handle).location.id))
+        except BaseException:
+            self.release(handle)
+            raise
+        return handle
+
     def reserve_address(self, size_bytes: int) -> int:
         return int(self._call("cuMemAddressReserve", size_bytes, 0, 0, 0))
 
@@ -233,6 +296,14 @@ class BindingsDriver:
 
     def synchronise(self) -> None:
         torch.cuda.synchronize(self._device)
+
+    def _require_reach(self, other: int) -> None:
+        if other in self._reached:
+            return
+        here, there = self._call("cuDeviceGet", self._device.index), self._call("cuDeviceGet", other)
+        if not self._call("cuDeviceCanAccessPeer", here, there):
+            raise ConfigError(f"device {self._device}", f"has no access to the memory of cuda:{other}")
+        self._reached.add(other)
 
     def _make_properties(self, index: int) -> Any:
         properties = self._cuda.CUmemAllocationProp()
@@ -256,8 +327,8 @@ class BindingsDriver:
         return int(self._call("cuDeviceGetAttribute", attribute, self._call("cuDeviceGet", index)))
 
     def _make_shareable(self, index: int) -> None:
-        """Extents that another process, or UCX for it, may open one day: that is decided when they are created. Where
-        it is not allowed, they stay this process' own.
+        """Extents that the first rank of an instance, or UCX, may open: that is decided when they are created. Where it
+        is not allowed, they stay this process' own.
         """
         if not self._attribute(index, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"):
             return

@@ -1,9 +1,10 @@
 """One device's memory as the engine sees it: parameters and KV cache in one budget."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Concatenate, ParamSpec, Self, TypeVar
 
 from ballast.common.errors import ConfigError, InvariantViolation
 from ballast.common.load import MemoryReport
@@ -14,7 +15,31 @@ from services.worker.memory.kv_cache import KvCache, KvShape, KvWindow
 from services.worker.memory.parameters import ParameterStore, PartLayout, PartSpec, lay_out, layer_name
 from services.worker.memory.pool import PhysicalPool, Purpose
 
+_Layers = tuple[int, ...]
+# The leaving window, the one in force, layers whose parameters are held, and each window's layers.
+_Books = tuple[KvWindow | None, KvWindow, _Layers, tuple[tuple[_Layers, _Layers], ...]]
+
 _LEAST_SHARE = 8  # the other window has at least this part of what a layer's KV has at home
+
+
+M = TypeVar("M", bound="DeviceMemory")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def all_or_nothing(change: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
+    """A change that fails is taken back: the driver refuses a call in the middle of it, say."""
+
+    @functools.wraps(change)
+    def whole(memory: M, *args: P.args, **named: P.kwargs) -> R:
+        memory.begin()
+        try:
+            return change(memory, *args, **named)
+        except BaseException:
+            memory.undo()
+            raise
+
+    return whole
 
 
 class DeviceMemory:
@@ -25,6 +50,7 @@ class DeviceMemory:
         self.parameters = parameters
         self.kv = kv
         self.leaving: KvWindow | None = None  # the other window, while it holds the KV of a group that is dissolved
+        self._before = self._books()
         self._home_extents = 0  # of each layer's KV while all layers are held and one window is all there is
 
     @classmethod
@@ -65,9 +91,27 @@ class DeviceMemory:
             undo.pop_all()
             return memory
 
+    def begin(self) -> None:
+        """A change begins."""
+        self.pool.begin()
+        self._before = self._books()
+
+    def undo(self) -> None:
+        """Take the last change back. May be called again. What had been moved stays moved: nothing was in use there."""
+        self.pool.undo()
+        self.leaving, self.kv.window, held_layers, layers = self._before
+        self.parameters.reset(held_layers)
+        for window, of_window in zip(self.kv.windows, layers, strict=True):
+            window.reset(*of_window)
+
+    def _books(self) -> _Books:
+        layers = tuple(window.layers for window in self.kv.windows)
+        return self.leaving, self.kv.window, self.parameters.held_layers, layers
+
     # ------------------------------------------------------------ dropping and restoring layers
     # Parameters and KV have one dtype and finite values, so extents that change hands need not be cleared.
 
+    @all_or_nothing
     def drop_layers(self, layers: Sequence[int]) -> int:
         """Give up layers that another member executes: their parameters make room for the KV of those that are kept.
 
@@ -78,6 +122,7 @@ class DeviceMemory:
         self.kv.window.retire([layer for layer in layers if layer in self.kv.held_layers])
         return self._grow_kv()
 
+    @all_or_nothing
     def shrink_retired(self, block_count: int, moves: Sequence[tuple[int, int]] = ()) -> int:
         """Layers given up need only so many blocks any more, once those in `moves` (from, to) lie in front;
         nothing reads them at this moment. Returns the number of blocks of the layers that are kept.
@@ -87,6 +132,7 @@ class DeviceMemory:
         self.kv.window.shrink_retired(block_count)
         return self._grow_kv()
 
+    @all_or_nothing
     def release_retired(self) -> int:
         """Nobody needs the KV of layers given up any more: it follows the parameters. Returns the number of blocks."""
         for layer in self.kv.retired_layers:
@@ -128,6 +174,7 @@ class DeviceMemory:
         extents = min(own, at_home, left)
         return self.blocks_in(extents) if extents >= one_block else 0
 
+    @all_or_nothing
     def make_room_for_layers(self, layers: Sequence[int], *, block_count: int) -> int:
         """Keep so many blocks of KV, and map the parameters of these layers, to be filled.
 
@@ -139,12 +186,14 @@ class DeviceMemory:
             self.parameters.restore(layer)
         return self.kv.block_count
 
+    @all_or_nothing
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (from, to) in every layer that the window in force holds."""
         self.kv.window.move(moves)
 
     # ------------------------------------------------------------ two groups at a time
 
+    @all_or_nothing
     def open_window(self) -> int:
         """The window in force becomes the leaving one, as it is. The other one, with all layers, is in force from now
         on, in the extents that are free. Returns its number of blocks.
@@ -159,18 +208,16 @@ class DeviceMemory:
         self.pool.backend.synchronise()
         opened = self.kv.other_window
         opened.hold_all()
-        try:
-            opened.grow(self.pool.free_count // self.kv.shape.layer_count, clear=False)
-        except BaseException:
-            opened.drop_all()
-            raise
+        opened.grow(self.pool.free_count // self.kv.shape.layer_count, clear=False)
         self.leaving, self.kv.window = self.kv.window, opened
         return opened.block_count
 
+    @all_or_nothing
     def move_leaving(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (from, to) in every layer that the leaving window holds."""
         self._require_leaving().move(moves)
 
+    @all_or_nothing
     def shrink_leaving(self, block_count: int) -> int:
         """The leaving window keeps so many blocks, behind which none is in use; the one in force gets what that sets
         free. Returns the number of blocks in force.
@@ -180,6 +227,7 @@ class DeviceMemory:
         leaving.keep(block_count)
         return self._grow_kv()
 
+    @all_or_nothing
     def close_leaving(self) -> int:
         """The leaving window gives everything back: nobody needs it any more. Returns the number of blocks in force."""
         leaving = self._require_leaving()

@@ -8,12 +8,14 @@ its place in a mapping of the whole file (the parking), and from there to where 
 do not do that for shared memory: there an extent is unmapped plainly and faulted in again, all at once.
 """
 
+from __future__ import annotations
+
 import ctypes
 import errno
 import itertools
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -52,13 +54,11 @@ class HostBackend(TensorOperations):
     """`MemoryBackend` over the CPU's own memory."""
 
     def __init__(self, fd: int | None = None) -> None:
-        """`fd`: an empty memfd instead of one of its own, which stays the caller's. Two backends over one share their
-        extents.
-        """
+        """`fd`: the file in which another backend has made the extents, instead of a new one. Belongs to this one."""
         if not hasattr(os, "memfd_create"):
             raise ConfigError("device", "the cpu backend needs memfd_create, which only Linux has")
-        self._given_fd = fd
-        self._fd: int | None = None
+        self._fd = fd
+        self._makes_extents = fd is None
         self._extent_bytes = 0
         self._size_bytes = 0
         self._parking = 0  # address of the mapping of the whole file
@@ -77,18 +77,27 @@ class HostBackend(TensorOperations):
         if self._extent_bytes:
             raise InvariantViolation("the extents of this backend were created before")
         size_bytes, available_bytes = extent_bytes * count, _available_bytes()
-        # Another backend over the same file has made them.
-        is_there = self._given_fd is not None and os.fstat(self._given_fd).st_size == size_bytes
-        if size_bytes > available_bytes and not is_there:
+        if self._makes_extents and size_bytes > available_bytes:
             raise ConfigError(
                 "device_memory_bytes", f"{size_bytes} bytes asked for, this machine has {available_bytes} available"
             )
         parking = self.reserve(size_bytes)
-        self._fd = memory_file() if self._given_fd is None else os.dup(self._given_fd)
-        os.ftruncate(self._fd, size_bytes)
+        if self._fd is None:
+            self._fd = os.memfd_create("ballast-device-memory", os.MFD_CLOEXEC)
+            os.ftruncate(self._fd, size_bytes)
+        elif os.fstat(self._fd).st_size != size_bytes:
+            raise InvariantViolation(f"extents of {size_bytes} bytes are in a file of {os.fstat(self._fd).st_size}")
         self._parking = _mmap(parking, size_bytes, _PROT_READ_WRITE, _MAP_SHARED | _MAP_FIXED, self._fd, 0)
         self._extent_bytes, self._size_bytes, self._parked = extent_bytes, size_bytes, bytearray(count)
         self._tables_move = self._kernel_moves_tables(self._fd)
+
+    def export(self, first: int, count: int) -> list[int]:
+        """All extents are in one file, the first."""
+        return [os.dup(self._fd)] if self._fd is not None and first == 0 and count else []
+
+    def beside(self, files: Iterable[int]) -> HostBackend:
+        [fd] = files
+        return HostBackend(fd)
 
     def reserve(self, size_bytes: int) -> int:
         """Aligned so that page tables can be moved whole."""
@@ -104,7 +113,7 @@ class HostBackend(TensorOperations):
             raise _os_failure("munmap", size_bytes)
 
     def map(self, address: int, runs: Sequence[ExtentRun]) -> None:
-        if self._fd is None:
+        if self._fd is None or not self._extent_bytes:
             raise InvariantViolation("extents are mapped before they were created or after they were closed")
         try:
             at = address
@@ -139,7 +148,8 @@ class HostBackend(TensorOperations):
 
     def close(self) -> None:
         if self._fd is not None:
-            self.release(self._parking, self._size_bytes)
+            if self._parking:
+                self.release(self._parking, self._size_bytes)
             os.close(self._fd)  # the last reference to the memory once every range has been released
             self._fd = None
 
@@ -173,11 +183,6 @@ class HostBackend(TensorOperations):
 
     def _reserve_again(self, address: int, count: int) -> None:
         _mmap(address, count * self._extent_bytes, _PROT_NONE, _RESERVED | _MAP_FIXED, -1, 0)
-
-
-def memory_file() -> int:
-    """A new memfd, still empty."""
-    return os.memfd_create("ballast-device-memory", os.MFD_CLOEXEC)
 
 
 def _move_tables(source: int, target: int, size_bytes: int) -> bool:

@@ -7,6 +7,7 @@ step touches. A stage copies the layers that it executes.
 Shapes: B blocks, T tokens of a block, K KV heads, H head dim.
 """
 
+import itertools
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -78,16 +79,16 @@ class HostBlocks:
         return time.perf_counter() - begin_s
 
     def _copy_gathered(self, copies: tuple[BlockCopy, ...], layers: Sequence[int]) -> None:
-        """One copy for each layer, through memory that the device reads and writes by itself: block by block a GPU
-        would wait for Python.
+        """One copy for each layer and rank, through memory that the device reads and writes by itself: block by block a
+        GPU would wait for Python.
         """
         device = self._kv.layer(0).device
         for copy in copies:
             there = torch.tensor(copy.device_blocks, device=device)
             here = torch.tensor(copy.host_blocks)
             staged_B2TKH = self._staging(len(here))
-            for layer in layers:
-                device_B2TKH, (host_B2TKH,) = self._kv.layer(layer), self._layers_B2TKH[layer]
+            pairs = [zip(self._kv.of_ranks(layer), self._layers_B2TKH[layer], strict=True) for layer in layers]
+            for device_B2TKH, host_B2TKH in itertools.chain.from_iterable(pairs):
                 if copy.out:
                     staged_B2TKH.copy_(device_B2TKH.index_select(0, there), non_blocking=True)
                     self._wait()

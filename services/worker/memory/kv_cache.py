@@ -108,6 +108,15 @@ class KvWindow:
         """Extents per layer that hold so many blocks."""
         return self._pool.extents_for(block_count * self._shape.block_bytes)
 
+    @property
+    def layers(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Held, and retired."""
+        return self._held_layers, self.retired_layers
+
+    def reset(self, held: tuple[int, ...], retired: tuple[int, ...]) -> None:
+        """A change is taken back: these are the `layers`, as they were."""
+        self._held_layers, self._retired = held, list(retired)
+
     def hold_all(self) -> None:
         """An empty window holds every layer from now on."""
         if self._held_layers or self._retired:
@@ -123,18 +132,11 @@ class KvWindow:
         wanted = extents_per_layer * len(self._held_layers)
         if wanted > self._pool.free_count:
             raise InvariantViolation(f"the KV cache wants {wanted} extents, {self._pool.free_count} are free")
-        grown: list[VirtualRange] = []
-        try:
-            for owner in self._held_ranges():
-                before = owner.mapped_bytes
-                owner.grow(extents_per_layer)
-                grown.append(owner)
-                if clear:
-                    owner.bytes[before : owner.mapped_bytes].zero_()
-        except BaseException:
-            for owner in grown:
-                owner.shrink(extents_per_layer)
-            raise
+        for owner in self._held_ranges():
+            before = owner.mapped_bytes
+            owner.grow(extents_per_layer)
+            if clear:
+                owner.bytes[before : owner.mapped_bytes].zero_()
         return self.block_count
 
     def shrink(self, extents_per_layer: int, *, used_blocks_end: int) -> int:
@@ -148,15 +150,8 @@ class KvWindow:
                 f"{extents_per_layer} extents less per layer leave {self._blocks_in(max(0, left))} blocks,"
                 f" those below {used_blocks_end} are in use"
             )
-        shrunk: list[VirtualRange] = []
-        try:
-            for owner in self._held_ranges():
-                owner.shrink(extents_per_layer)
-                shrunk.append(owner)
-        except BaseException:
-            for owner in shrunk:  # nothing was in use there
-                owner.grow(extents_per_layer)
-            raise
+        for owner in self._held_ranges():
+            owner.shrink(extents_per_layer)
         return self.block_count
 
     def keep(self, block_count: int) -> int:

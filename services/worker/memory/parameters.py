@@ -154,6 +154,11 @@ class ParameterStore:
         self._set_held(layer, held=True)
         return self._layers[layer].tensors
 
+    def reset(self, held_layers: Sequence[int]) -> None:
+        """A change is taken back: these layers are held, as they were."""
+        for layer in range(self.layer_count):
+            self._set_held(layer, held=layer in held_layers)
+
     def _set_held(self, layer: int, *, held: bool) -> None:
         self._held[layer] = held
         self._held_layers = tuple(i for i, there in enumerate(self._held) if there)

@@ -9,14 +9,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from ballast.common.errors import ConfigError, InvariantViolation
 from ballast.common.load import MemoryReport
 from services.worker.memory.backend import ExtentRun, MemoryBackend
-
-if TYPE_CHECKING:
-    pass
 
 
 class Purpose(IntEnum):
@@ -50,6 +47,7 @@ class PhysicalPool:
         self._ranges: list[VirtualRange] = []
         self._reserved: list[tuple[int, int]] = []  # address, size: released as a whole
         self._closed = False
+        self._changes: list[_Change] = []
         self._report: MemoryReport | None = None  # None: something has changed since the last one
 
     @property
@@ -87,17 +85,14 @@ class PhysicalPool:
         """
         if count > self.free_count:
             raise InvariantViolation(f"{count} extents wanted for {purpose.name}, {self.free_count} are free")
-        self._report = None
         taken: list[ExtentRun] = []
         while count:
             fitting = next((run for run in self._free if run.count >= count), None)
             source = fitting or max(self._free, key=lambda run: (run.count, -run.first))
             part = ExtentRun(source.first, min(count, source.count))
-            self._cut(source, part.count)
-            self._owners[part.first : part.end] = bytes([purpose]) * part.count
+            self._own(purpose, source, part)
             taken.append(part)
             count -= part.count
-            self._taken[purpose] += part.count
         return sorted(taken)
 
     def give_back(self, purpose: Purpose, runs: Iterable[ExtentRun]) -> None:
@@ -109,6 +104,26 @@ class PhysicalPool:
             self._owners[run.first : run.end] = bytes(run.count)
             self._taken[purpose] -= run.count
             self._insert_free(run)
+
+    def begin(self) -> None:
+        """What `undo` would undo starts here."""
+        self._changes.clear()
+
+    def undo(self) -> None:
+        """Take back how ranges have grown and shrunk since `begin`: they have the same extents as then, whose bytes are
+        those they were, where nobody has written.
+        """
+        while self._changes:
+            change = self._changes[-1]
+            if change.grown:
+                self.give_back(change.owner.purpose, change.owner.unmap_tail(sum(run.count for run in change.runs)))
+            else:
+                change.owner.map_tail(change.runs)
+                self._retake(change.owner.purpose, change.runs)
+            self._changes.pop()
+
+    def changed(self, owner: VirtualRange, runs: Sequence[ExtentRun], *, grown: bool) -> None:
+        self._changes.append(_Change(owner, runs, grown))
 
     def report(self) -> MemoryReport:
         """The same object until something changes: every step asks."""
@@ -162,11 +177,19 @@ class PhysicalPool:
             self.backend.release(address, size_bytes)
         self.backend.close()
 
-    def _cut(self, source: ExtentRun, count: int) -> None:
-        """Take the first `count` extents off a free run."""
+    def _retake(self, purpose: Purpose, runs: Iterable[ExtentRun]) -> None:
+        """Take these free extents."""
+        for run in runs:
+            self._own(purpose, next(free for free in self._free if free.first <= run.first < free.end), run)
+
+    def _own(self, purpose: Purpose, source: ExtentRun, part: ExtentRun) -> None:
+        """A part of a free run is free no longer."""
         at = bisect_left(self._free, source)
-        rest = [ExtentRun(source.first + count, source.count - count)] if source.count > count else []
-        self._free[at : at + 1] = rest
+        rest = (ExtentRun(source.first, part.first - source.first), ExtentRun(part.end, source.end - part.end))
+        self._free[at : at + 1] = [run for run in rest if run.count]
+        self._owners[part.first : part.end] = bytes([purpose]) * part.count
+        self._taken[purpose] += part.count
+        self._report = None
 
     def _insert_free(self, run: ExtentRun) -> None:
         at = bisect_left(self._free, run)
@@ -192,6 +215,12 @@ class PhysicalPool:
         booked = Purpose(owner).name if owner else "free"
         holders = [r.name for r in self._ranges if any(run.first <= extent < run.end for run in r.runs)]
         return [f"booked as {booked}", f"mapped in {', '.join(holders) or 'no range'}"]
+
+
+class _Change(NamedTuple):
+    owner: VirtualRange
+    runs: Sequence[ExtentRun]
+    grown: bool
 
 
 class VirtualRange:
@@ -231,10 +260,13 @@ class VirtualRange:
         except BaseException:
             self._pool.give_back(self.purpose, runs)
             raise
+        self._pool.changed(self, runs, grown=True)
 
     def shrink(self, count: int) -> None:
         """Unmap `count` extents at the tail and give them back to the pool."""
-        self._pool.give_back(self.purpose, self.unmap_tail(count))
+        runs = self.unmap_tail(count)
+        self._pool.give_back(self.purpose, runs)
+        self._pool.changed(self, runs, grown=False)
 
     def map_tail(self, runs: Sequence[ExtentRun]) -> None:
         """Map runs that were taken for this range's purpose. All or, with an error, none."""

@@ -1,6 +1,8 @@
-"""`python -m services.worker.ranks SOCKET MEMORY`: another rank than the first, which has started this process and ends
-it. SOCKET and MEMORY are numbers of open files; MEMORY is -1 on a GPU.
+"""`python -m services.worker.ranks SOCKET`: another rank than the first, which has started this process and ends it.
+SOCKET is the number of an open file.
 """
+
+from __future__ import annotations
 
 import os
 import select
@@ -9,11 +11,28 @@ import socket
 import sys
 import threading
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from ballast.common.errors import ConfigError
 from ballast.service import logs
-from services.worker.ranks.channel import Channel, Done, Ended, Failed, RankLost, Ready, Remap, Run, Start
+from services.worker.ranks.channel import (
+    REFUSALS,
+    Channel,
+    Done,
+    Ended,
+    Export,
+    Failed,
+    RankLost,
+    Ready,
+    Refused,
+    Remap,
+    Run,
+    Start,
+)
+
+if TYPE_CHECKING:
+    from services.worker.memory.backend import MemoryBackend
+    from services.worker.memory.device import DeviceMemory
 
 _ANSWER_S = 30.0
 
@@ -28,7 +47,6 @@ def _end_with(connection: socket.socket) -> None:
 
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
-    memory_fd = int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the first rank, which drains
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     channel = Channel(connection, "the first rank")
@@ -36,7 +54,7 @@ def main() -> None:
     log = start.log
     logs.configure(service="worker", instance=f"{log.instance}/rank-{start.rank}", level=log.level, form=log.form)
     try:
-        _serve(channel, start, memory_fd)
+        _serve(channel, start)
     except ConfigError as error:
         channel.send(Failed(error.path, error.why), _ANSWER_S)
     except Ended:
@@ -46,18 +64,16 @@ def main() -> None:
         sys.exit(1)
 
 
-def _serve(channel: Channel, start: Start, memory_fd: int) -> None:
+def _serve(channel: Channel, start: Start) -> None:
     # Here and not above: torch comes with them, and the first rank's end is to be heard meanwhile.
     import torch
 
-    from services.worker.memory.host import HostBackend
     from services.worker.ranks.group import meet
     from services.worker.ranks.runner import follow
 
     channel.send(Done(None), _ANSWER_S)
     group = meet(Path(start.meeting), start.rank, [torch.device(device) for device in start.devices])
-    backend = HostBackend(memory_fd) if memory_fd >= 0 else None
-    with start.load_one(device=start.devices[start.rank], peers=group, backend=backend) as engine:
+    with start.load_one(device=start.devices[start.rank], peers=group) as engine:
         parameters = engine.memory.parameters
         channel.send(Ready(engine.block_count, parameters.loaded_checksums), _ANSWER_S)
         while True:
@@ -65,8 +81,29 @@ def _serve(channel: Channel, start: Start, memory_fd: int) -> None:
             if isinstance(message, Run):
                 follow(engine, group, message)
             elif isinstance(message, Remap):
-                result = getattr(engine.memory, message.name)(*message.arguments, **message.named)
-                channel.send(Done(result), _ANSWER_S)
+                channel.send(_remap(engine.memory, message), _ANSWER_S)
+            elif isinstance(message, Export):
+                _export(channel, engine.memory.pool.backend, message)
+
+
+def _remap(memory: DeviceMemory, change: Remap) -> Done | Refused:
+    try:
+        result = getattr(memory, change.name)(*change.arguments, **change.named)
+        memory.pool.backend.synchronise()
+    except REFUSALS as error:
+        return Refused(f"{type(error).__name__}: {error}")
+    return Done(result)
+
+
+def _export(channel: Channel, backend: MemoryBackend, wanted: Export) -> None:
+    try:
+        files = backend.export(wanted.first, wanted.count)
+    except ConfigError as error:
+        channel.send(Failed(error.path, error.why), _ANSWER_S)
+        return
+    channel.send(Done(len(files)), _ANSWER_S)
+    if files:
+        channel.send_files(files, _ANSWER_S)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import socket
 import struct
@@ -9,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ballast.common.errors import ConfigError
 from ballast.service.logs import LogFormat, LogLevel
 
 if TYPE_CHECKING:
@@ -16,6 +18,10 @@ if TYPE_CHECKING:
     from services.worker.engine.packing import PackedStep
 
 _LENGTH = struct.Struct("<Q")
+_FILES = b"f"  # a byte of the stream, with which files go
+
+# What a driver or the system may say to a change of memory; all else is an error of ours, and ends the process.
+REFUSALS = (RuntimeError, OSError, ConfigError)
 
 
 class RankLost(Exception):
@@ -24,6 +30,10 @@ class RankLost(Exception):
 
 class Ended(RankLost):
     """The other side has."""
+
+
+class RemapRefused(RuntimeError):
+    """The driver of another rank has refused a change of memory. All ranks have what they had before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +65,14 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
+class Export:
+    """The files of these extents, as of `MemoryBackend.export`: answered by their number, and then they come."""
+
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """A step through the layers `[first_layer, last_layer)`. Not answered: the sums are the answer."""
 
@@ -76,6 +94,13 @@ class Remap:
 @dataclass(frozen=True, slots=True)
 class Done:
     result: object
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A change of memory was, and has been taken back."""
+
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +140,35 @@ class Channel:
             return pickle.loads(self._read(size))
         except OSError as error:
             raise RankLost(f"{self._name}: {error or type(error).__name__}") from error
+
+    def send_files(self, files: Sequence[int], within_s: float) -> None:
+        """At most 253, and one at least; they are closed then.
+
+        Raises:
+            RankLost: the other side is gone, or does not read.
+        """
+        try:
+            self._socket.settimeout(within_s)
+            socket.send_fds(self._socket, [_FILES], files)
+        except OSError as error:
+            raise RankLost(f"{self._name}: {error or type(error).__name__}") from error
+        finally:
+            for file in files:
+                os.close(file)
+
+    def receive_files(self, count: int, within_s: float) -> list[int]:
+        """
+        Raises:
+            RankLost: the other side is gone, or they have not come.
+        """
+        try:
+            self._socket.settimeout(within_s)
+            _, files, *_ = socket.recv_fds(self._socket, len(_FILES), count)
+        except OSError as error:
+            raise RankLost(f"{self._name}: {error or type(error).__name__}") from error
+        if len(files) != count:
+            raise RankLost(f"{self._name}: {count} files were sent, and {len(files)} could be opened here")
+        return files
 
     def close(self) -> None:
         self._socket.close()

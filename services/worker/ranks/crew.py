@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ballast.common.errors import ConfigError
-from services.worker.ranks.channel import Channel, Done, Failed, RankLog, RankLost, Ready, Start
+from services.worker.ranks.channel import Channel, Done, Export, Failed, RankLog, RankLost, Ready, Start
 
 if TYPE_CHECKING:
     from services.worker.engine.load import Engine
@@ -21,20 +22,20 @@ _START_S = 120.0  # until a process has loaded torch
 _LOAD_S = 1800.0  # until it has loaded its share of the model
 _ANSWER_S = 30.0  # of a rank between two steps
 _END_S = 5.0
-
-_NO_FILE = -1
+_FILES = 64  # sent at once: each is open on both sides meanwhile
 
 
 class _Rank:
-    def __init__(self, number: int, memory_fd: int | None) -> None:
+    def __init__(self, number: int) -> None:
         self.name = f"rank {number}"
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours, self.name)
-        fds = [theirs.fileno()] if memory_fd is None else [theirs.fileno(), memory_fd]
-        command = [sys.executable, "-m", "services.worker.ranks", str(fds[0]), str([*fds, _NO_FILE][1])]
+        command = [sys.executable, "-m", "services.worker.ranks", str(theirs.fileno())]
         try:
             # What it prints is for people: on standard output this process says when it is ready.
-            self.process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, stdout=sys.__stderr__)
+            self.process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=sys.__stderr__
+            )
         finally:
             theirs.close()
 
@@ -42,13 +43,13 @@ class _Rank:
 class Crew:
     """Used by one thread at a time, but for `lost`."""
 
-    def __init__(self, memory_fds: Sequence[int | None]) -> None:
-        """Starts a process for each; `memory_fds`: the files of their memory, None where it is elsewhere."""
+    def __init__(self, count: int) -> None:
+        """Starts a process for each rank but the first; `count`: of all ranks."""
         self._ranks: list[_Rank] = []
         self._closing = False
         try:
-            for number, fd in enumerate(memory_fds, start=1):
-                self._ranks.append(_Rank(number, fd))
+            for number in range(1, count):
+                self._ranks.append(_Rank(number))
         except BaseException:
             self.close()
             raise
@@ -69,20 +70,34 @@ class Crew:
         answers = [self._answer(rank, _LOAD_S) for rank in self._ranks]
         return [answer for answer in answers if isinstance(answer, Ready)]
 
+    def files(self, rank: int) -> Iterator[int]:
+        """Those by which this process has the memory of a rank, each the caller's to close.
+
+        Raises:
+            ConfigError: that is not allowed.
+        """
+        of, first = self._ranks[rank - 1], 0
+        while True:
+            of.channel.send(Export(first, _FILES), _ANSWER_S)
+            answer = self._answer(of, _ANSWER_S)
+            if not isinstance(answer, Done) or not isinstance(count := answer.result, int) or not count:
+                return
+            files = of.channel.receive_files(count, _ANSWER_S)
+            try:
+                while files:
+                    yield files.pop(0)
+            finally:
+                for file in files:
+                    os.close(file)
+            first += count
+
     def tell(self, message: object) -> None:
         for rank in self._ranks:
             rank.channel.send(message, _ANSWER_S)
 
-    def require(self, result: object) -> None:
-        """Waits for everybody's answer.
-
-        Raises:
-            RankLost: one has another result.
-        """
-        for rank in self._ranks:
-            answer = self._answer(rank, _ANSWER_S)
-            if answer != Done(result):
-                raise RankLost(f"{rank.name} is not where the first one is: {answer}, not {Done(result)}")
+    def answers(self) -> dict[str, object]:
+        """Waits for everybody's to a change. By the names of the ranks."""
+        return {rank.name: self._answer(rank, _ANSWER_S) for rank in self._ranks}
 
     def lost(self) -> str | None:
         """Who has ended, and how. From any thread."""

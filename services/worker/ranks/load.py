@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from ballast.common.errors import ConfigError
+from ballast.service.logs import get_logger
 from services.worker.engine.load import Engine, MemoryNeeds
 from services.worker.engine.model_config import read_model_config
 from services.worker.engine.parameters import layout_for
-from services.worker.memory.gpus import gpu_index
-from services.worker.memory.host import HostBackend, memory_file
 from services.worker.memory.parameters import combined
 from services.worker.ranks.channel import RankLog, RankLost, Ready
 from services.worker.ranks.crew import Crew
@@ -58,15 +56,11 @@ def load_ranked(load_one: functools.partial[Engine], devices: Sequence[str], log
         RankLost: one of their processes has ended.
     """
     model_dir: Path = load_one.args[0]
-    count, on_cpu = len(devices), gpu_index(devices[0]) is None
+    count = len(devices)
     read_model_config(model_dir).of_rank(0, count)  # before any process is started
     with contextlib.ExitStack() as files, contextlib.ExitStack() as undo:
-        fds = [memory_file() if on_cpu else None for _ in devices[1:]]
-        for fd in fds:
-            if fd is not None:
-                files.callback(os.close, fd)
         meeting = Path(files.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))) / "ranks"
-        crew = Crew(fds)
+        crew = Crew(count)
         undo.callback(crew.close)
         crew.start(devices, meeting, log, load_one)
         group = meet(meeting, 0, [torch.device(device) for device in devices])
@@ -74,11 +68,8 @@ def load_ranked(load_one: functools.partial[Engine], devices: Sequence[str], log
         undo.callback(engine.close)
         shares = crew.loaded()
         _require_equal(engine, shares)
-        mirrors: list[Mirror] = []
-        for fd in fds:
-            if fd is not None:
-                mirrors.append(_mirror(engine, fd))
-                undo.callback(mirrors[-1].close)
+        mirrors = open_mirrors(engine, [crew.files(rank) for rank in range(1, count)])
+        undo.callback(lambda: [mirror.close() for mirror in mirrors])
         store = engine.memory.parameters
         for layer, own in store.loaded_checksums.items():
             store.loaded_checksums[layer] = combined([own, *(share.checksums[layer] for share in shares)])
@@ -109,18 +100,35 @@ def _load_first(load_one: functools.partial[Engine], device: str, crew: Crew, gr
         watching.join()
 
 
-def _mirror(engine: Engine, fd: int) -> Mirror:
+def open_mirrors(engine: Engine, files_of: Iterable[Iterator[int]]) -> list[Mirror]:
+    """The memory of the other ranks, by the files that they have exported. None, where the device of the first one does
+    not reach it: the instance serves then, and takes part in no drop.
+    """
     kv, pool = engine.memory.kv, engine.memory.pool
-    layout = layout_for(pool.backend.device, engine.kernels)
-    needs = MemoryNeeds.of(engine.config, layout, kv.shape.dtype, kv.shape.block_tokens)
-    return Mirror.open(
-        HostBackend(fd),
-        budget_bytes=pool.budget_bytes,
-        layers=needs.layers,
-        others=needs.others,
-        kv_shape=kv.shape,
-        extent_bytes=pool.extent_bytes,
+    needs = MemoryNeeds.of(
+        engine.config, layout_for(pool.backend.device, engine.kernels), kv.shape.dtype, kv.shape.block_tokens
     )
+    with contextlib.ExitStack() as undo:
+        mirrors: list[Mirror] = []
+        for files in files_of:
+            try:
+                backend = pool.backend.beside(files)
+            except ConfigError as error:
+                get_logger().warning("this instance takes part in no drop and no migration", why=str(error))
+                return []
+            mirrors.append(
+                Mirror.open(
+                    backend,
+                    budget_bytes=pool.budget_bytes,
+                    layers=needs.layers,
+                    others=needs.others,
+                    kv_shape=kv.shape,
+                    extent_bytes=pool.extent_bytes,
+                )
+            )
+            undo.callback(mirrors[-1].close)
+        undo.pop_all()
+        return mirrors
 
 
 def _require_equal(engine: Engine, shares: Sequence[Ready]) -> None:

@@ -1,17 +1,21 @@
 """The device memory of all ranks as one: they have the same extents, and whatever happens to one happens to all.
 
-On a CPU the memory of a rank is a file that the first rank has mapped as well, in a mirror that follows all mappings.
-So KV and layers of all ranks travel over the first one's links, from where they are to where they belong, without a
-copy in between: both sides name the same pieces, rank by rank.
+The first rank has the memory of every other one mapped as well, in a mirror that follows all mappings. So KV and layers
+of all ranks travel over the first one's links, from where they are to where they belong, without a copy in between:
+both sides name the same pieces, rank by rank.
+
+On GPUs the first one's copies write into memory of the others and read it, and no order of streams holds between
+processes. A step is ordered by its sums: the first rank has the last one when the others have written their KV. A
+change begins when the first one's device has done what it was given, and is over when those of the others have.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
 from ballast.common.load import MemoryReport
 from services.worker.memory.device import DeviceMemory
-from services.worker.ranks.channel import Remap
+from services.worker.ranks.channel import REFUSALS, Done, RankLost, Refused, Remap, RemapRefused
 from services.worker.ranks.crew import Crew
 
 _Moves = Sequence[tuple[int, int]]
@@ -31,7 +35,7 @@ class Mirror(DeviceMemory):
 
 
 class RankedMemory(DeviceMemory):
-    """Each change is over when it is on all ranks, and has come to the same on each."""
+    """Each change is over when it is on all ranks, and has come to the same on each; or on none, if one refuses it."""
 
     def __init__(self, own: DeviceMemory, mirrors: Sequence[Mirror], crew: Crew, rank_count: int) -> None:
         """Memory and mirrors belong to it from here on. No layer has been dropped yet."""
@@ -98,9 +102,29 @@ class RankedMemory(DeviceMemory):
         return cast(int, self._on_all(name, *arguments, **named))
 
     def _on_all(self, name: str, *arguments: object, **named: object) -> object:
+        for memory in (*self._mirrors, self):
+            memory.begin()
+        self.pool.backend.synchronise()
         self._crew.tell(Remap(name, arguments, named))
-        for mirror in self._mirrors:
-            getattr(mirror, name)(*arguments, **named)
-        result = getattr(super(), name)(*arguments, **named)
-        self._crew.require(result)
-        return result
+        result, failed = None, None
+        try:
+            for mirror in self._mirrors:
+                getattr(mirror, name)(*arguments, **named)
+            result = getattr(super(), name)(*arguments, **named)
+        except REFUSALS as error:  # the others have been told of the change, and take it back
+            failed = error
+        answers = self._crew.answers()
+        refused = [f"{who}: {answer.why}" for who, answer in answers.items() if isinstance(answer, Refused)]
+        if failed is None and not refused:
+            self._require(answers, result)
+            return result
+        self._crew.tell(Remap("undo", (), {}))
+        for memory in (*self._mirrors, self):
+            memory.undo()
+        self._require(self._crew.answers(), None)
+        raise failed or RemapRefused("; ".join(refused))
+
+    def _require(self, answers: Mapping[str, object], result: object) -> None:
+        for who, answer in answers.items():
+            if answer != Done(result):
+                raise RankLost(f"{who} is not where the first one is: {answer}, not {Done(result)}")

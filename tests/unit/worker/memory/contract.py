@@ -144,6 +144,22 @@ class BackendContract:
         with pytest.raises(ConfigError, match=r"device_memory_bytes: \d+ bytes asked for"):
             backend.create(extent_bytes, 1 << 40)
 
+    def test_a_backend_beside_it_has_the_same_extents(self, created: MemoryBackend, one: Range) -> None:
+        beside = created.beside(created.export(0, COUNT))
+        beside.create(one.extent_bytes, COUNT)
+        there = Range(beside, one.extent_bytes)
+        one.map(0, ExtentRun(2, 3))
+        one.extents[1].fill_(7)
+        there.map(4, ExtentRun(3, 1))
+        assert there.value(4) == 7
+        there.extents[4].fill_(9)
+        assert one.value(1) == 9
+        there.unmap(4, 1)
+        there.close()
+        beside.close()
+        assert one.value(1) == 9
+        one.unmap(0, 3)
+
     def test_extents_are_created_once(self, created: MemoryBackend, extent_bytes: int) -> None:
         with pytest.raises(InvariantViolation):
             created.create(extent_bytes, COUNT)

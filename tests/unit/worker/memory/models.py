@@ -1,5 +1,8 @@
 """Small device memories for tests."""
 
+import random
+from collections.abc import Callable
+
 import torch
 
 from services.worker.memory.backend import MemoryBackend
@@ -45,3 +48,31 @@ def fill_layer(memory: DeviceMemory, layer: int) -> None:
     generator = torch.Generator().manual_seed(layer)
     for tensor in memory.parameters.layer(layer).values():
         tensor.copy_(torch.randn(tensor.shape, generator=generator).to(tensor.dtype))
+
+
+def possible(memory: DeviceMemory, rng: random.Random) -> Callable[[], object]:
+    """Something that may be done to a memory in its state."""
+    held, kv_held = memory.parameters.held_layers, memory.kv.held_layers
+    missing = [layer for layer in range(LAYERS) if layer not in held]
+    choices: list[Callable[[], object]] = []
+    if memory.kv.retired_layers:
+        choices += [memory.release_retired, lambda: memory.shrink_retired(rng.randrange(3))]
+    if memory.leaving is not None:
+        leaving = memory.leaving
+        choices += [memory.close_leaving, lambda: memory.shrink_leaving(rng.randint(0, leaving.block_count))]
+    both = [layer for layer in held if layer in kv_held]
+    if memory.leaving is None and len(both) > 1:
+        dropped = rng.sample(both, rng.randint(1, len(both) - 1))
+        choices += [lambda: memory.drop_layers(dropped)]
+    if memory.leaving is None and missing and not memory.kv.retired_layers:
+        least = memory.leaving_block_count
+        choices += [lambda: memory.make_room_for_layers(missing, block_count=least)] * 2
+    if memory.leaving is None and not missing and memory.pool.free_count >= LAYERS:
+        choices += [memory.open_window]
+    return rng.choice(choices) if choices else memory.release_retired
+
+
+def books(memory: DeviceMemory) -> object:
+    """Everything that a change of a memory may change."""
+    pool = memory.pool
+    return memory._books(), [(each.name, list(each.runs)) for each in pool._ranges], list(pool._free)

@@ -29,6 +29,7 @@ class SimulatedDriver:
         self._end_bytes = 0
         self._available_bytes = available_bytes
         self.handles: dict[int, int] = {}  # handle -> size
+        self._taken: list[int] = []  # handles, once more for each time they came in a file
         self.reservations: dict[int, int] = {}  # address -> size
         self.mappings: dict[int, tuple[int, int, bool]] = {}  # address -> (size, handle, accessible)
         self.kernels_run = False
@@ -50,7 +51,19 @@ class SimulatedDriver:
         self.handles[handle] = size_bytes
         return handle
 
+    def export(self, handle: int) -> int:
+        file = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR)  # with a position of its own
+        os.lseek(file, handle, os.SEEK_SET)
+        return file
+
+    def take(self, file: int) -> int:
+        self._taken.append(os.lseek(file, 0, os.SEEK_CUR))
+        return self._taken[-1]
+
     def release(self, handle: int) -> None:
+        if handle in self._taken:
+            self._taken.remove(handle)
+            return
         self._require(handle in self.handles, "unknown handle")
         self._require(all(h != handle for _, h, _ in self.mappings.values()), "the handle is still mapped")
         del self.handles[handle]

@@ -8,7 +8,7 @@ import importlib
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,7 +17,7 @@ from services.worker.memory.cuda import BindingsDriver, CudaBackend, CudaError
 from services.worker.memory.device import DeviceMemory
 from tests.support.fake_driver import FakeDriver, OnTheCpu, load, open_fake
 from tests.unit.worker.memory.contract import BackendContract
-from tests.unit.worker.memory.models import EXTENT_BYTES, LAYERS, fill_layer, open_small
+from tests.unit.worker.memory.models import EXTENT_BYTES, LAYERS, books, fill_layer, open_small, possible
 
 OPERATIONS = int(os.environ.get("BALLAST_DRIVER_HISTORIES", "500"))
 EPISODE = 25  # operations between opening and closing a memory
@@ -105,28 +105,6 @@ def test_memory_that_cannot_be_had_is_given_back(driver: FakeDriver) -> None:
 # ------------------------------------------------------------ drops, restores, aborts, refusals
 
 
-def possible(memory: DeviceMemory, rng: random.Random) -> Callable[[], object]:
-    """Something that may be done to a memory in its state."""
-    held, kv_held = memory.parameters.held_layers, memory.kv.held_layers
-    missing = [layer for layer in range(LAYERS) if layer not in held]
-    choices: list[Callable[[], object]] = []
-    if memory.kv.retired_layers:
-        choices += [memory.release_retired, lambda: memory.shrink_retired(rng.randrange(3))]
-    if memory.leaving is not None:
-        leaving = memory.leaving
-        choices += [memory.close_leaving, lambda: memory.shrink_leaving(rng.randint(0, leaving.block_count))]
-    both = [layer for layer in held if layer in kv_held]
-    if memory.leaving is None and len(both) > 1:
-        dropped = rng.sample(both, rng.randint(1, len(both) - 1))
-        choices += [lambda: memory.drop_layers(dropped)]
-    if memory.leaving is None and missing and not memory.kv.retired_layers:
-        least = memory.leaving_block_count
-        choices += [lambda: memory.make_room_for_layers(missing, block_count=least)] * 2
-    if memory.leaving is None and not missing and memory.pool.free_count >= LAYERS:
-        choices += [memory.open_window]
-    return rng.choice(choices) if choices else memory.release_retired
-
-
 def test_random_drops_and_restores_with_calls_that_are_refused(driver: FakeDriver) -> None:
     rng, refused, done = random.Random(7), 0, 0
     while done < OPERATIONS:
@@ -134,12 +112,13 @@ def test_random_drops_and_restores_with_calls_that_are_refused(driver: FakeDrive
         checksums = [_fill(memory, layer) for layer in range(LAYERS)]
         assert memory.kv.block_count > 0
         for _ in range(EPISODE):
-            held_before = set(memory.parameters.held_layers)
+            held_before, before = set(memory.parameters.held_layers), books(memory)
             driver.fail_at(rng.randrange(12) if rng.random() < 0.5 else None, unmaps=True)
             try:
                 possible(memory, rng)()
             except CudaError:
                 refused += 1
+                assert books(memory) == before
             driver.fail_at(None)
             done += 1
             assert driver.violation == ""

@@ -20,23 +20,25 @@ def memory() -> DeviceMemory:
 
 @pytest.mark.parametrize("gathered", [False, True], ids=["one by one", "as on a GPU"])
 def test_blocks_come_back_as_they_left_in_every_layer_that_is_held(gathered: bool) -> None:
-    with memory() as device:
+    with memory() as device, memory() as other_rank:
+        device.kv.mirrors = (other_rank.kv,)
         kv, host = device.kv, HostBlocks(device.kv, 5)
         if gathered:
             host._copy_all = host._copy_gathered
-        for layer in range(3):
-            kv.layer(layer)[:8] = torch.randn(8, 2, 4, 2, 8)
-        before = [kv.layer(layer)[:8].clone() for layer in range(3)]
+        layers = [each for layer in range(3) for each in kv.of_ranks(layer)]
+        for each in layers:
+            each[:8] = torch.randn(8, 2, 4, 2, 8)
+        before = [each[:8].clone() for each in layers]
         host.start([BlockCopy(True, (6, 1), (0, 4))], kv.held_layers)
         assert host.finish() > 0
-        for layer in range(3):
-            kv.layer(layer)[:8] = -1.0
+        for each in layers:
+            each[:8] = -1.0
         host.start([BlockCopy(False, (2, 7), (0, 4)), BlockCopy(True, (5,), (2,))], kv.held_layers)
         host.finish()
-        for layer in range(3):
-            assert torch.equal(kv.layer(layer)[2], before[layer][6])
-            assert torch.equal(kv.layer(layer)[7], before[layer][1])
-            assert (kv.layer(layer)[[0, 1, 3, 4, 5, 6]] == -1.0).all()
+        for each, was in zip(layers, before, strict=True):
+            assert torch.equal(each[2], was[6])
+            assert torch.equal(each[7], was[1])
+            assert (each[[0, 1, 3, 4, 5, 6]] == -1.0).all()
         host.close()
         host.close()
 

@@ -1,0 +1,120 @@
+"""The memory of an instance whose ranks are processes, each on a device of a driver made for the test: `fake_driver`.
+
+BALLAST_DRIVER_HISTORIES says how many random changes a run makes.
+"""
+
+import os
+import random
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ballast.common.errors import ConfigError
+from ballast.model.tiny import make_tiny
+from services.worker.engine.load import load_engine
+from services.worker.memory.cuda import CudaError
+from services.worker.ranks.channel import Done, RankLog, RankLost, Remap, RemapRefused
+from services.worker.ranks.load import Ranked, load_ranked, open_mirrors
+from services.worker.ranks.memory import RankedMemory
+from tests.support.fake_driver import FakeDriver, load, load_share, open_fake
+from tests.unit.worker.memory.models import EXTENT_BYTES, books, possible
+
+CHANGES = int(os.environ.get("BALLAST_DRIVER_HISTORIES", "250"))
+RANKS = 2
+LAYERS = 4
+
+
+@pytest.fixture
+def driver() -> Iterator[FakeDriver]:
+    driver = load()
+    driver.set_granularity(EXTENT_BYTES)
+    driver.fail_at(None)
+    yield driver
+    driver.fail_at(None)
+    driver.set_peers(True)
+    assert driver.violation == ""
+    assert driver.counts == (0, 0, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny", layers=LAYERS, max_len=64)
+
+
+def open_ranks(model: Path) -> Ranked:
+    share = partial(load_share, model, device_memory_bytes=3 << 19, dtype="float64", extent_bytes=EXTENT_BYTES)
+    return load_ranked(share, ["cpu"] * RANKS, RankLog())
+
+
+def test_random_changes_with_calls_that_are_refused_in_any_rank(driver: FakeDriver, model: Path) -> None:
+    """A change that a driver refuses, whose ever, has changed nothing anywhere: mappings, books and bytes."""
+    ranked, rng = open_ranks(model), random.Random(11)
+    memory = ranked.engine.memory
+    assert isinstance(memory, RankedMemory)
+    checksums = [memory.parameters.layer_checksum(layer) for layer in range(LAYERS)]
+    assert checksums == list(memory.parameters.loaded_checksums.values())  # what is mapped here is what they loaded
+    refused = {CudaError: 0, RemapRefused: 0}
+    for _ in range(CHANGES):
+        before, held = [books(one) for one in (memory, *memory._mirrors)], set(memory.parameters.held_layers)
+        here, there = rng.choice([(None, None), (rng.randrange(60), None), (None, rng.randrange(30))])
+        driver.fail_at(here, unmaps=True)
+        ask(ranked, "fail_at", there)
+        change = possible(memory, rng)
+        try:
+            change()
+        except (CudaError, RemapRefused) as error:
+            refused[type(error)] += 1
+            assert [books(one) for one in (memory, *memory._mirrors)] == before
+        driver.fail_at(None)
+        ask(ranked, "fail_at", None)
+        memory.check()
+        compare(ranked, driver)
+        for layer in memory.parameters.held_layers:
+            if layer not in held:
+                ranked.engine.read_layer(layer)
+            assert memory.parameters.layer_checksum(layer) == checksums[layer]
+    print(f"\n{CHANGES} changes; refused here {refused[CudaError]}, by the other rank {refused[RemapRefused]}")
+    assert min(refused.values()) > CHANGES // 20
+
+    [rank] = [each for each in psutil.Process().children() if "services.worker.ranks" in each.cmdline()]
+    rank.kill()
+    rank.wait()
+    with pytest.raises(RankLost):
+        possible(memory, rng)()
+    ranked.engine.close()  # what the driver has then is asked by the fixture
+
+
+def ask(ranked: Ranked, name: str, *arguments: object) -> object:
+    """The other rank, of its driver."""
+    ranked.crew.tell(Remap(name, arguments, {}))
+    [answer] = ranked.crew.answers().values()
+    assert isinstance(answer, Done)
+    return answer.result
+
+
+def compare(ranked: Ranked, driver: FakeDriver) -> None:
+    """Both have mapped what the books say, and the other one has the same as its mirror here."""
+    memory = ranked.engine.memory
+    assert isinstance(memory, RankedMemory)
+    mapped = memory.pool.extent_count - memory.pool.free_count
+    reservations = len(memory.pool._reserved)
+    assert driver.violation == ""
+    assert driver.counts == (RANKS * memory.pool.extent_count, RANKS * reservations, RANKS * mapped, 0)
+    assert ask(ranked, "said") == ("", (memory.pool.extent_count, reservations, mapped, 0))
+
+
+def test_devices_that_do_not_reach_each_other_take_part_in_no_drop(driver: FakeDriver, model: Path) -> None:
+    other = open_fake(1)
+    other.create(EXTENT_BYTES, (4 << 20) // EXTENT_BYTES)
+    driver.set_peers(False)
+    with pytest.raises(ConfigError, match="device cuda:0: has no access to the memory of cuda:1"):
+        open_fake(0).beside(other.export(0, 1))
+    with load_engine(model, device_memory_bytes=4 << 20, dtype="float64", backend=open_fake(0)) as engine:
+        assert open_mirrors(engine, [iter(other.export(0, 1))]) == []
+        driver.set_peers(True)
+        [mirror] = open_mirrors(engine, [iter(other.export(0, 1 << 20))])
+        mirror.close()
+    other.close()
