@@ -5,11 +5,9 @@ import contextlib
 import signal
 import socket
 import time
-from collections import Counter
 from pathlib import Path
 
 import grpc
-import psutil
 import pytest
 
 from ballast.common import errors
@@ -349,44 +347,3 @@ async def test_an_unreachable_state_server_is_waited_for(tmp_path: Path) -> None
         await again.process.stop(60)
         assert again.process.returncode == 0
         await dispatcher.channel.close()
-
-
-async def test_ten_thousand_requests_at_once() -> None:
-    bound = 1000
-    settings = TimedSettings(step_s=0.005, max_running=64, block_count=512)
-    async with Arena(settings, flags=["--max-num-queued-reqs", str(bound)]) as arena:
-        dispatcher = arena.dispatcher
-        before_bytes = psutil.Process(_service_pid(dispatcher.process.pid)).memory_info().rss
-        peak = {"bytes": before_bytes, "backlog": 0}
-
-        async def watch() -> None:
-            process = psutil.Process(_service_pid(dispatcher.process.pid))
-            while True:
-                peak["bytes"] = max(peak["bytes"], process.memory_info().rss)
-                await asyncio.sleep(0.05)
-
-        watcher = asyncio.create_task(watch())
-        answers = await asyncio.gather(
-            *(dispatcher.generate(request([index % 997, 3], max_tokens=4), timeout_s=300.0) for index in range(10_000))
-        )
-        watcher.cancel()
-        served = [a for a in answers if a.error is None]
-        refused = [a.error for a in answers if isinstance(a.error, errors.Overloaded)]
-        others = Counter(repr(a.error) for a in answers if a.error and not isinstance(a.error, errors.Overloaded))
-        assert not others, others.most_common(5)
-        assert len(served) >= bound
-        assert refused
-        assert all(0.1 <= error.retry_after_s <= 30.0 for error in refused)
-        for index, answer in enumerate(answers):
-            if answer.error is None:
-                assert answer.token_ids == scripted_tokens([index % 997, 3], 7, 4)
-        assert peak["bytes"] - before_bytes < 600 << 20
-        status = await dispatcher.status()
-        assert dict(status.requests_total) == {"length": len(served), "refused": len(refused)}
-        assert status.running_request_count == status.backlog_request_count == status.backlog_token_count == 0
-
-
-def _service_pid(tether_pid: int) -> int:
-    """The tether may stay in between."""
-    children = psutil.Process(tether_pid).children()
-    return children[0].pid if children else tether_pid

@@ -17,6 +17,7 @@ from tests.support.cluster import RunningCluster, idle, running_cluster, until
 
 REQUESTS = 10_000
 QUEUED = 500
+PROMPTS = 500
 MAX_TOKENS = 40  # so many that the workers are slower by far than whoever sends
 DEADLINE_S = 60.0
 # A worker's compiled kernels and allocators' arenas fill up once, to about 150 MiB, partly while it warms up, and then
@@ -52,14 +53,17 @@ def resident_bytes(running: RunningCluster) -> dict[str, int]:
 
 @pytest.mark.timeout(400)
 def test_ten_thousand_requests_at_once(running: RunningCluster) -> None:
+    said: dict[int, tuple[int, ...]] = {}  # token of the prompt -> the answer
+
     async def one(client: AsyncClient, i: int, outcomes: Counter[str], retry_after_s: list[float]) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
         began_s = time.monotonic()
         try:
             answer = await client.generate(
-                token_ids=[3 + i % 500] * 20, sampling=sampling, deadline_s=DEADLINE_S, include_text=False
+                token_ids=[3 + i % PROMPTS] * 20, sampling=sampling, deadline_s=DEADLINE_S, include_text=False
             )
             assert len(answer.token_ids) == MAX_TOKENS
+            assert said.setdefault(i % PROMPTS, answer.token_ids) == answer.token_ids
             outcomes["finished"] += 1
         except Overloaded as error:
             retry_after_s.append(error.retry_after_s)

@@ -31,7 +31,7 @@ def test_a_core_is_pure(service: str) -> None:
     assert len(names) >= 3
     loaded = modules_after(f"import {', '.join(names)}")
     assert set(names) <= loaded
-    assert loaded & {"asyncio", "grpc", "redis", "socket", "torch", "google.protobuf", "structlog"} == set()
+    assert loaded & {"asyncio", "grpc", "redis", "socket", "torch", "google.protobuf", "logging", "structlog"} == set()
 
 
 @pytest.mark.parametrize(

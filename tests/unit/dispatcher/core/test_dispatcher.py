@@ -1,8 +1,5 @@
 """Stories: what happens, and what the dispatcher orders."""
 
-import subprocess
-import sys
-
 import pytest
 
 from ballast.common.errors import InvariantViolation, Overloaded
@@ -554,15 +551,6 @@ def test_when_time_is_up_everything_ends_with_a_reason() -> None:
     answer = story.handle(TimeIsUp(1.0))
     assert [type(c) for c in answer.commands] == [AbortOnWorker, Fail]
     assert answer.errors == {"r": "Unavailable"}
-
-
-def test_the_core_drags_in_no_io() -> None:
-    code = (
-        "import sys, services.dispatcher.core.dispatcher;"
-        "print([m for m in ('grpc', 'redis', 'asyncio', 'google.protobuf', 'torch') if m in sys.modules])"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
 
 
 def test_a_look_at_one_worker_sees_what_is_wrong_there() -> None:
