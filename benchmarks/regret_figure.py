@@ -4,9 +4,11 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
 from ballast.bench.style import BLUE, GREY, RC, styles
 from benchmarks.regret_rules import Row
@@ -55,6 +57,56 @@ def draw_predictions(found: Sequence[tuple[float, float]], path: Path) -> None:
         axis.set(xscale="log", yscale="log", xlim=line, ylim=line)
         axis.set_xlabel("P99 TTFT until the horizon or the next transition (s)")
         axis.set_ylabel("P99 TTFT predicted by the planner (s)")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=130)
+
+
+class Figures(Protocol):
+    """Of a run, emulated or simulated."""
+
+    @property
+    def ttft_p50_s(self) -> float: ...
+    @property
+    def ttft_p99_s(self) -> float: ...
+    @property
+    def tpot_p50_s(self) -> float: ...
+
+
+def draw_emulated(found: Sequence[tuple[str, Figures, Figures]], path: Path) -> None:
+    """Policy, emulated and simulated figures: a panel for each figure, with the band that is the goal."""
+    looks = styles([(name, name.split(":")[0]) for name in dict.fromkeys(name for name, _, _ in found)])
+    panels = (
+        ("ttft_p50_s", "P50 TTFT", 0.2),
+        ("ttft_p99_s", "P99 TTFT", 0.4),
+        ("tpot_p50_s", "P50 time per token", 0.2),
+    )
+    with mpl.rc_context(RC):
+        figure = Figure(figsize=(9.6, 3.7), layout="constrained")
+        for axis, (field, title, most) in zip(figure.subplots(1, 3), panels, strict=True):
+            values = [getattr(each, field) for _, ours, theirs in found for each in (ours, theirs)]
+            line = [min(values) / 1.5, max(values) * 1.5]
+            axis.fill_between(
+                line,
+                [x * (1 - most) for x in line],
+                [x * (1 + most) for x in line],
+                color=BLUE,
+                alpha=0.12,
+                linewidth=0,
+            )
+            axis.plot(line, line, color=GREY, linewidth=0.8)
+            for name, look in looks.items():
+                own = [(getattr(b, field), getattr(a, field)) for policy, a, b in found if policy == name]
+                axis.plot(
+                    [x for x, _ in own], [y for _, y in own], look.mark, color=look.colour, markersize=6, label=name
+                )
+            axis.set(xscale="log", yscale="log", xlim=line, ylim=line, title=f"{title} (s)", xlabel="simulated")
+            axis.set_aspect("equal")
+            for scale in (axis.xaxis, axis.yaxis):
+                scale.set_major_formatter(StrMethodFormatter("{x:g}"))
+                scale.set_minor_formatter(NullFormatter())
+        figure.axes[0].set_ylabel("emulated, in real time")
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", ncols=len(labels))
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=130)
 

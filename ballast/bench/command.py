@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from ballast.bench.overload_command import add_overload_parser
+from ballast.bench.overload_command import Emulate, add_overload_parser
 from ballast.bench.plot_command import add_plot_parser
 from ballast.bench.progress import open_console
 from ballast.bench.records import Outcome
@@ -30,7 +30,8 @@ _INTERRUPTED = 130  # exit status, as a shell has it for Ctrl-C
 _FAILED = 1
 
 
-def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]", emulate: Emulate) -> None:
+    """`emulate`: what `--profile GPU --model NAME` mean."""
     parser = subparsers.add_parser("bench", help="put a cluster under load and measure it")
     commands = parser.add_subparsers(dest="bench_command", required=True)
     replay = commands.add_parser(
@@ -59,7 +60,7 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     )
     replay.add_argument("--record-tokens", action="store_true", help="keep prompt and answer of each request")
     replay.set_defaults(run=run)
-    add_overload_parser(commands)
+    add_overload_parser(commands, emulate)
     add_plot_parser(commands)
 
 

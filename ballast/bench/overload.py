@@ -8,6 +8,9 @@
 2. *Runs.* Repetition by repetition, and in each of them workload by workload, every policy once; who begins changes.
    Each run has a fresh cluster, is warmed up with requests that do not count, and writes one result file.
 
+With emulated workers (`ballast.bench.emulation`) nothing is measured and nothing scaled unless that is asked for: a GPU
+has the memory that it has, and the trace its own arrivals and lengths.
+
 The plan is kept in `plan.json`. Called again with the same arguments, it leaves out what is finished; policies,
 workloads and repetitions may be added.
 """
@@ -15,11 +18,13 @@ workloads and repetitions may be added.
 import asyncio
 import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
+from ballast.bench.emulation import Emulation, Usage, why_void, with_effort, with_settings
 from ballast.bench.overload_plan import (
     Arguments,
     WorkloadPlan,
@@ -33,9 +38,9 @@ from ballast.bench.policies import PolicySpec
 from ballast.bench.probe import PROBE_S, probe, warm_up
 from ballast.bench.progress import ComparisonDisplay
 from ballast.bench.records import Outcome
-from ballast.bench.replay import ReplayOptions
+from ballast.bench.replay import Progress, ReplayOptions
 from ballast.bench.results import BenchResult, ComparisonFacts, read_result, write_result
-from ballast.bench.session import ReplayJob, replay_on
+from ballast.bench.session import ClusterSettings, ReplayJob, replay_on
 from ballast.bench.sizing import (
     Forecast,
     Memory,
@@ -93,14 +98,20 @@ class Comparison:
     """All runs of one output folder."""
 
     def __init__(
-        self, model: Path, arguments: Arguments, out: Path, console: Console, probe_s: float = PROBE_S
+        self,
+        model: Path | Emulation,
+        arguments: Arguments,
+        out: Path,
+        console: Console,
+        probe_s: float = PROBE_S,
     ) -> None:
-        self._model = model
+        """`model`: a checkpoint, or what workers seem to serve."""
+        self._emulation = model if isinstance(model, Emulation) else None
+        self._info = model.info if isinstance(model, Emulation) else read_info(model)
         self._probe_s = probe_s
         self._arguments = arguments
         self._out = out
         self._console = console
-        self._info = read_info(model)
         self._plan = read_plan(out / "plan.json", arguments)
         self._traces: dict[str, Trace] = {}
 
@@ -181,15 +192,24 @@ class Comparison:
     async def _measure(self, workload: Workload) -> WorkloadPlan:
         arguments, info = self._arguments, self._info
         time_scale = self._time_scale(workload)
-        lengths = length_scales_to(workload.base, arguments.mean_tokens, arguments.answer_share)
+        lengths = (1.0, None)
+        if arguments.mean_tokens is not None:
+            lengths = length_scales_to(workload.base, arguments.mean_tokens, arguments.answer_share)
         trace = self._scaled(workload.base, time_scale, lengths, 1.0)
-        memory = size_memory_for(
-            info, trace.requests, sequences_each=arguments.sequences_each, workers=arguments.workers
-        )
-        self._console.print(f"{workload.name}: probing the machine ...")
-        speed, device_memory_bytes, undropped_tokens = await self._probe(trace, memory)
-        limit = Forecast(arguments.demand_fraction * undropped_tokens, arguments.peak_fraction * undropped_tokens)
-        rate = rate_for(trace, speed, limit, arguments.seed)
+        if self._emulation is not None:
+            device_memory_bytes = self._emulation.memory_bytes
+            undropped_tokens = arguments.workers * self._emulation.capacity_tokens
+            speed = self._emulation.speed(*mean_request(trace.requests), arguments.workers)
+        else:
+            memory = size_memory_for(
+                info, trace.requests, sequences_each=arguments.sequences_each, workers=arguments.workers
+            )
+            self._console.print(f"{workload.name}: probing the machine ...")
+            speed, device_memory_bytes, undropped_tokens = await self._probe(trace, memory)
+        rate = 1.0
+        if arguments.demand_fraction is not None:
+            limit = Forecast(arguments.demand_fraction * undropped_tokens, arguments.peak_fraction * undropped_tokens)
+            rate = rate_for(trace, speed, limit, arguments.seed)
         final = self._scaled(workload.trace, time_scale, lengths, rate)
         demand = forecast_shared(final.requests, speed)
         plan = WorkloadPlan(
@@ -220,7 +240,7 @@ class Comparison:
             capacity_tokens = 0
             try:
                 async with self._cluster(PolicySpec("recompute", "recompute"), device_memory_bytes, "probe") as cluster:
-                    capacity_tokens = await _wait_at_rest(cluster.address, 1)
+                    capacity_tokens = await wait_at_rest(cluster.address, 1)
                     if capacity_tokens >= _ENOUGH * meant_tokens or not attempts_left:
                         speed = await self._pace(cluster.address, trace, capacity_tokens)
                         return speed, device_memory_bytes, capacity_tokens
@@ -252,11 +272,13 @@ class Comparison:
 
     def _cluster(self, spec: PolicySpec, device_memory_bytes: int, name: str) -> LocalCluster:
         flags = spec.flags()
-        if "max-num-seqs" not in spec.knobs:
+        if self._emulation is not None:
+            flags["worker"] = [*self._emulation.worker_flags, *flags["worker"]]
+        if "max-num-seqs" not in spec.knobs and self._arguments.max_num_seqs is not None:
             flags["worker"] += ["--max-num-seqs", str(self._arguments.max_num_seqs)]
         environ = {setting_variable(key): value for key, value in self._arguments.settings.items()}
         return LocalCluster(
-            self._model,
+            self._info.path,
             workers=self._arguments.workers,
             device_memory_bytes=device_memory_bytes,
             flags=flags,
@@ -266,26 +288,17 @@ class Comparison:
 
     async def _carry_out(self, run: Run, display: ComparisonDisplay) -> BenchResult:
         arguments, plan = self._arguments, self._plan.workloads[run.workload.name]
-        trace = self._traces[run.workload.name]
-        input_tokens, output_tokens = mean_request(trace.requests)
-        options = ReplayOptions(seed=arguments.seed, deadline_s=arguments.deadline_s)
-        job = ReplayJob(trace=trace, options=options, policy=run.spec.label)
+        last_token = self._emulation.last_token if self._emulation is not None else None
+        options = ReplayOptions(seed=arguments.seed, deadline_s=arguments.deadline_s, last_token=last_token)
+        job = ReplayJob(trace=self._traces[run.workload.name], options=options, policy=run.spec.label)
         settings = _settings(arguments, plan)
         log_name = f"{run.workload.name}/{run.path(self._out).stem}"
-        async with self._cluster(run.spec, plan.device_memory_bytes, log_name) as cluster:
-            await _wait_at_rest(cluster.address, run.spec.pipeline_degree)
-            await warm_up(
-                cluster.address,
-                lanes=arguments.workers,
-                rounds=_WARMUP_ROUNDS,
-                input_tokens=input_tokens,
-                output_tokens=min(output_tokens, _WARMUP_ANSWER_TOKENS),
-            )
-            await _wait_at_rest(cluster.address, run.spec.pipeline_degree)
-            planner = cluster.processes["planner"][0].address
-            result = await replay_on(
-                cluster.address, job, self._console, settings, planner=planner, display=display.on_progress
-            )
+        cluster = self._cluster(run.spec, plan.device_memory_bytes, log_name)
+        result = await run_on(cluster, run.spec, job, self._console, settings, display.on_progress)
+        if self._emulation is not None:
+            result = with_effort(result, cluster.log_dir)
+            if why := why_void(result):
+                raise Unavailable("this machine", f"could not keep up, so the run is void: {why}")
         facts = ComparisonFacts(
             workload=run.workload.name,
             policy=run.spec.label,
@@ -309,11 +322,12 @@ def _settings(arguments: Arguments, plan: WorkloadPlan) -> dict[str, str | int |
         "workers": arguments.workers,
         "device_memory_bytes": plan.device_memory_bytes,
         "max_num_seqs": arguments.max_num_seqs,
+        **({} if arguments.gpu is None else {"gpu": arguments.gpu}),
         **arguments.settings,
     }
 
 
-async def _wait_at_rest(address: str, degree: int) -> int:
+async def wait_at_rest(address: str, degree: int) -> int:
     """Waits until nothing runs for a moment, and groups are as the policy begins: of `degree`, what is left over alone.
 
     Returns the tokens that they have room for. A moment, since what ended just now may have been an overload.
@@ -336,6 +350,33 @@ async def _wait_at_rest(address: str, degree: int) -> int:
             if now_s > give_up_at_s:
                 raise Unavailable("the cluster", f"is not at rest within {_LAYOUT_WITHIN_S:g} s, groups are of {sizes}")
             await asyncio.sleep(_POLL_S)
+
+
+async def run_on(
+    cluster: LocalCluster,
+    spec: PolicySpec,
+    job: ReplayJob,
+    console: Console,
+    settings: ClusterSettings,
+    display: Callable[[Progress], None],
+) -> BenchResult:
+    """Starts the cluster, warms it up and replays the job's trace on it. Its settings say what processors it took."""
+    assert isinstance(job.trace, Trace), "read and scaled"
+    input_tokens, output_tokens = mean_request(job.trace.requests)
+    async with cluster:
+        await wait_at_rest(cluster.address, spec.pipeline_degree)
+        await warm_up(
+            cluster.address,
+            lanes=len(cluster.processes["worker"]),
+            rounds=_WARMUP_ROUNDS,
+            input_tokens=input_tokens,
+            output_tokens=min(output_tokens, _WARMUP_ANSWER_TOKENS),
+        )
+        await wait_at_rest(cluster.address, spec.pipeline_degree)
+        planner = cluster.processes["planner"][0].address
+        usage = Usage(cluster)
+        result = await replay_on(cluster.address, job, console, settings, planner=planner, display=display)
+        return with_settings(result, usage.cores())
 
 
 def describe_run(title: str, result: BenchResult) -> str:

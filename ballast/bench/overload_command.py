@@ -2,13 +2,14 @@
 
 import argparse
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from ballast.bench.emulation import Emulation
 from ballast.bench.overload import Comparison
 from ballast.bench.overload_plan import NO_PEAK, Timetable, arguments_of, span_within
 from ballast.bench.policies import ABLATION, COMPARED, KNOBS, POLICIES, SWEEP, PolicySpec, parse_policies
@@ -25,16 +26,27 @@ if TYPE_CHECKING:
 _INTERRUPTED = 130
 _FAILED = 1
 _PRESET = "ballast"
+_EMULATED = (
+    "emulated: workers compute nothing and take a GPU's time (--profile A100-40G --model Qwen2.5-14B); the trace is"
+    " replayed at its own pace with its own lengths. As long as it lasts the machine should do nothing else: a run in"
+    " which it could not keep up is void"
+)
+# Without emulation; what is not given stays as the trace has it with emulated workers.
+_OWN = {"demand": 0.55, "mean_tokens": 240.0, "sequences_each": 8, "probe_s": PROBE_S, "max_num_seqs": 64}
+_ONLY_OWN = ("sequences_each", "probe_s")  # about this machine's speed and memory
+
+# What --profile GPU and --model NAME mean; the folder is for what services want of a checkpoint.
+Emulate = Callable[[Path, str, Path], Emulation]
 
 
-def add_overload_parser(commands: "_SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_overload_parser(commands: "_SubParsersAction[argparse.ArgumentParser]", emulate: Emulate) -> None:
     parser = commands.add_parser(
         "overload",
         help="compare overload policies on the same bursts",
         description="Every policy replays every workload on fresh clusters of its own, in interleaved order. Called"
         " again with the same arguments it goes on where it was. `ballast bench plot` draws the results.",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, emulate=emulate)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="plan.json, runs/ and logs/ go there")
     _add_contestants(parser)
     parser.add_argument(
@@ -44,7 +56,16 @@ def add_overload_parser(commands: "_SubParsersAction[argparse.ArgumentParser]") 
         help="trace files, `burst`, `spike` or `answers`; FILE+LENGTHS takes lengths from another file or a fitted"
         " data set, extreme:W repeats the burst of W, twice:W all of W, FILE@SECONDS is so much of it around its burst",
     )
-    parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint (default: a small random one in OUT)")
+    parser.add_argument("--engine", choices=["torch", "emulated"], default="torch", help=_EMULATED)
+    parser.add_argument(
+        "--profile", metavar="GPU", help="how fast emulated workers are: of the catalogue, or a FILE.yaml"
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="checkpoint (default: a small random one in OUT); with emulated workers a model of the catalogue",
+    )
     parser.add_argument(
         "--workers",
         default="2",
@@ -57,14 +78,13 @@ def add_overload_parser(commands: "_SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--demand",
         type=float,
-        default=0.55,
         metavar="X",
-        help="average KV demand to scale arrivals to, as a share of un-dropped capacity (default: 0.55)",
+        help="average KV demand to scale arrivals to, as a share of un-dropped capacity (default: 0.55; with emulated"
+        " workers arrivals stay as they are)",
     )
     parser.add_argument(
         "--peak",
         type=float,
-        default=NO_PEAK,
         metavar="X",
         help="scale arrivals less than that where their forecast peak would exceed X times that capacity",
     )
@@ -72,16 +92,28 @@ def add_overload_parser(commands: "_SubParsersAction[argparse.ArgumentParser]") 
     span.add_argument("--span-s", type=float, metavar="S", help="squeeze or stretch each trace to this many seconds")
     span.add_argument("--max-minutes", type=float, metavar="M", help="likewise, to what lets all of it take so long")
     parser.add_argument("--plan-only", action="store_true", help="say how long it would take, and end")
-    parser.add_argument("--mean-tokens", type=float, default=240.0, metavar="N", help="shorten lengths to this mean")
+    parser.add_argument(
+        "--mean-tokens",
+        type=float,
+        metavar="N",
+        help="shorten lengths to this mean (default: 240; with emulated workers they stay as they are)",
+    )
     parser.add_argument(
         "--answer-share",
         type=float,
         metavar="X",
         help="of the tokens of the mean request (default: that of the trace): prompts and answers are shortened apart",
     )
-    parser.add_argument("--sequences-each", type=int, default=8, metavar="N", help="mean requests that a worker holds")
-    parser.add_argument("--probe-s", type=float, default=PROBE_S, metavar="S", help="of each of two measurements")
-    parser.add_argument("--max-num-seqs", type=int, default=64, metavar="N", help="requests that run in a worker")
+    parser.add_argument("--sequences-each", type=int, metavar="N", help="mean requests that a worker has room for (8)")
+    parser.add_argument(
+        "--probe-s", type=float, metavar="S", help=f"of each of two measurements (default: {PROBE_S:g})"
+    )
+    parser.add_argument(
+        "--max-num-seqs",
+        type=int,
+        metavar="N",
+        help="requests that run in a worker (default: 64; 256 with emulated ones)",
+    )
     parser.add_argument(
         "--set",
         action="append",
@@ -96,10 +128,9 @@ def _add_contestants(parser: argparse.ArgumentParser) -> None:
     contestants = parser.add_mutually_exclusive_group()
     contestants.add_argument(
         "--policies",
-        default=",".join(COMPARED),
         metavar="P,...",
         help=f"of {', '.join(POLICIES)}; knobs follow as :NAME=VALUE, a name for figures as :label=NAME ({knobs})."
-        f" Default: {', '.join(COMPARED)}",
+        f" Default: {', '.join(COMPARED)}; emulated workers cannot swap",
     )
     contestants.add_argument(
         "--ablation",
@@ -125,6 +156,7 @@ class _Part:
 def run(args: argparse.Namespace) -> int:
     """Exit status: 0 all runs are there, 1 some failed, 130 interrupted."""
     console = open_console()
+    settle(args)
     if args.repetitions < 1:
         raise ConfigError("--repetitions", f"must be at least 1, got {args.repetitions}")
     if args.probe_s <= 0:
@@ -151,6 +183,37 @@ def run(args: argparse.Namespace) -> int:
     if not problems:
         return 0
     return _INTERRUPTED if problems[-1] == "interrupted" else _FAILED
+
+
+def settle(args: argparse.Namespace) -> None:
+    """Fills in what was not given, which depends on the engine.
+
+    Raises:
+        ConfigError: flags that make no sense together.
+    """
+    args.policies = args.policies or ",".join(COMPARED)
+    args.peak = NO_PEAK if args.peak is None else args.peak
+    if args.engine != "emulated":
+        if args.profile is not None:
+            raise ConfigError("--profile", "is for --engine emulated; what computes is as fast as this machine")
+        for name, value in _OWN.items():
+            setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
+        return
+    if args.profile is None:
+        raise ConfigError("--profile", "is needed: how fast emulated workers are, a GPU such as A100-40G")
+    if args.model is None:
+        raise ConfigError("--model", "is needed: what emulated workers seem to serve, such as Qwen2.5-14B")
+    for name in _ONLY_OWN:
+        if getattr(args, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')}", "is for workers that compute; a GPU has its own memory")
+    if args.answer_share is not None and args.mean_tokens is None:
+        raise ConfigError("--answer-share", "is the answers' share of --mean-tokens; emulated workers keep lengths")
+    if args.peak != NO_PEAK and args.demand is None:
+        raise ConfigError("--peak", "limits what --demand scales; emulated workers keep arrivals as they are")
+    swapping = [s.label for s in parse_policies(args.policies) if "swap" in (s.policy, s.knobs.get("fallback"))]
+    if swapping:
+        raise ConfigError("--policies", f"emulated workers cannot swap: {', '.join(swapping)}")
+    args.sequences_each, args.probe_s = _OWN["sequences_each"], 1.0
 
 
 def _parts(args: argparse.Namespace) -> list[_Part]:
@@ -198,9 +261,14 @@ def _say_timetable(
 
 
 def _comparison(part: _Part, args: argparse.Namespace, console: Console) -> Comparison:
-    model = args.model or _preset(args.out / "model", args.seed)
+    if args.engine == "emulated":
+        model = args.emulate(args.out / "machine", args.profile, args.model)
+        info, gpu = model.info, model.gpu
+    else:
+        model = args.model or _preset(args.out / "model", args.seed)
+        info, gpu = read_info(model), None
     arguments = arguments_of(
-        read_info(model),
+        info,
         workers=part.workers,
         seed=args.seed,
         deadline_s=args.deadline_s,
@@ -212,6 +280,7 @@ def _comparison(part: _Part, args: argparse.Namespace, console: Console) -> Comp
         span_s=args.span_s,
         max_num_seqs=args.max_num_seqs,
         settings=dict(_setting(text) for text in args.set),
+        gpu=gpu,
     )
     return Comparison(model, arguments, part.out, console, args.probe_s)
 

@@ -33,14 +33,15 @@ class Arguments(BaseModel):
     workers: int
     seed: int
     deadline_s: float
-    demand_fraction: float
+    demand_fraction: float | None  # null: arrivals as the trace has them
     peak_fraction: float = NO_PEAK
-    mean_tokens: float
+    mean_tokens: float | None  # null: lengths as the trace has them
     answer_share: float | None = None  # of the tokens of the mean request; null: as in the trace
     sequences_each: int
     span_s: float | None
-    max_num_seqs: int
+    max_num_seqs: int | None  # null: as workers have it
     settings: dict[str, str]
+    gpu: str | None = None  # that emulated workers take the time of
 
 
 class WorkloadPlan(BaseModel):
@@ -125,7 +126,7 @@ def span_within(tables: Sequence[Timetable], minutes_given: float) -> float:
 
 def describe_plan(name: str, plan: WorkloadPlan) -> str:
     calm = plan.forecast_peak_fraction < _OVERFLOW
-    hint = "; NOTHING WILL OVERFLOW: give --demand more, or --span-s" if calm else ""
+    hint = "; NOTHING WILL OVERFLOW: give more --demand, or --span-s" if calm else ""
     answers = "" if plan.answer_scale is None else f" and answers x{plan.answer_scale:g}"
     return (
         f"{name}: {plan.request_count} requests over {plan.span_s:.0f} s (rate x{plan.rate_factor:g}, length"
@@ -164,14 +165,15 @@ def arguments_of(
     workers: int,
     seed: int,
     deadline_s: float,
-    demand_fraction: float,
+    demand_fraction: float | None,
     peak_fraction: float = NO_PEAK,
-    mean_tokens: float,
+    mean_tokens: float | None,
     answer_share: float | None = None,
     sequences_each: int,
     span_s: float | None,
-    max_num_seqs: int,
+    max_num_seqs: int | None,
     settings: Mapping[str, str],
+    gpu: str | None = None,
 ) -> Arguments:
     """Checked; the settings on top of those that suit short traces.
 
@@ -184,9 +186,9 @@ def arguments_of(
         ("mean-tokens", mean_tokens, 4),
         ("max-num-seqs", max_num_seqs, 1),
     ):
-        if value < least:
+        if value is not None and value < least:
             raise ConfigError(f"--{name}", f"must be at least {least}, got {value}")
-    if not 0 < demand_fraction <= 2:
+    if demand_fraction is not None and not 0 < demand_fraction <= 2:
         raise ConfigError("--demand", f"must be above 0 and at most 2, got {demand_fraction}")
     if peak_fraction <= 1:
         raise ConfigError("--peak", f"must be above 1, got {peak_fraction}")
@@ -208,4 +210,5 @@ def arguments_of(
         span_s=span_s,
         max_num_seqs=max_num_seqs,
         settings=dict(settings),
+        gpu=gpu,
     )

@@ -22,9 +22,17 @@ class Target(Protocol):
     """A cluster that can be put under load. Failures are `BallastError`s."""
 
     def generate(
-        self, request_id: str, prompt_token_ids: Sequence[int], max_tokens: int, deadline_s: float
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        max_tokens: int,
+        deadline_s: float,
+        last_token: int | None = None,
     ) -> AsyncIterator[Sequence[int]]:
-        """New tokens as they arrive, exactly `max_tokens` in all; raises where the request ends in another way."""
+        """New tokens as they arrive, exactly `max_tokens` in all; raises where the request ends in another way.
+
+        With `last_token` as many are asked for as the model gives, and the answer ends by itself at that token.
+        """
         ...
 
     async def sample(self) -> StatusSample:
@@ -38,6 +46,9 @@ class ReplayOptions:
     deadline_s: float = 300.0  # of each request
     record_tokens: bool = False
     request_id_prefix: str = "replay"
+    stop_after_s: float | None = None  # of the trace's time: a request that is there then stays open
+    # Of an answer of so many tokens, where it is known: how long it is is then nothing that the cluster is told.
+    last_token: Callable[[Sequence[int], int], int] | None = None
 
 
 @dataclass(slots=True)
@@ -113,11 +124,12 @@ class Replay:
         return ReplayRun(self._records, self._samples, complete, max(ends_s, default=0.0), self._failed_sample_count)
 
     async def _run_requests(self) -> bool:
-        """Whether all requests were sent and have ended by themselves."""
+        """Whether all requests were sent and have ended by themselves, or the time was over that was given."""
         async with asyncio.TaskGroup() as requests:
             stopping = requests.create_task(self._stopped.wait(), name="wait for stop")
             sending = requests.create_task(self._send_all(), name="send")
-            await asyncio.wait((stopping, sending), return_when=asyncio.FIRST_COMPLETED)
+            limit_s = self._options.stop_after_s
+            await asyncio.wait((stopping, sending), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             complete = not stopping.done()
             for task in (stopping, sending):
                 task.cancel()
@@ -125,12 +137,14 @@ class Replay:
 
     async def _send_all(self) -> None:
         """Sends each request at its time, then waits for all; when cancelled, cancels those that run."""
+        last_token = self._options.last_token
         async with asyncio.TaskGroup() as requests:
             for index, request in enumerate(self._trace.requests):
                 prompt = random_prompt(self._options.seed, index, request.input_tokens, self._vocab_size)
+                last = None if last_token is None else last_token(prompt, request.output_tokens)
                 await asyncio.sleep(request.arrival_s - self.now_s())
                 record = self._begin(index, request, prompt)
-                requests.create_task(self._follow(record, prompt), name=record.request_id)
+                requests.create_task(self._follow(record, prompt, last), name=record.request_id)
 
     def _begin(self, index: int, request: TraceRequest, prompt: list[int]) -> RequestRecord:
         record = RequestRecord(
@@ -148,10 +162,11 @@ class Replay:
         self._tell()
         return record
 
-    async def _follow(self, record: RequestRecord, prompt: list[int]) -> None:
+    async def _follow(self, record: RequestRecord, prompt: list[int], last_token: int | None) -> None:
         """Reads one stream to its end and writes down how it ended."""
         try:
-            stream = self._target.generate(record.request_id, prompt, record.wanted_tokens, self._options.deadline_s)
+            wanted, deadline_s = record.wanted_tokens, self._options.deadline_s
+            stream = self._target.generate(record.request_id, prompt, wanted, deadline_s, last_token)
             async for token_ids in stream:
                 record.token_times_s.extend([self.now_s()] * len(token_ids))
                 self.progress.token_count += len(token_ids)

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 from ballast.bench.records import StatusSample
 from ballast.client import AsyncClient, ClusterStatus, SamplingParams
@@ -14,16 +15,29 @@ class ClusterTarget:
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
+        self._model: ModelInfo | None = None
 
     async def model(self) -> ModelInfo:
-        return await self._client.model_info()
+        if self._model is None:
+            self._model = await self._client.model_info()
+        return self._model
 
     async def generate(
-        self, request_id: str, prompt_token_ids: Sequence[int], max_tokens: int, deadline_s: float
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        max_tokens: int,
+        deadline_s: float,
+        last_token: int | None = None,
     ) -> AsyncGenerator[Sequence[int]]:
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        if last_token is not None:
+            most = (await self.model()).max_model_len - len(prompt_token_ids)
+            stops = (last_token,)
+            sampling = replace(sampling, max_tokens=most, min_tokens=max_tokens - 1, stop_token_ids=stops)
         stream = self._client.stream(
             token_ids=prompt_token_ids,
-            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+            sampling=sampling,
             request_id=request_id,
             deadline_s=deadline_s,
             include_text=False,

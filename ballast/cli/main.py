@@ -37,7 +37,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "undrain": ("ballast.cli.drain", "take a drained dispatcher back into service"),
     "chaos": ("ballast.cli.chaos", "break a cluster on purpose, under load, and count what is lost"),
     "sim": ("ballast.cli.sim", "simulate a cluster of GPUs on a trace; find how many GPUs it needs"),
-    "bench": ("ballast.bench.command", "put a cluster under load and measure it"),
+    "bench": ("ballast.cli.bench", "put a cluster under load and measure it"),
     "profile": ("ballast.cli.profile", "measure how long batches of a model take on this machine"),
     "model": ("ballast.cli.model", "list the models there are, look into one, or make a small random one"),
     "doctor": ("ballast.cli.doctor", "check this machine and say what to do"),

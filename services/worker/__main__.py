@@ -169,7 +169,7 @@ def _emulated(settings: WorkerSettings) -> Kit:
     cost = machine.execution.cost_of(machine.model.layer_count, is_first=True, is_last=True)
 
     def open_plane(me: WorkerId, host: str, hub: Hub, secret: bytes | None) -> DataPlane:
-        opener = EmulatedOpener(hub, machine.link_bytes_per_s)
+        opener = EmulatedOpener(hub, machine.link_bytes_per_s, engine.runner.clock)
         return DataPlane(me, opener, host=resolve_host(host), pace=StagePace(), secret=secret, port=settings.data_port)
 
     return Kit(cast(LoadedEngine, engine), lambda: cost, open_plane=open_plane)

@@ -1,19 +1,25 @@
 """Machines for emulated workers, from the catalogue's figures or from a profile of this machine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ballast.bench.emulation import Emulation
 from ballast.common.errors import ConfigError
 from ballast.model.info import CheckpointInfo, read_info
 from ballast.model.safetensors_file import DTYPES
 from ballast.model.tokenizer import write_tokenizer
+from services.worker.core.batch import Slice
 from services.worker.cost_profile import read_profile
+from services.worker.emulation.engine import emulate
 from services.worker.emulation.machine import Machine, Measured, Outline, Roofline, read_machine, write_machine
+from services.worker.emulation.tokens import answer
 from sim.cost import Roofline as RooflineOf
 from sim.cost import fitted
-from sim.hardware import Cluster, find_gpu, find_model, is_gpu_file, timings
+from sim.hardware import Cluster, Gpu, ModelSpec, find_gpu, find_model, is_gpu_file, timings
 
-_GPU_FLAGS = ("--block-size", "64", "--max-num-seqs", "256", "--max-num-batched-tokens", "2048")
+_GPU_BLOCK_TOKENS = 64
+_GPU_FLAGS = ("--block-size", str(_GPU_BLOCK_TOKENS), "--max-num-seqs", "256", "--max-num-batched-tokens", "2048")
 _STAND_IN_VOCABULARY = 4096  # of a tokenizer that comes from nowhere
 _DEFAULT_MEMORY_BYTES = 1 << 30  # as workers have it
 MACHINE_FILE = "machine.json"
@@ -26,7 +32,12 @@ def catalogue_machine(gpu: str, model: str, vocab_size: int | None = None) -> Ma
     Raises:
         ConfigError: naming what the catalogue has.
     """
-    card, spec, figures = find_gpu(gpu, "--profile"), find_model(model), timings()
+    return machine_of(find_gpu(gpu, "--profile"), find_model(model), vocab_size)
+
+
+def machine_of(card: Gpu, spec: ModelSpec, vocab_size: int | None = None) -> Machine:
+    """One instance of that model on as many of those GPUs as the model says."""
+    figures = timings()
     cluster = Cluster(gpu=card, gpu_count=1, gpus_per_host=card.gpus_per_host)
     roofline, gpus = RooflineOf(spec, cluster, figures), spec.gpus_per_instance
     return Machine(
@@ -125,3 +136,48 @@ def stand_in(folder: Path, machine: Machine) -> EmulatedModel:
     folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(folder, machine.model.vocab_size, qwen=False, max_len=machine.model.max_model_len)
     return EmulatedModel(folder, machine, write_machine(folder / MACHINE_FILE, machine))
+
+
+def emulation_of(folder: Path, machine: Machine) -> Emulation:
+    """What a comparison starts services with; `folder` is for what they want of a checkpoint."""
+    outline = machine.model.model_copy(update={"vocab_size": _STAND_IN_VOCABULARY})
+    made = stand_in(folder, machine.model_copy(update={"model": outline}))
+    engine = emulate(made.machine, block_tokens=_GPU_BLOCK_TOKENS)
+    capacity_tokens = engine.block_count * _GPU_BLOCK_TOKENS
+    engine.close()
+
+    def whole_s(parts: Sequence[Slice]) -> float:
+        return machine.execution.stage_s(parts, outline.layer_count, is_first=True, is_last=True)
+
+    return Emulation(
+        info=_info(made.model, outline),
+        gpu=machine.name,
+        worker_flags=made.worker_flags,
+        memory_bytes=machine.memory_bytes,
+        capacity_tokens=capacity_tokens,
+        prompt_s=lambda count: whole_s([Slice(0, 0, (0,) * count, True)]),
+        step_s=lambda count, tokens: whole_s([Slice(i, tokens, (0,), True) for i in range(count)]),
+        last_token=lambda prompt, count: answer(prompt, count, outline.vocab_size)[-1],
+    )
+
+
+def _info(folder: Path, outline: Outline) -> CheckpointInfo:
+    layers_bytes = outline.layer_count * outline.layer_parameter_bytes
+    return CheckpointInfo(
+        path=folder,
+        architecture=outline.architecture,
+        dtype=outline.dtype,
+        layer_count=outline.layer_count,
+        hidden_size=outline.hidden_size,
+        head_count=1,
+        kv_head_count=1,
+        head_dim=outline.kv_elements_per_token_layer // 2,
+        vocab_size=outline.vocab_size,
+        max_model_len=outline.max_model_len,
+        tied=False,
+        parameter_count=outline.parameter_count,
+        bytes_per_dtype={outline.dtype: layers_bytes + outline.other_parameter_bytes},
+        shard_count=0,
+        has_tokenizer=True,
+        has_chat_template=False,
+    )

@@ -77,3 +77,24 @@ def test_a_comparison_is_planned_run_continued_and_drawn(tmp_path: Path) -> None
     done = run("ballast.cli.main", "bench", "plot", "--results", str(out), "--out", str(tmp_path / "plot"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "plot" / "report.html").exists()
+
+
+@pytest.mark.timeout(TIMEOUT_S + 10)
+def test_a_comparison_on_emulated_workers_keeps_arrivals_and_lengths(tmp_path: Path) -> None:
+    trace, out = tmp_path / "steps.csv", tmp_path / "out"
+    rows = [f"{0.1 * i:.2f},{200 + i},{10 + i % 5}\n" for i in range(20)]
+    trace.write_text("arrival_s,input_tokens,output_tokens\n" + "".join(rows))
+    machine = ["--engine", "emulated", "--profile", "A100-40G", "--model", "Qwen2.5-14B", "--workers", "2"]
+    what = ["--policies", "recompute", "--workloads", str(trace), "--repetitions", "1", "--out", str(out)]
+    done = run("ballast.cli.main", "bench", "overload", *machine, *what)
+    if "void" in done.stdout:  # this machine does something else
+        assert done.returncode == 1
+        return
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = read_result(out / "runs" / "steps" / "recompute.0.json")
+    [policy] = result.policies.values()
+    assert policy.outcomes["finished"] == 20  # pyright: ignore[reportArgumentType] -- a StrEnum
+    assert [(r.input_tokens, r.output_tokens) for r in policy.requests] == [(200 + i, 10 + i % 5) for i in range(20)]
+    assert policy.tpot_s.p50 is not None
+    assert policy.tpot_s.p50 > 0.02, "an A100 reads 28 GB of parameters for each token"
+    assert result.config.cluster["gpu"] == "1 x A100-40G"

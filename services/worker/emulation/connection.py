@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from ballast.common.errors import BallastError, InvariantViolation, Unavailable
 from ballast.service.logs import get_logger
 from services.worker.emulation.card import Card, Outgoing
+from services.worker.emulation.clock import GpuClock
 from services.worker.emulation.phantom import read_all, write_all
 from services.worker.emulation.runner import Activation
 from services.worker.emulation.wire import MAX_BYTES, Frame, Frames, Kind
@@ -34,7 +36,7 @@ from services.worker.links.transfer import Opening, Outcome, Refusal, Transfer, 
 if TYPE_CHECKING:
     import torch
 
-VERSION = 2
+VERSION = 3
 _LEAST_WAIT_S = 0.0005  # shorter waits are left out: the way through two event loops takes as long
 _CLOSE_WITHIN_S = 2.0
 _OPEN_WITHIN_S = 5.0
@@ -48,8 +50,9 @@ class EmulatedOpener:
 
     lanes = ("all",)
 
-    def __init__(self, receiver: Receiver, bytes_per_s: float) -> None:
+    def __init__(self, receiver: Receiver, bytes_per_s: float, clock: GpuClock) -> None:
         self._receiver = receiver
+        self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._card = Card(self._loop, bytes_per_s)
         self.terms = Terms(VERSION, "emulation", MAX_BYTES, MAX_BYTES, MAX_BYTES, 1 << 60)
@@ -57,7 +60,7 @@ class EmulatedOpener:
     def open(self, peer: Hello, sockets: Sequence[socket.socket], *, is_host: bool, name: str) -> EmulatedConnection:
         [connection] = sockets
         connection.setblocking(False)
-        made = EmulatedConnection(peer, self._receiver, self._loop, self._card)
+        made = EmulatedConnection(peer, self._receiver, self._loop, self._card, self._clock)
         try:
             opening = asyncio.run_coroutine_threadsafe(self._open(made, connection), self._loop)
             opening.result(_OPEN_WITHIN_S)
@@ -95,8 +98,11 @@ class _LongMeta:
 class EmulatedConnection(Connection):
     """Sending is safe from any thread; all else happens on the event loop."""
 
-    def __init__(self, peer: Hello, receiver: Receiver, loop: asyncio.AbstractEventLoop, card: Card) -> None:
+    def __init__(
+        self, peer: Hello, receiver: Receiver, loop: asyncio.AbstractEventLoop, card: Card, clock: GpuClock
+    ) -> None:
         super().__init__(peer, receiver)
+        self._clock = clock
         self.protocol = _Protocol(self._take, self._lost)
         self._loop = loop
         self._card = card
@@ -105,6 +111,7 @@ class EmulatedConnection(Connection):
         self._incoming: dict[int, tuple[Link, Opening, Sequence[torch.Tensor]]] = {}
         self._numbers = itertools.count(1)
         self._free_at_s = 0.0  # when the last message has left
+        self._unsent: deque[tuple[float, Frame, Future[None]]] = deque()  # with the instants at which they leave
         self._call(self._look, None)
 
     # ------------------------------------------------------------ sending: any thread
@@ -131,7 +138,8 @@ class EmulatedConnection(Connection):
         elif what is not None:
             size_bytes, body = size_bytes + what.nbytes, what.wrong
         with_tensor = int(isinstance(what, Activation))
-        frame = Frame(Kind.MESSAGE, traffic, topic, with_tensor, epoch, stream, size_bytes, meta, body)
+        at_s = self._clock.ended_s + self._card.message_s(size_bytes)
+        frame = Frame(Kind.MESSAGE, traffic, topic, with_tensor, epoch, stream, size_bytes, meta, body, at_s)
         done: Future[None] = Future()
         self._call(self._send, (frame, done))
         return done
@@ -225,11 +233,18 @@ class EmulatedConnection(Connection):
         frame, done = what
         now_s = self._loop.time()
         self._free_at_s = max(now_s, self._free_at_s) + self._card.message_s(frame.size_bytes)
-        if self._free_at_s - now_s < _LEAST_WAIT_S:
-            self._free_at_s = min(self._free_at_s, now_s)
+        self._unsent.append((self._free_at_s, frame, done))
+        if len(self._unsent) == 1:  # else the timer is set
+            self._send_due()
+
+    def _send_due(self) -> None:
+        while self._unsent:
+            at_s, frame, done = self._unsent[0]
+            if at_s - self._loop.time() >= _LEAST_WAIT_S:
+                self._loop.call_at(at_s, self._send_due)
+                return
+            self._unsent.popleft()
             self._send_now(frame, done)
-        else:
-            self._loop.call_at(self._free_at_s, self._send_now, frame, done)
 
     def _send_now(self, frame: Frame, done: Future[None]) -> None:
         if self._has_ended:
@@ -309,7 +324,11 @@ class EmulatedConnection(Connection):
     def _message(self, frame: Frame) -> None:
         link = self.link_of(frame.epoch)
         if link is not None:
-            tensor = Activation(frame.size_bytes - len(frame.meta), frame.body) if frame.transfer else None
+            tensor = None
+            if frame.transfer:
+                tensor = Activation(frame.size_bytes - len(frame.meta), frame.body, frame.at_s)
+            else:
+                self._clock.heard(frame.at_s)
             given = cast("torch.Tensor | None", tensor)
             message = Message(TrafficClass(frame.traffic), frame.topic, frame.stream, frame.meta, given)
             self._receiver.on_message(link, message)

@@ -10,6 +10,7 @@ from typing import cast
 from ballast.common.errors import ConfigError
 from ballast.common.load import MemoryReport
 from ballast.common.model import ModelInfo
+from ballast.service.logs import get_logger
 from services.worker.core.batch import Batch, StepResult
 from services.worker.emulation.machine import Machine, Outline
 from services.worker.emulation.phantom import PhantomBackend, dtype, phantom
@@ -49,6 +50,11 @@ class EmulatedEngine:
         self.memory.check()
 
     def close(self) -> None:
+        """Says, for whoever wants to know whether it kept up, by how much its steps were late."""
+        clock = self.runner.clock
+        if clock.due_s:
+            due_s, late_s, lost_s = (round(seconds, 3) for seconds in (clock.due_s, clock.late_s, clock.lost_s))
+            get_logger().info("emulated", due_s=due_s, late_s=late_s, lost_s=lost_s)
         self.memory.close()
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ballast.common.errors import InvariantViolation
 from ballast.service.logs import get_logger
 from services.worker.core.batch import Batch, NewSequence, SequenceId, Slice, StepResult, TokenLogprobs
+from services.worker.emulation.clock import GpuClock
 from services.worker.emulation.machine import Machine
 from services.worker.emulation.phantom import Area, phantom
 from services.worker.emulation.tokens import next_token, prefix_hash, wrong_token
@@ -25,11 +26,12 @@ if TYPE_CHECKING:
 class Activation:
     """Hidden states on their way: how many bytes they would be, and for which slices something was wrong before."""
 
-    __slots__ = ("nbytes", "wrong")
+    __slots__ = ("at_s", "nbytes", "wrong")
 
-    def __init__(self, nbytes: int, wrong: bytes) -> None:
+    def __init__(self, nbytes: int, wrong: bytes, at_s: float = 0.0) -> None:
         self.nbytes = nbytes
         self.wrong = wrong  # a byte for each slice
+        self.at_s = at_s  # when they would have come: see `clock`
 
 
 class _Known:
@@ -154,6 +156,7 @@ class EmulatedRunner:
         self._vocab_size = machine.model.vocab_size
         self._row_bytes = machine.model.hidden_size * 2
         self._marks = Marks(memory)
+        self.clock = GpuClock()
 
     @property
     def wrong_total(self) -> int:
@@ -180,10 +183,10 @@ class EmulatedRunner:
         last_layer: int,
     ) -> StepResult | Activation:
         """See `engine.runner.ModelRunner.run_stage`."""
-        began_s = time.perf_counter()
+        began_s = time.monotonic()
         self._marks.take_in(batch)
         if not batch.slices:
-            return StepResult(batch.step_id, (), (), time.perf_counter() - began_s)
+            return StepResult(batch.step_id, (), (), time.monotonic() - began_s)
         if (first_layer == 0) != (hidden is None):
             raise InvariantViolation(f"layers from {first_layer} on with{'out' if hidden is None else ''} activations")
         layers = range(first_layer, last_layer)
@@ -192,7 +195,7 @@ class EmulatedRunner:
         is_first, is_last = first_layer == 0, last_layer == self._layer_count
         seconds = self._machine.execution.stage_s(batch.slices, len(layers), is_first=is_first, is_last=is_last)
         out = self._sample(batch, wrong, seconds) if is_last else self._hidden(batch, wrong)
-        time.sleep(max(0.0, began_s + seconds - time.perf_counter()))
+        self.clock.run(seconds, began_s, hidden.at_s if hidden is not None else None)
         return out
 
     def forget_all(self) -> None:

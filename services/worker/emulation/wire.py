@@ -2,9 +2,9 @@
 
 import struct
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-_HEAD = struct.Struct("<BBHIQQQII")
+_HEAD = struct.Struct("<BBHIQQQdII")
 HEAD_BYTES = _HEAD.size
 MAX_BYTES = 64 << 20  # of meta or of marks
 
@@ -31,6 +31,7 @@ class Frame(NamedTuple):
     size_bytes: int = 0  # that a real link would have sent
     meta: bytes = b""
     body: bytes = b""
+    at_s: float = 0.0  # a message: when it would have come, see `clock`
 
     def encode(self) -> bytes:
         head = _HEAD.pack(
@@ -41,6 +42,7 @@ class Frame(NamedTuple):
             self.epoch,
             self.stream,
             self.size_bytes,
+            self.at_s,
             len(self.meta),
             len(self.body),
         )
@@ -61,7 +63,7 @@ class Frames:
         buffer, frames = self._buffer, list[Frame]()
         buffer += data
         while len(buffer) >= HEAD_BYTES:
-            head: tuple[int, ...] = _HEAD.unpack_from(buffer)
+            head: tuple[Any, ...] = _HEAD.unpack_from(buffer)  # Any: whole numbers, and an instant
             meta_bytes, body_bytes = head[-2:]
             if max(meta_bytes, body_bytes) > MAX_BYTES:
                 raise ValueError(f"a frame of {meta_bytes} + {body_bytes} bytes")
@@ -70,6 +72,6 @@ class Frames:
             if len(buffer) < end:
                 break
             meta, body = bytes(buffer[HEAD_BYTES:middle]), bytes(buffer[middle:end])
-            frames.append(Frame._make((Kind(head[0]), *head[1:-2], meta, body)))
+            frames.append(Frame._make((Kind(head[0]), *head[1:-3], meta, body, head[-3])))
             del buffer[:end]
         return frames

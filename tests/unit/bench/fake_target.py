@@ -22,7 +22,12 @@ class TimerTarget:
     cancelled_ids: list[str] = field(default_factory=list[str])
 
     async def generate(
-        self, request_id: str, prompt_token_ids: Sequence[int], max_tokens: int, deadline_s: float
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        max_tokens: int,
+        deadline_s: float,
+        last_token: int | None = None,
     ) -> AsyncIterator[Sequence[int]]:
         self.prompts[request_id] = list(prompt_token_ids)
         failure = self.failures.get(int(request_id.rpartition("-")[2]))

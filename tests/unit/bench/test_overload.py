@@ -1,5 +1,6 @@
 """`bench overload` and `bench plot`, as far as no cluster is needed."""
 
+import argparse
 import asyncio
 import io
 import json
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from ballast.bench.emulation import why_void, with_effort, with_settings
 from ballast.bench.overload import Comparison, Run, describe_run, order_of
+from ballast.bench.overload_command import add_overload_parser, settle
 from ballast.bench.overload_plan import (
     Arguments,
     Timetable,
@@ -25,8 +28,9 @@ from ballast.bench.replay import Progress
 from ballast.bench.results import BenchResult, read_result, write_result
 from ballast.bench.study import first_violation_s, read_study
 from ballast.bench.workloads import Workload, parse_workloads
+from ballast.cli.bench import emulate
 from ballast.cli.main import main
-from ballast.common.errors import ConfigError
+from ballast.common.errors import ConfigError, Unavailable
 from ballast.model.info import read_info
 from ballast.model.tiny import make_tiny
 from tests.unit.bench.samples import CONTESTANTS, bench_result, bursty_run, comparison_result, write_comparison
@@ -135,6 +139,79 @@ def test_wrong_arguments_are_named(tmp_path: Path, wrong: dict[str, object]) -> 
     model = make_tiny("llama", tmp_path / "m")
     with pytest.raises(ConfigError, match="must be"):
         arguments(model, **wrong)
+
+
+def flags(text: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers()
+    add_overload_parser(commands, emulate)
+    return parser.parse_args(["overload", "--out", "out", "--workloads", "burst", *text.split()])
+
+
+EMULATED = "--engine emulated --profile A100-40G --model Qwen2.5-14B --policies recompute,drop"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("--profile A100-40G", "--profile"),
+        ("--engine emulated --model Qwen2.5-14B", "--profile"),
+        ("--engine emulated --profile A100-40G", "--model"),
+        ("--engine emulated --profile A100-40G --model Qwen2.5-14B", "cannot swap: swap"),
+        (f"{EMULATED} --policies drop:fallback=swap", "cannot swap"),
+        (f"{EMULATED} --sequences-each 4", "--sequences-each"),
+        (f"{EMULATED} --probe-s 4", "--probe-s"),
+        (f"{EMULATED} --answer-share 0.5", "--answer-share"),
+        (f"{EMULATED} --peak 2", "--peak"),
+    ],
+)
+def test_flags_that_make_no_sense_together_are_named(text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        settle(flags(text))
+
+
+def test_emulated_workers_replay_a_trace_as_it_is(tmp_path: Path) -> None:
+    given, own = flags(EMULATED), flags("")
+    settle(given)
+    settle(own)
+    assert (own.demand, own.mean_tokens, own.max_num_seqs) == (0.55, 240.0, 64)
+    assert (given.demand, given.mean_tokens, given.max_num_seqs) == (None, None, None)
+    emulation = emulate(tmp_path / "machine", given.profile, given.model)
+    planned = arguments_of(
+        emulation.info,
+        workers=2,
+        seed=0,
+        deadline_s=60.0,
+        demand_fraction=None,
+        mean_tokens=None,
+        sequences_each=8,
+        span_s=None,
+        max_num_seqs=None,
+        settings={},
+        gpu=emulation.gpu,
+    )
+    comparison = Comparison(emulation, planned, tmp_path / "out", open_console())
+    [workload] = parse_workloads("answers", seed=0)
+    asyncio.run(comparison._prepare(workload))
+    assert comparison._traces["answers"].requests == workload.trace.requests
+    plan = comparison._plan.workloads["answers"]
+    assert (plan.length_scale, plan.rate_factor) == (1.0, 1.0)
+    assert plan.undropped_tokens == 2 * emulation.capacity_tokens
+    assert plan.full_tokens_per_s > plan.few_tokens_per_s > 0
+
+
+def test_a_run_says_why_it_is_void(tmp_path: Path) -> None:
+    log = tmp_path / "worker-0.log"
+    result = comparison_result("burst", "drop", 0, 0)
+    with pytest.raises(Unavailable, match="have not said"):
+        with_effort(result, tmp_path)
+    log.write_text("t [info     ] emulated            due_s=10.0 late_s=1.0 lost_s=5.0\n")
+    with log.open("a") as more:  # a second run
+        more.write("t [info     ] emulated            due_s=10.0 instance=w late_s=1.0 lost_s=0.1 service=worker\n")
+    kept_up = with_effort(result, tmp_path)
+    assert kept_up.config.cluster["lost_share"] == 0.01
+    assert not why_void(kept_up)
+    assert "3.0%" in why_void(with_settings(kept_up, {"lost_share": 0.03}))
 
 
 PLAN = {

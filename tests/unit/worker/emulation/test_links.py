@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ballast.common.errors import DeadlineExceeded, StaleEpoch, Unavailable
+from services.worker.emulation.clock import GpuClock
 from services.worker.emulation.connection import EmulatedOpener
 from services.worker.emulation.phantom import PhantomBackend, phantom, read_all
 from services.worker.emulation.runner import Activation
@@ -61,7 +62,13 @@ class Pair:
     def __init__(self, bytes_per_s: float) -> None:
         self.seen = (Seen(), Seen())
         one, other = (
-            DataPlane(name, EmulatedOpener(seen, bytes_per_s), host="127.0.0.1", pace=StagePace(), secret=b"shared")
+            DataPlane(
+                name,
+                EmulatedOpener(seen, bytes_per_s, GpuClock()),
+                host="127.0.0.1",
+                pace=StagePace(),
+                secret=b"shared",
+            )
             for name, seen in zip(("a", "b"), self.seen, strict=True)
         )
         self.planes = (one, other)
@@ -109,6 +116,18 @@ def test_messages_come_in_order_and_tensors_as_their_size() -> None:
     assert (first.meta, first.stream, activation.nbytes, activation.wrong) == (b"head", 7, 4096, b"\0\1")
     assert (second.meta, second.tensor) == (b"x" * 5000, None)
     assert third.topic == 3
+
+
+async def test_a_short_message_does_not_overtake_a_long_one() -> None:
+    """It came after the wait for the long one was nearly over, and was too short to wait itself."""
+    async with pair(bytes_per_s=1e7) as both:
+        a, _ = await both.connect()
+        for topic in range(200):
+            long = Activation(10_000, b"") if topic % 50 == 0 else None  # a millisecond
+            a.send(TrafficClass.ACTIVATION, topic, tensor=cast("torch.Tensor | None", long))
+            await asyncio.sleep(0)
+        await both.seen[1].until(200)
+        assert [message.topic for message in both.seen[1].messages] == list(range(200))
 
 
 async def test_a_transfer_brings_the_marks_and_takes_its_time() -> None:
