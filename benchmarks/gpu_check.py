@@ -2,7 +2,7 @@
 
 python -m benchmarks.gpu_check [--out out/gpu_check.md] [--only NAME ...]
 
-Tests are those marked `gpu`. Ends with 1 if a part failed, with 2 where there is no GPU.
+Tests are those marked `gpu` or `any_device`. Ends with 1 if a part failed, with 2 where there is no GPU.
 """
 
 import argparse
@@ -65,8 +65,15 @@ PARTS = (
     ),
     Part(
         "group",
-        "drops, exchanges, aborts, restores, migrations and swaps of workers that share the GPU change no token",
-        ("tests/integration/test_group_exactness.py::test_no_token_changes_on_a_gpu",),
+        "drops, exchanges, aborts, restores, migrations and swaps of workers that share the GPU change no token, in"
+        " random histories and where one thing goes wrong at a time",
+        (
+            "tests/integration/test_group_exactness.py::test_no_token_changes_on_a_gpu",
+            "tests/integration/test_dissolving.py",
+            "tests/integration/test_group_failures.py",
+            "tests/integration/test_group_words.py",
+            "tests/integration/test_migration.py",
+        ),
     ),
     Part(
         "ranks",
@@ -89,7 +96,8 @@ class Verdict:
 
 
 def command(part: Part, *extra: str) -> list[str]:
-    return [sys.executable, "-m", "pytest", "-q", "-n0", "-m", "gpu", *extra, *part.tests]
+    chosen = "gpu or (any_device and not host_extents)"
+    return [sys.executable, "-m", "pytest", "-q", "-n0", "--device", "cuda", "-m", chosen, *extra, *part.tests]
 
 
 def prove(part: Part) -> Verdict:

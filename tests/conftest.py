@@ -1,4 +1,8 @@
-"""Tests may be coroutines; those marked `gpu` are skipped without a CUDA device; a busy machine fails no property."""
+"""Tests may be coroutines; those for a CUDA device are skipped without one; a busy machine fails no property.
+
+`pytest --device cuda -m any_device` runs the tests of groups on a GPU, and `--device driver` on a CPU with the calls of
+a GPU's driver: see `tests.support.group`.
+"""
 
 import asyncio
 import inspect
@@ -18,7 +22,17 @@ settings.load_profile("ballast")
 pytest_plugins = ["tests.support.canaries"]
 
 
+DEVICE = "BALLAST_TEST_DEVICE"  # in the environment, so that nobody imports torch to ask
+
 _TEST_TAKES_AT_MOST_S = 250
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=("cpu", "driver", "cuda"), default="cpu", help="where tests of groups compute")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ[DEVICE] = str(config.getoption("--device"))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -44,7 +58,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    marked = [item for item in items if item.get_closest_marker("gpu")]
+    marks = ("gpu", "any_device") if os.environ[DEVICE] == "cuda" else ("gpu",)
+    marked = [item for item in items if any(map(item.get_closest_marker, marks))]
     if not marked:
         return
     import torch  # only then: it takes a second

@@ -18,6 +18,8 @@ from tests.support.exactness import Expected, Wish, compare, undisturbed
 from tests.support.group import Answer, Cluster, Sizes, alone, layout, running_group
 from tests.support.shells import until
 
+pytestmark = pytest.mark.any_device
+
 LAYERS, NAMES = 4, ["w0", "w1"]
 PAIR = [[("w0", 0, 2), ("w1", 2, 4)]]
 TRIPLE = [[("w0", 0, 1), ("w1", 1, 2), ("w2", 2, 4)]]
@@ -163,6 +165,7 @@ def watch_moves(cluster: Cluster, name: str) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.host_extents
 async def test_what_outgrows_the_pipeline_goes_on_in_a_member(
     model_dir: Path, expected: list[Expected], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -375,6 +378,7 @@ async def test_a_pipeline_gives_way_when_memory_is_wanted_again(
         await cluster.quiet()
 
 
+@pytest.mark.host_extents
 async def test_a_member_with_room_for_one_extent_at_home_is_restored(model_dir: Path) -> None:
     """There is no room for two groups: the pipeline gives all of its own up, and what runs in it is computed anew."""
     wishes = [Wish((3 + i, 9, 4, 7), replace(LONG, max_tokens=20)) for i in range(3)]

@@ -16,8 +16,8 @@ import pytest
 
 from ballast.model.tiny import make_tiny
 from tests.support import fake_driver
-from tests.support.exactness import CPU, Expected, History, Tally, Wish, make_wishes, undisturbed
-from tests.support.group import ONE_GPU, Place
+from tests.support.exactness import Expected, History, Tally, Wish, make_wishes, undisturbed
+from tests.support.group import HERE, ONE_GPU, Place
 
 HISTORIES = int(os.environ.get("BALLAST_EXACTNESS_HISTORIES", "42"))
 FIRST_SEED = int(os.environ.get("BALLAST_EXACTNESS_FIRST_SEED", "0"))
@@ -109,7 +109,7 @@ def test_no_token_changes_on_a_gpu(tmp_path: Path) -> None:
     assert min(tally.drops, tally.restores, tally.victims, tally.moved, tally.exchanged_bytes) > 0
 
 
-def _run(seed: int, known: Callable[[int], Known], place: Place = CPU) -> Tally:
+def _run(seed: int, known: Callable[[int], Known], place: Place = HERE) -> Tally:
     model_dir, wishes, expected = known(LAYERS[seed % len(LAYERS)])
     gc.collect()
     gc.disable()  # what was opened is to be closed, and not left to the collector

@@ -23,6 +23,8 @@ from services.worker.shell import MemberEvent
 from tests.support.group import Answer, Cluster, GroupWorker, Sizes, alone, layout, running_group
 from tests.support.shells import until
 
+pytestmark = pytest.mark.any_device
+
 LAYERS = 6
 PROMPTS = [tuple((7 * i + j) % 490 + 5 for j in range(10 + 9 * i)) for i in range(6)]
 SLOW = Sizes(memory_bytes=10 << 19, transport=TransportConfig(rate_bytes_per_s=1e6), step_s=0.005)
@@ -174,6 +176,7 @@ def test_first_tokens_come_while_kv_is_exchanged(
     assert asyncio.run(run()) == expected(100)
 
 
+@pytest.mark.host_extents
 def test_victims_without_room_are_recomputed(model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]) -> None:
     """A small worker takes most of the layers from a large one, so the group has less room than that had alone."""
     small, large = Sizes(memory_bytes=13 << 18), Sizes(memory_bytes=5 << 20)

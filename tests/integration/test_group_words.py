@@ -25,6 +25,8 @@ from services.worker.pipeline.wire import Topic
 from tests.support.group import Answer, Cluster, GroupWorker, Sizes, alone, layout, running_group
 from tests.support.shells import until
 
+pytestmark = pytest.mark.any_device
+
 LAYERS = 6
 PAIR = [[("w0", 0, 3), ("w1", 3, 6)]]
 
@@ -221,6 +223,7 @@ async def test_a_plan_that_takes_a_worker_for_another_member_is_refused(model_di
             assert "and the plan takes that for" in p.why
 
 
+@pytest.mark.host_extents
 async def test_a_request_that_outgrows_a_member_keeps_its_group(model_dir: Path) -> None:
     """It fits when the restore begins, and not any more before the commit: it must not end with an error."""
     sizes, sampling = Sizes(memory_bytes=9 << 19, step_s=0.006), greedy(150)

@@ -16,6 +16,8 @@ from tests.support.exactness import History, Tally, make_wishes, undisturbed
 from tests.support.group import Answer, Cluster, Sizes, layout, running_group
 from tests.support.shells import until
 
+pytestmark = pytest.mark.any_device
+
 HISTORIES = int(os.environ.get("BALLAST_MIGRATION_HISTORIES", "6"))
 FIRST_SEED = int(os.environ.get("BALLAST_MIGRATION_FIRST_SEED", "0"))
 LAYERS, NAMES = 4, ["w0", "w1"]

@@ -47,10 +47,9 @@ from services.worker.pipeline.events import (
     WaveArrived,
 )
 from services.worker.shell import MemberEvent
-from tests.support.group import Answer, Cluster, Place, Sizes, Unprepared, layout, running_group
+from tests.support.group import HERE, Answer, Cluster, Place, Sizes, Unprepared, layout, running_group
 from tests.support.shells import until
 
-CPU = Place()
 OnMessage = Callable[[Link, Message], None]
 # How pipelines form microbatches: by token counts, or by a cost that cuts prompts finely or hardly at all.
 _COSTS = (None, CostModel(1e-6, 1e-5, 1e-6, 0.0), CostModel(1e-8, 1e-5, 1e-3, 1e-3), CostModel(1e-7, 1e-5, 1e-4, 5e-5))
@@ -95,7 +94,7 @@ def _wish(rng: random.Random, seed: int) -> Wish:
     return Wish(tuple(rng.randrange(5, 500) for _ in range(rng.choice([1, 3, 20, 40, 90]))), sampling)
 
 
-async def undisturbed(model_dir: Path, wishes: Sequence[Wish], place: Place = CPU) -> list[Expected]:
+async def undisturbed(model_dir: Path, wishes: Sequence[Wish], place: Place = HERE) -> list[Expected]:
     """One worker, nothing happens."""
     sizes = Sizes(memory_bytes=8 << 20, max_waiting_count=len(wishes), place=place)
     async with running_group(model_dir, ["w0"], sizes) as cluster:
@@ -150,7 +149,7 @@ class History:
         *,
         crowded_bytes: int = 0,
         layouts_change: bool = True,
-        place: Place = CPU,
+        place: Place = HERE,
     ) -> None:
         """With `crowded_bytes` two workers have so much memory, and long requests for all of it come at once: a
         drop has no room for all KV at the same time then.
@@ -367,12 +366,12 @@ class History:
     def _compare(self) -> None:
         for index, answer in self._asked:
             self.tally.requests += 1
-            tolerance = 2e-7 if self._sizes.place.dtype == "float64" else 1e-3
-            self.tally.whole += compare(self._expected[index], answer, tolerance)
+            self.tally.whole += compare(self._expected[index], answer, self._sizes.place)
 
 
-def compare(expected: Expected, answer: Answer, tolerance: float = 2e-7) -> bool:
-    """Whether it has come to its end. `tolerance`: of log-probabilities, relative."""
+def compare(expected: Expected, answer: Answer, place: Place = HERE) -> bool:
+    """Whether it has come to its end."""
+    tolerance = 2e-7 if place.dtype == "float64" else 1e-3  # of log-probabilities, relative
     cut = answer.finish_reason in (FinishReason.CANCELLED, FinishReason.DEADLINE)
     count = len(answer.token_ids) if cut else len(expected.token_ids)
     assert not answer.error, f"{answer.story}: {answer.error}"

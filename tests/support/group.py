@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 import functools
+import os
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -36,6 +37,8 @@ from services.worker.ranks.channel import RankLog
 from services.worker.ranks.load import load_ranked
 from services.worker.shell import MemberEvent, WorkerShell
 from services.worker.text import load_tokenizer, primed_detokenizer
+from tests.conftest import DEVICE
+from tests.support import fake_driver
 from tests.support.shells import until
 
 
@@ -92,8 +95,19 @@ class Place:
     memory_factor: int = 1  # of all sizes: extents of a GPU are not smaller than 2 MiB
 
 
+def _gpu_like() -> MemoryBackend:
+    driver = fake_driver.load()
+    driver.set_granularity(2 << 20)
+    driver.fail_at(None)
+    return fake_driver.open_fake()
+
+
 # Two workers on one GPU: NCCL refuses that, and links go through the host.
 ONE_GPU = Place(device="cuda", dtype="float32", transport="tcp", memory_factor=8)
+# Where `pytest --device` puts workers. With `driver` they compute on the CPU, in memory mapped by the calls of the CUDA
+# driver, in extents of a GPU's size.
+PLACES = {"cpu": Place(), "driver": replace(ONE_GPU, device="cpu", dtype="float64", backend=_gpu_like), "cuda": ONE_GPU}
+HERE = PLACES[os.environ.get(DEVICE, "cpu")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +121,7 @@ class Sizes:
     orphan_timeout_s: float = 10.0
     swap_block_count: int = 0
     cost: CostModel | None = None  # with one, pipelines form their microbatches by it
-    place: Place = Place()
+    place: Place = HERE
     step_s: float = 0.0  # the least that a step takes: no machine is so fast that requests end before a test acts
     transport: TransportConfig = field(default_factory=TransportConfig)
 
