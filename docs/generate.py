@@ -23,7 +23,7 @@ from ballast.common.load import LoadReport, MemoryReport
 from ballast.common.units import human_bytes
 from ballast.service.metrics import REGISTRY
 from ballast.service.security import GuardedSettings, ServiceSettings
-from ballast.service.settings import Settings, leaf_fields
+from ballast.service.settings import Settings
 from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.core.dispatcher import DispatcherCore
 from services.dispatcher.core.limits import Limits
@@ -80,14 +80,14 @@ def configure_page() -> str:
     shared["every service but the gateway"] = set(ServiceSettings.model_fields) - shared["every service"]
     lines = [_HEAD]
     for whom, names in shared.items():
-        lines += [f"## Of {whom}\n", *_table(f for f in leaf_fields(ServiceSettings) if f[0] in names)]
+        lines += [f"## Of {whom}\n", *_table(f for f in ServiceSettings.model_fields.items() if f[0] in names)]
     said = set[str]().union(*shared.values())
     for settings in SERVICES:
         name = settings.service
         lines += [
             f"## {name.capitalize()}\n",
             f"{settings.summary} `python -m services.{name}`, `BALLAST_{name.upper()}__...`\n",
-            *_table(f for f in leaf_fields(settings) if f[0] not in said),
+            *_table(f for f in settings.model_fields.items() if f[0] not in said),
         ]
     return "\n".join(lines)
 

@@ -7,7 +7,6 @@ import grpc
 
 from ballast.bench.records import PlannerTransition
 from ballast.client.access import Access
-from ballast.common.errors import BallastError
 from ballast.rpc.errors import from_rpc_error
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 
@@ -36,14 +35,6 @@ async def ask_planner(address: str) -> PlannerSays:
         except grpc.RpcError as error:
             raise from_rpc_error(error, address) from error
     return PlannerSays(answer.overload_policy, [_from_proto(one) for one in reversed(answer.transitions)])
-
-
-async def transitions_or_why(address: str) -> tuple[Sequence[PlannerTransition], str]:
-    """The second: why there are none, for a run that is worth keeping without them."""
-    try:
-        return (await ask_planner(address)).transitions, ""
-    except BallastError as error:
-        return [], str(error)
 
 
 def _from_proto(message: planner_pb2.Transition) -> PlannerTransition:

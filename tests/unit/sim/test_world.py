@@ -23,6 +23,8 @@ from sim.results import Outcome, SimRun
 from sim.world import World
 from tests.support.simulated import burst, options, world
 
+pytestmark = pytest.mark.xdist_group("sim world")  # one process has the runs that many look at
+
 _HASH = "from tests.support.simulated import world; print(world(check_every=0).run().trace_hash)"
 
 
