@@ -13,8 +13,8 @@ PROCESSES ?= 2
 WAITING ?= 3
 ALONE := $(addprefix tests/integration/test_,abandoned.py memory_pressure.py overload.py)
 PYTEST := $(BIN)/pytest -q -m "not slow and not gpu"
-# loadgroup hands tests out one by one, so that the long ones do not pile up in one process.
-SPREAD = -n $(PROCESSES) --dist loadgroup
+# loadgroup hands tests out one by one, so that the long ones do not pile up in one process; in the order of collection.
+SPREAD = -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder
 export PYTHONUNBUFFERED = 1
 
 .PHONY: setup kernels demo up test test-again test-sanitized test-clusters test-exactness check check-static check-tests fmt bench reproduce proto compose-check kubernetes-check install-check gpu-check docs pages clean

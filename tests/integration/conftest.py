@@ -12,7 +12,21 @@ from ballast.model.tiny import make_tiny
 from tests.support.cluster import RunningCluster, running_cluster
 
 _APART = {"test_group_exactness"}
-_LONG = [f"test_{name}" for name in ("up", "gateway_structure", "dashboard", "dissolving", "bench", "links")]
+_LONG = [
+    f"test_{name}"
+    for name in [
+        "up",
+        "gateway_structure",
+        "dashboard",
+        "chaos",
+        "dissolving",
+        "bench",
+        "compose",
+        "links",
+        "overload_policies",
+        "hostile",
+    ]
+]
 _WITH_A_GATEWAY = ("test_gateway_docs", "test_gateway_responses", "test_pages")  # share `with_a_gateway`
 _HERE = Path(__file__).parent
 
