@@ -49,28 +49,50 @@ def survey(layout: Layout, model: ModelInfo | None, loads: Loads, *, draining: b
     """
     shape = shape_of(model, loads)
     least_bytes = _least_bytes(shape)
-    groups = list[GroupState]()
+    layer_count, layers = shape.layer_count, _layers(0, shape.layer_count)
+    whole_bytes = least_bytes(0, layer_count)
+    groups, reported = list[GroupState](), loads.get
     for group in layout.groups:
-        members = list[InstanceState]()
-        for m in group.members:
-            load, first, last = loads.get(m.worker_id), m.first_layer, m.last_layer
-            if load is None or (m.draining and not draining):
-                break
-            budget_bytes = load.memory.budget_bytes
-            if least_bytes(first, last) > budget_bytes:
-                break
-            if load.block_count < 0 or load.used_block_count < 0 or load.waiting_block_count < 0:
-                break
-            members.append(InstanceState(m.worker_id, budget_bytes, first, last, _layers(first, last)))
-        else:
-            led = loads[group.members[0].worker_id]
-            blocks = led.block_count, led.used_block_count, led.waiting_block_count
-            groups.append(GroupState(group.group_id, tuple(members), *blocks))
+        members = group.members
+        leader = members[0]
+        led = reported(leader.worker_id)
+        if led is None:
+            continue
+        blocks, used, waiting = led.block_count, led.used_block_count, led.waiting_block_count
+        if len(members) > 1 or leader.last_layer != layer_count:
+            stages = _stages(group, loads, least_bytes, draining=draining)
+            if stages:
+                groups.append(GroupState(group.group_id, stages, blocks, used, waiting))
+            continue
+        # Those that serve alone may be thousands: what `_stages` does, without a call for any of them.
+        budget_bytes = led.memory.budget_bytes
+        if budget_bytes < whole_bytes or blocks < 0 or used < 0 or waiting < 0 or (leader.draining and not draining):
+            continue
+        alone = InstanceState(leader.worker_id, budget_bytes, leader.first_layer, layer_count, layers)
+        groups.append(GroupState(group.group_id, (alone,), blocks, used, waiting))
     if not groups:
         raise NoSurvey("no group has reported its load")
     snapshot = Snapshot(shape, tuple(groups))
     snapshot.check()
     return snapshot
+
+
+def _stages(
+    group: Group, loads: Loads, least_bytes: Callable[[int, int], int], *, draining: bool
+) -> tuple[InstanceState, ...]:
+    """None of them where the group takes no part in plans."""
+    stages = list[InstanceState]()
+    for m in group.members:
+        load, first, last = loads.get(m.worker_id), m.first_layer, m.last_layer
+        if load is None or (m.draining and not draining):
+            return ()
+        budget_bytes = load.memory.budget_bytes
+        if least_bytes(first, last) > budget_bytes:
+            return ()
+        if load.block_count < 0 or load.used_block_count < 0 or load.waiting_block_count < 0:
+            return ()
+        stages.append(InstanceState(m.worker_id, budget_bytes, first, last, _layers(first, last)))
+    return tuple(stages)
 
 
 @lru_cache

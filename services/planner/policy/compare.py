@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
-from operator import attrgetter, itemgetter
+from itertools import accumulate, repeat
+from operator import add, itemgetter
 from typing import NamedTuple
 
 from ballast.common.ids import GroupId
@@ -24,6 +24,8 @@ LASTS_S = (2.0, 15.0, 60.0)  # the futures: so long the present rate may go on
 _UNSURE = 1.1  # how much better than doing less has to be what is done
 _STALL_S = 0.3  # a drop keeps what it moves so long from running
 _LEAST_S, _MOST_S = 30.0, 120.0  # looked ahead: two stays of a request, within these
+# Groups are tuples, and may be thousands.
+_NAME, _USED, _WAITING = itemgetter(0), itemgetter(3), itemgetter(4)
 _PRIOR_COUNT, _PRIOR_TOKENS = 2, 128  # answers that nobody has seen, lest the first one says all
 
 
@@ -143,12 +145,12 @@ def _futures(snapshot: Snapshot, running: Running, traffic: Traffic) -> list[Fut
     is_fast = fast_per_s > slow_per_s and traffic.recent_count > 3
     count = traffic.recent_count if is_fast else traffic.minute_count
     rate_per_s = (fast_per_s if is_fast else slow_per_s) * (1 + 1 / math.sqrt(max(4, count)))
-    queued = sum(map(attrgetter("waiting_block_count"), snapshot.groups)) * block_tokens
+    queued = sum(map(_WAITING, snapshot.groups)) * block_tokens
     waiting = traffic.queued_count + running.waiting_count
     prompt = traffic.minute_tokens / traffic.minute_count if traffic.minute_count else 1.0
     if not traffic.minute_count and waiting:
         prompt = (traffic.queued_tokens + queued) / waiting
-    used = sum(map(attrgetter("used_block_count"), snapshot.groups)) * block_tokens
+    used = sum(map(_USED, snapshot.groups)) * block_tokens
     running_count = sum(running.counts.values())
     answer_tokens = _answer_tokens(traffic, running_count, max(0.0, used - running_count * prompt))
     return [
@@ -203,12 +205,13 @@ class _Pool:
 
     def __init__(self, stages: int, groups: Sequence[GroupState], running: Running) -> None:
         self.stages = stages
-        loads = [-group.used_block_count - group.waiting_block_count for group in groups]
-        self.ordered = [group for _, _, group in sorted(zip(loads, map(itemgetter(0), groups), groups, strict=True))]
+        by_name = sorted(groups, key=_NAME)
+        loads = list(map(add, map(_USED, by_name), map(_WAITING, by_name)))
+        self.ordered = [by_name[i] for i in sorted(range(len(loads)), key=loads.__getitem__, reverse=True)]
         names, _, blocks, used, _ = zip(*self.ordered, strict=True) if groups else ((),) * 5
-        counts, uncomputed = running.counts, running.uncomputed_tokens
-        columns = (blocks, [counts.get(n, 0) for n in names], used, [uncomputed.get(n, 0) for n in names])
-        self._columns = [list(accumulate(column, initial=0)) for column in columns]
+        counts = map(running.counts.get, names, repeat(0))
+        uncomputed = map(running.uncomputed_tokens.get, names, repeat(0))
+        self._columns = [list(accumulate(column, initial=0)) for column in (blocks, counts, used, uncomputed)]
 
     def first(self, count: int) -> _Sums:
         """Of so many with most load."""
@@ -221,7 +224,7 @@ class _Pool:
     @cached_property
     def budget_bytes(self) -> int | None:
         """Of all members, where they have the same."""
-        budgets = {member.budget_bytes for group in self.ordered for member in group.members}
+        budgets = {member.budget_bytes for group in self.ordered for member in group[1]}
         return budgets.pop() if len(budgets) == 1 else None
 
     def kind(self, sums: _Sums, group_count: int, block_tokens: int) -> Kind:
@@ -236,10 +239,14 @@ class _Pool:
 
 
 def _pools(groups: Iterable[GroupState], running: Running) -> list[_Pool]:
-    by_stages: dict[int, list[GroupState]] = {}
-    for group in groups:
-        by_stages.setdefault(len(group.members), []).append(group)
-    return [_Pool(stages, alike, running) for stages, alike in sorted(by_stages.items())]
+    listed = list(groups)
+    sizes = [len(group[1]) for group in listed]
+    if len(set(sizes)) == 1:
+        return [_Pool(sizes[0], listed, running)]
+    return [
+        _Pool(stages, [group for group, size in zip(listed, sizes, strict=True) if size == stages], running)
+        for stages in sorted(set(sizes))
+    ]
 
 
 @dataclass(frozen=True, slots=True)

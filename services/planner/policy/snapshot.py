@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from operator import itemgetter
 from typing import NamedTuple
 
 from ballast.common.errors import InvariantViolation
@@ -87,18 +88,24 @@ class Snapshot:
     def check(self) -> None:
         """Raise InvariantViolation unless every group holds and executes a complete copy within its budgets."""
         _check_model(self.model)
-        ids = [member.worker_id for group in self.groups for member in group.members]
-        if len(set(ids)) != len(ids):
-            twice = next(name for name, count in Counter(ids).items() if count > 1)
-            raise InvariantViolation(f"{twice} stands in two places of the snapshot")
-        fine = dict[tuple[object, ...], tuple[int, ...]]()  # members that serve alone: what they hold
+        whole, budget_bytes = (), -1  # held, and fine, of a member that serves alone
+        names = list[WorkerId]()
         for group in self.groups:
-            alone = group.members[0] if len(group.members) == 1 and min(group[2:]) >= 0 else None
-            if alone is None or fine.get(alone[1:4]) is not alone.held_layers:
+            _, members, blocks, used, waiting = group
+            if len(members) == 1 and blocks >= 0 and used >= 0 and waiting >= 0:
+                name, budget, first, last, held = members[0]
+                names.append(name)
+                if held is whole and budget == budget_bytes and first == 0 and last == self.model.layer_count:
+                    continue
                 _check_group(self.model, group)
-                if alone is not None:
-                    fine[alone[1:4]] = alone.held_layers
-        if len({group.group_id for group in self.groups}) != len(self.groups):
+                whole, budget_bytes = held, budget
+            else:
+                _check_group(self.model, group)
+                names += [member.worker_id for member in members]
+        if len(set(names)) != len(names):
+            twice = next(name for name, count in Counter(names).items() if count > 1)
+            raise InvariantViolation(f"{twice} stands in two places of the snapshot")
+        if len(set(map(itemgetter(0), self.groups))) != len(self.groups):
             raise InvariantViolation("two groups of the snapshot have the same id")
 
 
