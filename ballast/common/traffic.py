@@ -13,6 +13,9 @@ RECENT_S, MINUTE_S, WINDOW_S = 10.0, 60.0, 300.0
 # Waits for first tokens are counted up to these, and beyond the last: a quarter apart, 20 ms to 8 minutes.
 _WAITS_S = tuple(0.02 * 1.25**i for i in range(46))
 WAIT_COUNTS = len(_WAITS_S) + 1
+# Prompts are counted by their tokens up to these: a quarter apart, 16 to 900,000.
+_LENGTHS = tuple(16 * 1.25**i for i in range(50))
+LENGTH_COUNTS = len(_LENGTHS) + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +35,16 @@ class Traffic:
     first_counts: tuple[int, ...] = ()
     later_count: int = 0  # tokens ever, after the first ones
     later_s: float = 0.0  # that these took, each from the one before
+    # Requests of the last minute, by the `length_index` of their prompt; zeros at the end are left out.
+    prompt_counts: tuple[int, ...] = ()
 
     @property
     def is_idle(self) -> bool:
         return not (self.queued_count or self.minute_count or self.ended_count or self.calm_per_s)
+
+    def prompt_quantile(self, share: float) -> float | None:
+        """Tokens; None: nobody came in the last minute."""
+        return _quantile(self.prompt_counts, share, _LENGTHS)
 
 
 def write_traffic(traffic: Traffic) -> str:
@@ -55,15 +64,18 @@ def read_traffic(text: str) -> Traffic:
         ValueError: another version has written it, or nobody of ours.
     """
     words = text.split(" ")
-    queued, queued_tokens, recent, minute, minute_tokens, calm, ended, ended_tokens, known, firsts, later, later_s = (
-        words
-    )
+    *numbers, firsts, later, later_s, prompts = words
+    queued, queued_tokens, recent, minute, minute_tokens, calm, ended, ended_tokens, known = numbers
     counts = [
         int(value) for value in (queued, queued_tokens, recent, minute, minute_tokens, ended, ended_tokens, later)
     ]
     rates = [float(value) for value in (calm, known, later_s)]
-    first_counts = [int(value) for value in firsts[1:-1].split(",") if value]
-    if len(first_counts) > WAIT_COUNTS or not all(0 <= value <= _MOST for value in (*counts, *rates, *first_counts)):
+    first_counts, prompt_counts = (
+        [int(value) for value in word[1:-1].split(",") if value] for word in (firsts, prompts)
+    )
+    told = (*counts, *rates, *first_counts, *prompt_counts)
+    too_many = len(first_counts) > WAIT_COUNTS or len(prompt_counts) > LENGTH_COUNTS
+    if too_many or not all(0 <= value <= _MOST for value in told):
         raise ValueError(f"no counts and rates: {text}")
     return Traffic(
         queued_count=counts[0],
@@ -78,6 +90,7 @@ def read_traffic(text: str) -> Traffic:
         first_counts=tuple(first_counts),
         later_count=counts[7],
         later_s=rates[2],
+        prompt_counts=tuple(prompt_counts),
     )
 
 
@@ -97,12 +110,18 @@ def sum_traffic(parts: Iterable[Traffic]) -> Traffic:
         first_counts=tuple(map(sum, zip_longest(*(p.first_counts for p in listed), fillvalue=0))),
         later_count=sum(p.later_count for p in listed),
         later_s=math.fsum(p.later_s for p in listed),
+        prompt_counts=tuple(map(sum, zip_longest(*(p.prompt_counts for p in listed), fillvalue=0))),
     )
 
 
 def wait_index(wait_s: float) -> int:
     """Which of `WAIT_COUNTS` a wait counts for."""
     return bisect_left(_WAITS_S, wait_s)
+
+
+def length_index(token_count: int) -> int:
+    """Which of `LENGTH_COUNTS` a prompt counts for."""
+    return bisect_left(_LENGTHS, token_count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,20 +140,20 @@ def served_between(before: Traffic, after: Traffic) -> Served | None:
     tokens, took_s = after.later_count - before.later_count, after.later_s - before.later_s
     if min([tokens, *counts]) < 0 or took_s < 0.0:
         return None
-    return Served(sum(counts), _quantile_s(counts, 0.99), took_s / tokens if tokens else None)
+    return Served(sum(counts), _quantile(counts, 0.99, _WAITS_S), took_s / tokens if tokens else None)
 
 
-def _quantile_s(counts: Sequence[int], share: float) -> float | None:
-    """Within a class of waits all are taken to be spread evenly."""
+def _quantile(counts: Sequence[int], share: float, bounds: Sequence[float]) -> float | None:
+    """Within a class all are taken to be spread evenly; beyond the last bound they are at it. None: there are none."""
     wanted = share * sum(counts)
     if wanted <= 0.0:
         return None
     for index, count in enumerate(counts):
         if wanted <= count:
-            low_s = _WAITS_S[index - 1] if index else 0.0
-            return low_s + (_WAITS_S[min(index, len(_WAITS_S) - 1)] - low_s) * wanted / count
+            low = bounds[index - 1] if index else 0.0
+            return low + (bounds[min(index, len(bounds) - 1)] - low) * wanted / count
         wanted -= count
-    return _WAITS_S[-1]
+    return bounds[-1]
 
 
 @dataclass(frozen=True, slots=True)

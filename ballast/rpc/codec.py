@@ -10,7 +10,7 @@ from ballast.common.layout import Group, Layout, Member, Place
 from ballast.common.load import LoadReport, MemoryReport
 from ballast.common.model import ModelInfo
 from ballast.common.sampling import FinishReason, Grammar, GrammarKind, PriorityClass, SamplingParams
-from ballast.common.traffic import WAIT_COUNTS, Pace, Traffic
+from ballast.common.traffic import LENGTH_COUNTS, WAIT_COUNTS, Pace, Traffic
 from ballast.rpc import border
 from ballast.rpc.mapping import EnumMapper, Mapper, map_specially
 from ballastpb.cluster.v1 import cluster_pb2 as pb
@@ -153,8 +153,11 @@ def _check_traffic(message: pb.Traffic) -> None:
             message.ended_tokens,
             message.later_count,
             *message.first_counts,
+            *message.prompt_counts,
         ),
     )
+    if len(message.prompt_counts) > LENGTH_COUNTS:
+        raise InvalidRequest("traffic", f"no such prompts: {message}")
     if len(message.first_counts) > WAIT_COUNTS or not 0.0 <= message.later_s < math.inf:
         raise InvalidRequest("traffic", f"no such waits: {message}")
     if not all(0.0 <= value <= border.MAX_SECONDS for value in (message.calm_per_s, message.known_s)):

@@ -1,10 +1,10 @@
 """How many requests come to this dispatcher, and how long answers are: counted, for the planner to look ahead by."""
 
-from collections import deque
-from dataclasses import dataclass
+from collections import Counter, deque
+from dataclasses import dataclass, field
 
 from ballast.common.errors import InvariantViolation
-from ballast.common.traffic import MINUTE_S, RECENT_S, WAIT_COUNTS, WINDOW_S, Traffic, wait_index
+from ballast.common.traffic import MINUTE_S, RECENT_S, WAIT_COUNTS, WINDOW_S, Traffic, length_index, wait_index
 
 _BIN_S = 2.0
 _BINS_PER_SPAN = int(RECENT_S / _BIN_S)
@@ -17,6 +17,7 @@ class _Bin:
     arrived_tokens: int = 0
     ended_count: int = 0
     ended_tokens: int = 0
+    arrived_lengths: Counter[int] = field(default_factory=Counter[int])  # by `length_index`
 
 
 class TrafficCounter:
@@ -37,6 +38,7 @@ class TrafficCounter:
         here = self._bin(at_s)
         here.arrived_count += 1
         here.arrived_tokens += token_count
+        here.arrived_lengths[length_index(token_count)] += 1
 
     def ended(self, at_s: float, token_count: int) -> None:
         """An answer of so many tokens came to its own end."""
@@ -67,6 +69,7 @@ class TrafficCounter:
         known_s = 0.0 if self._since_s is None else min(WINDOW_S, at_s - self._since_s)
         spans = [0] * int(max(MINUTE_S, known_s) / RECENT_S)  # before the first request there was none
         recent = minute = minute_tokens = ended = ended_tokens = 0
+        lengths = Counter[int]()
         for one in self._bins:
             age = newest - one.index
             if age * _BIN_S >= WINDOW_S:
@@ -78,6 +81,7 @@ class TrafficCounter:
             if age * _BIN_S < MINUTE_S:
                 minute += one.arrived_count
                 minute_tokens += one.arrived_tokens
+                lengths.update(one.arrived_lengths)
             ended += one.ended_count
             ended_tokens += one.ended_tokens
         return Traffic(
@@ -93,6 +97,7 @@ class TrafficCounter:
             first_counts=tuple(self._first_counts[: self._most()]),
             later_count=self._later_count,
             later_s=self._later_s,
+            prompt_counts=tuple([lengths[index] for index in range(max(lengths, default=-1) + 1)]),
         )
 
     def _most(self) -> int:

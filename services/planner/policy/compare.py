@@ -16,12 +16,13 @@ from typing import NamedTuple
 from ballast.common.ids import GroupId
 from ballast.common.traffic import MINUTE_S, RECENT_S, Pace, Traffic
 from services.planner.policy.merged import group_plan
-from services.planner.policy.outlook import Future, Kind, Machine, Prediction, look_ahead, token_s
+from services.planner.policy.outlook import PARTS, Future, Kind, Machine, Prediction, look_ahead, prompt_s, token_s
 from services.planner.policy.snapshot import GroupState, Snapshot
 from services.planner.policy.split import Splitter, SplitTolerance
 
 LASTS_S = (2.0, 15.0, 60.0)  # the futures: so long the present rate may go on
 _UNSURE = 1.1  # how much better than doing less has to be what is done
+_LONGER = 1.5  # than by itself a long prompt may wait for its first token
 _STALL_S = 0.3  # a drop keeps what it moves so long from running
 _LEAST_S, _MOST_S = 30.0, 120.0  # looked ahead: two stays of a request, within these
 # Groups are tuples, and may be thousands.
@@ -33,7 +34,7 @@ _PRIOR_COUNT, _PRIOR_TOKENS = 2, 128  # answers that nobody has seen, lest the f
 class Targets:
     """What is good enough; shorter is not counted."""
 
-    ttft_s: float = 0.5
+    ttft_s: float = 0.5  # or, if that is more, `_LONGER` of what a long prompt takes an instance that is half full
     tpot_s: float | None = None  # None: what a token takes in an instance whose memory is half full
 
 
@@ -121,8 +122,9 @@ class _Judge:
         self.board = _Board(snapshot, running)
         self._machine = Machine(pace=pace, layer_count=layer_count, max_running_count=running.max_running_count)
         self._futures = _futures(snapshot, running, traffic)
-        self._ttft_s = targets.ttft_s
-        self._tpot_s = targets.tpot_s or _calm_token_s(self._machine, self.board.kinds(None), self._futures[0])
+        calm = _calm(self._machine, self.board.kinds(None), self._futures[0])
+        self._ttft_s = max(targets.ttft_s, _LONGER * calm.prompt_s)
+        self._tpot_s = targets.tpot_s or calm.token_s
         stays_s = 2 * self._futures[0].answer_tokens * self._tpot_s
         self.horizon_s = min(_MOST_S, max(_LEAST_S, stays_s))
 
@@ -150,6 +152,7 @@ def _futures(snapshot: Snapshot, running: Running, traffic: Traffic) -> list[Fut
     prompt = traffic.minute_tokens / traffic.minute_count if traffic.minute_count else 1.0
     if not traffic.minute_count and waiting:
         prompt = (traffic.queued_tokens + queued) / waiting
+    spread = [traffic.prompt_quantile(quantile) for _, quantile in PARTS]
     used = sum(map(_USED, snapshot.groups)) * block_tokens
     running_count = sum(running.counts.values())
     answer_tokens = _answer_tokens(traffic, running_count, max(0.0, used - running_count * prompt))
@@ -162,6 +165,7 @@ def _futures(snapshot: Snapshot, running: Running, traffic: Traffic) -> list[Fut
             answer_tokens=answer_tokens,
             waiting_count=float(waiting),
             waiting_tokens=float(traffic.queued_tokens + queued),
+            prompts=tuple([max(1.0, prompt if length is None else length) for length in spread]),
         )
         for lasts_s in LASTS_S
     ]
@@ -178,14 +182,23 @@ def _answer_tokens(traffic: Traffic, running_count: int, made_tokens: float) -> 
     return max(1.0, min(tokens / ended_count, 2 * half_through))
 
 
-def _calm_token_s(machine: Machine, kinds: Sequence[Kind], future: Future) -> float:
+class _Calm(NamedTuple):
+    """Of an instance whose memory is half full."""
+
+    token_s: float
+    prompt_s: float  # a long one
+
+
+def _calm(machine: Machine, kinds: Sequence[Kind], future: Future) -> _Calm:
     instances = capacity = 0.0
     for kind in kinds:
         instances += kind.group_count * kind.stages
         capacity += kind.capacity_tokens
     context = capacity / instances / 2
-    decodes = context / (future.prompt_tokens + future.answer_tokens / 2)
-    return token_s(machine.cost_of(1), min(max(1.0, decodes), machine.max_running_count), context, 0.0, 0.0)
+    decodes = min(max(1.0, context / (future.prompt_tokens + future.answer_tokens / 2)), machine.max_running_count)
+    cost, most_tokens = machine.cost_of(1), machine.pace.max_batch_tokens
+    longest = max((future.prompt_tokens, *future.prompts))
+    return _Calm(token_s(cost, decodes, context, 0.0, 0.0), prompt_s(cost, 1, most_tokens, decodes, context, longest))
 
 
 class _Sums(NamedTuple):

@@ -2,17 +2,19 @@
 
 Groups with the same number of stages are one `Kind`. Requests come at a rate and wait in one line; a kind lets them in
 while it has memory and places, computes their prompts beside the decodes of those that run, and loses those whose
-answers end. The curves of who has come and who has had a first token give the waits; the length of the steps gives the
-time of a token. What does not fit while it grows is preempted, and waits before all others to be computed anew.
+answers end. The curves of who has come and who has had a first token give the waits in line, to which a request's own
+prompt adds what its chunks take (`prompt_s`); the length of the steps gives the time of a token. What does not fit
+while it grows is preempted, and waits before all others to be computed anew.
 
 Costs are those of `ballast.common.cost`, for the mean batch of each kind. Answers end at a constant rate for each
 token, so long ones among those that run count as they should, and nobody needs to know how long an answer will be.
 """
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from ballast.common.cost import KNEE_TOKENS, CostModel
 from ballast.common.traffic import Pace
@@ -24,7 +26,10 @@ _TAIL = 3  # so many horizons are looked at until all that came within the first
 _BUBBLES = ((1, 0.0), (2, 0.05), (4, 0.17), (8, 0.22))
 _RESERVE = 0.05  # of the KV memory is kept by admission for what grows
 _LEAST_STEP_S = 1e-6  # whatever the costs are that somebody tells
-_NOTHING = (0.0, 0.0, 0.0, 0.0)
+# A spread of prompts is taken as these parts: the share of all, and the quantile that stands for it.
+PARTS = ((0.5, 0.25), (0.4, 0.7), (0.08, 0.94), (0.02, 0.99))
+_MOST_SHARING = 2.0  # the first prompt in line has half of every batch, however many there are
+_PRECISION_S = 0.005  # of a wait
 _NEARLY = 0.1  # of a request may be missing: flows have no last one
 
 
@@ -52,6 +57,16 @@ class Future:
     answer_tokens: float
     waiting_count: float  # have had no token yet
     waiting_tokens: float
+    prompts: tuple[float, ...] = ()  # tokens, by `PARTS`; empty: all are alike
+
+    @property
+    def spread(self) -> float:
+        """The mean square of prompts over the square of their mean: so much larger is the one that does not fit."""
+        if not self.prompts:
+            return 1.0
+        parts = list(zip(PARTS, self.prompts, strict=True))
+        mean = math.fsum(share * tokens for (share, _), tokens in parts)
+        return math.fsum(share * tokens * tokens for (share, _), tokens in parts) / (mean * mean)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +84,6 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    ttft_p50_s: float
     ttft_p99_s: float
     tpot_s: float  # mean over the tokens; waits of what was preempted are in it
 
@@ -105,39 +119,81 @@ def token_s(cost: CostModel, decodes: float, context: float, chunk: float, prefi
     return seconds if seconds > _LEAST_STEP_S else _LEAST_STEP_S
 
 
+def prompt_s(
+    cost: CostModel,
+    stages: int,
+    batch_tokens: int,
+    decodes: float,
+    context: float,
+    length: float,
+    sharing: float = 1.0,
+) -> float:
+    """Seconds until a prompt's first token once it is let in: its chunks follow each other through the stages.
+
+    Args:
+        cost: As in `token_s`, likewise `decodes` and `context`: what is in its batches beside it.
+        batch_tokens: At most, of a batch.
+        sharing: So many times as long as alone, for other prompts.
+    """
+    chunks = math.ceil(length / max(1.0, batch_tokens - decodes))
+    chunk = length / chunks
+    trip_s = token_s(cost, decodes, context, chunk, (length - chunk) / 2)
+    turn_s = token_s(cost, decodes, context, 0.0, 0.0) / stages if decodes else 0.0
+    return turn_s / 2 + sharing * trip_s * (1 + (chunks - 1) / stages)
+
+
 class _Flow:
-    """One kind as time goes on."""
+    """One kind as time goes on. A comparison takes thousands of its steps: what they need lies here, plainly."""
 
     __slots__ = (
         "admitted",
+        "busy",
         "capacity",
         "cost",
         "group_count",
         "instances",
+        "left_over",
+        "max_batch_tokens",
         "places",
         "prefills",
         "running",
+        "seen",
+        "seen_busy",
+        "seen_context",
+        "seen_decodes",
+        "stages",
         "stall_s",
         "uncomputed",
         "used",
     )
 
-    def __init__(self, kind: Kind, machine: Machine, prompt_tokens: float) -> None:
+    def __init__(self, kind: Kind, machine: Machine, future: Future) -> None:
         self.cost, self.group_count, self.stall_s = machine.cost_of(kind.stages), kind.group_count, kind.stall_s
+        self.stages = kind.stages
         self.instances = kind.group_count * kind.stages  # as many microbatches are in flight
+        self.max_batch_tokens = machine.pace.max_batch_tokens
         self.capacity = kind.capacity_tokens
         self.admitted = kind.capacity_tokens * (1 - _RESERVE)
+        self.left_over = kind.group_count * future.spread / 2  # of a request's tokens: none is divided
         self.places = float(self.instances * machine.max_running_count)
-        self.used, self.uncomputed = kind.used_tokens, kind.uncomputed_tokens
-        self.prefills = min(kind.running_count, kind.uncomputed_tokens / prompt_tokens)  # let in and without a token
-        self.running = kind.running_count - self.prefills
+        self.used: float = kind.used_tokens
+        self.uncomputed: float = kind.uncomputed_tokens
+        # Let in and without a token.
+        self.prefills: float = min(kind.running_count, kind.uncomputed_tokens / future.prompt_tokens)
+        self.running: float = kind.running_count - self.prefills
+        self.busy: float = 0.0  # of the last step, with prompts
+        # Of requests that had their first token, and what they have seen: prompts beside theirs, and decodes.
+        self.seen: float = 0.0
+        self.seen_busy: float = 0.0
+        self.seen_decodes: float = 0.0
+        self.seen_context: float = 0.0
 
-    def room(self, at_s: float, mean_tokens: float) -> float:
-        """Requests that it could let in."""
-        if at_s < self.stall_s:
+    def room(self, until_s: float, mean_tokens: float) -> float:
+        """Requests that it could let in, in a step that ends then."""
+        if until_s <= self.stall_s:
             return 0.0
-        left_over = self.group_count * mean_tokens / 2  # no request is divided
-        by_memory = (self.admitted - left_over - self.used) / (mean_tokens if mean_tokens > 1.0 else 1.0)
+        by_memory = self.admitted - self.left_over * mean_tokens - self.used
+        by_memory /= mean_tokens if mean_tokens > 1.0 else 1.0
         places = self.places - self.running - self.prefills
         room = by_memory if by_memory < places else places
         return room if room > 0.0 else 0.0
@@ -147,55 +203,117 @@ class _Flow:
         self.uncomputed += count * mean_tokens
         self.used += count * mean_tokens
 
+    def advance(self, prefix: float, prompt: float, answer: float, dt: float) -> tuple[float, float, float, float]:
+        """Gives requests that had their first token, tokens made, and requests preempted with their tokens."""
+        cost, batches, running, prefills = self.cost, self.instances, self.running, self.prefills
+        used, uncomputed = self.used, self.uncomputed
+        self.busy = 0.0
+        if running + prefills <= 0.0:
+            return 0.0, 0.0, 0.0, 0.0
+        held = used - uncomputed if used > uncomputed else 0.0
+        decodes = context = 0.0
+        if running > 0.0:
+            decodes, context = running / batches, held / batches
+            if decodes < 1.0:
+                decodes = 1.0
+        took_s = token_s(cost, decodes, context, 0.0, 0.0)
+        begun = prefills
+        if uncomputed > 0.0:
+            chunk, done = self.max_batch_tokens - decodes, 0.0
+            if uncomputed / batches < chunk:
+                chunk = uncomputed / batches
+            if chunk > 0.0:
+                full_s = token_s(cost, decodes, context, chunk, prefix)
+                could = chunk * batches * dt / full_s
+                done = uncomputed if uncomputed < could else could
+                self.busy = share = done / could  # with little to compute only some steps have prompts in them
+                took_s = share * full_s + (1 - share) * took_s
+            begun = prefills * done / uncomputed
+            self.uncomputed = uncomputed - done
+        made = running * dt / took_s
+        ended = made / answer
+        if running > 0.0:  # those that end are older, and so larger, than the mean
+            if ended > running:
+                ended = running
+            mean = held / running
+            used -= ended * min(mean * 2, max(mean, prompt + answer))
+        if begun > 0.0:
+            self.seen += begun
+            self.seen_busy += begun * self.busy
+            self.seen_decodes += begun * decodes
+            self.seen_context += begun * context
+        used += made
+        running += begun - ended
+        self.prefills = prefills = prefills - begun
+        over = used - self.capacity
+        if over <= 0.0 or running <= 0.0:
+            self.running, self.used = running, (used if used > 0.0 else 0.0)
+            return begun, made, 0.0, 0.0
+        mean = used / (running + prefills)
+        gone = min(running, over / mean)
+        self.running, self.used = running - gone, used - gone * mean
+        return begun, made, gone, gone * mean
+
 
 def look_ahead(machine: Machine, kinds: Sequence[Kind], future: Future, horizon_s: float) -> Prediction:
     dt = horizon_s / STEPS
-    flows = [_Flow(kind, machine, future.prompt_tokens) for kind in kinds]
+    prompt, answer = future.prompt_tokens, max(1.0, future.answer_tokens)
+    flows = [_Flow(kind, machine, future) for kind in kinds]
     waiting, waiting_tokens = future.waiting_count, future.waiting_tokens
     away, away_tokens = 0.0, 0.0  # preempted, and wait to go on
-    came, first = [waiting + math.fsum(flow.prefills for flow in flows)], [0.0]
+    came, first, ready_s = [waiting + math.fsum(flow.prefills for flow in flows)], [0.0], [0.0]
     tokens = request_s = 0.0
     for step in range(_TAIL * STEPS):
-        at_s = step * dt
+        at_s, until_s = step * dt, (step + 1) * dt
         arrived = 0.0
         if step < STEPS:
             arrived = (future.rate_per_s if at_s < future.lasts_s else future.calm_per_s) * dt
         elif first[-1] >= came[-1] - _NEARLY:
             break
         waiting += arrived
-        waiting_tokens += arrived * future.prompt_tokens
+        waiting_tokens += arrived * prompt
         if away > 0.0:
-            let = _spread(flows, at_s, away, away_tokens / away)
+            let = _spread(flows, until_s, away, away_tokens / away)
             away_tokens -= let * away_tokens / away
             away -= let
         if waiting > 0.0 and away < 0.5:
             mean = waiting_tokens / waiting
-            let = _spread(flows, at_s, waiting, mean)
+            let = _spread(flows, until_s, waiting, mean)
             waiting_tokens -= let * mean
             waiting -= let
-        started = 0.0
+        started = last_s = 0.0
         for flow in flows:
-            if at_s < flow.stall_s:
+            begin_s = flow.stall_s if flow.stall_s > at_s else at_s
+            if step < STEPS:
                 request_s += flow.running * dt
+            if begin_s >= until_s:
                 continue
-            begun, made, gone, gone_tokens = _advance(machine, flow, future, dt)
+            begun, made, gone, gone_tokens = flow.advance(prompt / 2, prompt, answer, until_s - begin_s)
             started += begun
+            if begun > 0.0:
+                last_s = max(last_s, begin_s + flow.busy * (until_s - begin_s))
             if step < STEPS:
                 tokens += made
-                request_s += flow.running * dt
             away += gone
             away_tokens += gone_tokens
         if step < STEPS:
             request_s += away * dt
         came.append(came[-1] + arrived)
         first.append(min(came[-1], first[-1] + started))
-    p50, p99 = _waits(came, first, dt)
-    return Prediction(p50, p99, request_s / tokens if tokens else 0.0)
+        ready_s.append(last_s)
+    waits = _waits(came, first, ready_s, dt)
+    usual_s = max((_own_s(flow, prompt) for flow in flows if flow.seen > 0.0), default=0.0)
+    ttft_s = _p99(waits, _own(flows, future), usual_s)
+    return Prediction(ttft_s, request_s / tokens if tokens else 0.0)
 
 
-def _spread(flows: Sequence[_Flow], at_s: float, count: float, mean_tokens: float) -> float:
+def _spread(flows: Sequence[_Flow], until_s: float, count: float, mean_tokens: float) -> float:
     """Lets in as many as there is room for, evenly for each instance as routing does it; gives how many."""
-    rooms = [flow.room(at_s, mean_tokens) for flow in flows]
+    if len(flows) == 1:
+        let = min(flows[0].room(until_s, mean_tokens), count)
+        flows[0].let_in(let, mean_tokens)
+        return let
+    rooms = [flow.room(until_s, mean_tokens) for flow in flows]
     left = count
     for _ in flows:
         instances = 0
@@ -206,7 +324,9 @@ def _spread(flows: Sequence[_Flow], at_s: float, count: float, mean_tokens: floa
             break
         share = left / instances
         for i, flow in enumerate(flows):
-            here = min(rooms[i], share * flow.instances)
+            here = share * flow.instances
+            if here > rooms[i]:
+                here = rooms[i]
             if here > 0.0:
                 flow.let_in(here, mean_tokens)
                 rooms[i] -= here
@@ -214,64 +334,70 @@ def _spread(flows: Sequence[_Flow], at_s: float, count: float, mean_tokens: floa
     return count - left
 
 
-def _advance(machine: Machine, flow: _Flow, future: Future, dt: float) -> tuple[float, float, float, float]:
-    """Gives the requests that had their first token, the tokens made, and the requests preempted with their tokens."""
-    cost, batches, running, prefills = flow.cost, flow.instances, flow.running, flow.prefills
-    if running + prefills <= 0.0:
-        return _NOTHING
-    used, uncomputed = flow.used, flow.uncomputed
-    held = used - uncomputed if used > uncomputed else 0.0
-    decodes = context = 0.0
-    if running > 0.0:
-        decodes, context = max(running / batches, 1.0), held / batches
-    took_s, done = token_s(cost, decodes, context, 0.0, 0.0), 0.0
-    chunk = min(machine.pace.max_batch_tokens - decodes, uncomputed / batches) if uncomputed > 0.0 else 0.0
-    begun = prefills
-    if chunk > 0.0:
-        full_s = token_s(cost, decodes, context, chunk, future.prompt_tokens / 2)
-        could = chunk * batches * dt / full_s
-        done = min(uncomputed, could)
-        share = done / could  # with little to compute only some steps have prompts in them
-        took_s = share * full_s + (1 - share) * took_s
-    if uncomputed > 0.0:
-        begun = prefills * done / uncomputed
-    made = running * dt / took_s
-    ended = min(running, made / max(1.0, future.answer_tokens))
-    if running > 0.0:  # those that end are older, and so larger, than the mean
-        mean = held / running
-        used -= ended * min(mean * 2, max(mean, future.prompt_tokens + future.answer_tokens))
-    used = max(0.0, used + made)
-    running += begun - ended
-    flow.uncomputed = uncomputed - done
-    flow.prefills = prefills = prefills - begun
-    over = used - flow.capacity
-    if over <= 0.0 or running <= 0.0:
-        flow.running, flow.used = running, used
-        return begun, made, 0.0, 0.0
-    mean = used / (running + prefills)
-    gone = min(running, over / mean)
-    flow.running, flow.used = running - gone, used - gone * mean
-    return begun, made, gone, gone * mean
+def _waits(came: Sequence[float], first: Sequence[float], ready_s: Sequence[float], dt: float) -> dict[float, float]:
+    """Seconds and how many wait so long: when the curve of first tokens reaches each of those who have come.
 
-
-def _waits(came: Sequence[float], first: Sequence[float], dt: float) -> tuple[float, float]:
-    """Median and 99th percentile: when the curve of first tokens reaches each of those who have come."""
-    waits: list[tuple[float, float]] = []
-    j = 0
+    `ready_s`: by when those who had their first token in a step had it, if there was less to do than time.
+    """
+    waits: dict[float, float] = {}
+    j, before = 0, 0.0
     for i, until in enumerate(came[: STEPS + 1]):
-        count = until - (came[i - 1] if i else 0.0)
+        count, before = until - before, until
         if count <= 0.0:
             continue
         while j < len(first) - 1 and first[j] < until - _NEARLY:
             j += 1
-        reached = first[j] >= until - _NEARLY
-        waits.append(((j - i) * dt if reached else (len(first) - i) * dt * 1.5, count))
-    waits.sort()
-    total = math.fsum(count for _, count in waits)
-    found, seen = [0.0, 0.0], 0.0
-    for wait, count in waits:
-        seen += count
-        for k, share in enumerate((0.5, 0.99)):
-            if seen - count < share * total:
-                found[k] = max(0.0, wait)
-    return found[0], found[1]
+        wait = 0.0
+        if first[j] < until - _NEARLY:
+            wait = (len(first) - i) * dt * 1.5
+        elif j > i:
+            part = min(1.0, (until - first[j - 1]) / (first[j] - first[j - 1]))
+            wait = max(0.0, (1 - part) * (j - 1) * dt + part * ready_s[j] - i * dt)
+        waits[wait] = waits.get(wait, 0.0) + count
+    return waits
+
+
+def _own(flows: Sequence[_Flow], future: Future) -> list[tuple[float, float]]:
+    """What prompts take once it is their turn: seconds, and the share of requests whose prompt takes so long."""
+    seen = math.fsum(flow.seen for flow in flows)
+    prompts = future.prompts or (future.prompt_tokens,) * len(PARTS)
+    return [
+        (_own_s(flow, length), flow.seen / seen * share)
+        for flow in flows
+        if flow.seen > 0.0
+        for (share, _), length in zip(PARTS, prompts, strict=True)
+    ]
+
+
+def _own_s(flow: _Flow, length: float) -> float:
+    busy = flow.seen_busy / flow.seen * max(0.0, 1 - flow.group_count / flow.seen)  # with others' prompts
+    sharing = _MOST_SHARING if busy > 1 - 1 / _MOST_SHARING else 1 / (1 - busy)
+    decodes, context = flow.seen_decodes / flow.seen, flow.seen_context / flow.seen
+    return prompt_s(flow.cost, flow.stages, flow.max_batch_tokens, decodes, context, length, sharing)
+
+
+def _p99(waits: Mapping[float, float], own: Sequence[tuple[float, float]], usual_s: float) -> float:
+    """The 99th percentile of a wait in line and a prompt's own time together, as if neither knew of the other.
+
+    `usual_s`: a prompt's time, which the waits have in them.
+    """
+    if not waits:
+        return 0.0
+    inline = sorted(waits)
+    seen = list(accumulate(waits[wait] for wait in inline))
+    inline = [max(0.0, wait - usual_s) for wait in inline]
+    wanted = 0.99 * seen[-1]
+    own = own or [(0.0, 1.0)]
+    low, high = 0.0, inline[-1] + max(own)[0]
+    while high - low > _PRECISION_S:
+        middle = (low + high) / 2
+        within = 0.0
+        for own_s, share in own:
+            index = bisect_right(inline, middle - own_s)
+            if index:
+                within += share * seen[index - 1]
+        if within >= wanted:
+            high = middle
+        else:
+            low = middle
+    return high

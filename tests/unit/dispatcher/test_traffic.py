@@ -45,6 +45,18 @@ def test_what_is_long_ago_is_forgotten() -> None:
     assert late.is_idle
 
 
+def test_long_prompts_are_told_from_short_ones() -> None:
+    counter = TrafficCounter()
+    for i in range(100):
+        counter.arrived(i / 2, 8000 if i % 50 == 0 else 200)
+    found = counter.read(50.0, 0, 0)
+    assert found.prompt_quantile(0.5) == pytest.approx(200, rel=0.25)
+    assert found.prompt_quantile(0.99) == pytest.approx(8000, rel=0.25)
+    assert read_traffic(write_traffic(found)) == found
+    assert sum_traffic([found, found]).prompt_quantile(0.99) == pytest.approx(8000, rel=0.25)
+    assert counter.read(200.0, 0, 0).prompt_quantile(0.5) is None
+
+
 def test_dispatchers_add_up() -> None:
     one, other = counted([1.0, 2.0], 12.0), counted([3.0], 12.0)
     both = sum_traffic([one, other])
@@ -85,12 +97,14 @@ def test_what_clients_had_between_two_looks() -> None:
     [
         "",
         "1 2",
-        "1 2 3 4 5 6 7 8 nine [] 0 0",
-        "-1 0 0 0 0 0 0 0 0 [] 0 0",
-        "0 0 0 0 0 nan 0 0 0 [] 0 0",
-        "1" + "0" * 30 + " 0" * 8 + " [] 0 0",
-        "0 0 0 0 0 0 0 0 0 [-1] 0 0",
-        "0 0 0 0 0 0 0 0 0 [" + "1," * 60 + "] 0 0",
+        "1 2 3 4 5 6 7 8 nine [] 0 0 []",
+        "-1 0 0 0 0 0 0 0 0 [] 0 0 []",
+        "0 0 0 0 0 nan 0 0 0 [] 0 0 []",
+        "1" + "0" * 30 + " 0" * 8 + " [] 0 0 []",
+        "0 0 0 0 0 0 0 0 0 [-1] 0 0 []",
+        "0 0 0 0 0 0 0 0 0 [" + "1," * 60 + "] 0 0 []",
+        "0 0 0 0 0 0 0 0 0 [] 0 0 [-1]",
+        "0 0 0 0 0 0 0 0 0 [] 0 0 [" + "1," * 60 + "]",
     ],
 )
 def test_a_strange_word_is_refused(text: str) -> None:

@@ -202,6 +202,57 @@ def test_a_long_prompt_takes_its_time() -> None:
     assert found.ttft_p99_s == pytest.approx(alone_s, rel=0.25)
 
 
+def one_prompt(tokens: float) -> Future:
+    return Future(
+        rate_per_s=0.0,
+        lasts_s=2.0,
+        calm_per_s=0.0,
+        prompt_tokens=tokens,
+        answer_tokens=100.0,
+        waiting_count=1.0,
+        waiting_tokens=tokens,
+    )
+
+
+def test_one_prompt_is_not_computed_by_eight_instances() -> None:
+    """Nobody else is there, so what it takes one instance is what it takes."""
+    one, eight = (
+        look_ahead(MACHINE, [kind(1, count, 10 * BLOCKS, 0.0, 0.0)], one_prompt(16_000.0), 30.0).ttft_p99_s
+        for count in (1, 8)
+    )
+    assert eight > 16_000 * COST.beyond_s
+    assert eight == pytest.approx(one, rel=0.25)
+
+
+def test_the_last_ones_are_those_with_long_prompts() -> None:
+    """Prompts of the same mean, all alike or one in twenty eight times as long; memory and computing suffice."""
+    alike = replace(one_prompt(1000.0), rate_per_s=1.0, calm_per_s=1.0, waiting_count=0.0, waiting_tokens=0.0)
+    spread = replace(alike, prompts=(650.0, 650.0, 650.0, 8000.0))
+    same, differing = (
+        look_ahead(MACHINE, [kind(1, 8, BLOCKS, 40.0, 40 * 20)], future, 60.0).ttft_p99_s for future in (alike, spread)
+    )
+    assert 1000 * COST.beyond_s < same < 1.0
+    assert differing > 8000 * COST.beyond_s
+
+
+def test_waits_are_told_apart_within_a_step_of_the_look_ahead() -> None:
+    """Two waiting prompts are computed at once, whether the next two minutes are looked at or the next half."""
+    few = replace(one_prompt(500.0), waiting_count=2.0, waiting_tokens=1000.0)
+    layout = [replace(kind(1, 8, BLOCKS, 40.0, 40 * 20), stall_s=0.3)]
+    near, far = (look_ahead(MACHINE, layout, few, horizon_s).ttft_p99_s for horizon_s in (30.0, 120.0))
+    assert far == pytest.approx(near, rel=0.2)
+    assert 0.3 < far < 1.0
+
+
+def test_what_a_long_prompt_takes_anyway_is_no_reason_to_drop() -> None:
+    snapshot = alone(EIGHT, BLOCKS // 3)
+    lengths = (0,) * 28 + (40,)  # some 7,500 tokens each
+    agents = replace(LONG, queued_count=0, queued_tokens=0, recent_count=6, minute_count=40, minute_tokens=300_000)
+    found = compare(snapshot, running(snapshot, 3), replace(agents, prompt_counts=lengths, calm_per_s=0.6), PACE)
+    assert found.chosen.name == "nothing"
+    assert found.chosen.prediction.ttft_p99_s > 7500 * COST.beyond_s
+
+
 def test_a_request_is_not_divided_between_groups() -> None:
     """Memory for two and a half long prompts in each of eight instances holds sixteen, but all of the short ones."""
 
