@@ -134,11 +134,11 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
     ) -> pb.GetClusterStatusResponse:
         rows = await self._shell.rows()
         demand = self._shell.cluster_demand()
-        pace = self._shell.core.pace()
+        pace, slowness = self._shell.core.pace(), self._shell.core.slowness()
         return pb.GetClusterStatusResponse(
             monitor_id=self._shell.monitor_id,
             active=self._shell.core.active,
-            instances=[_row_to_proto(row) for row in rows],
+            instances=[_row_to_proto(row, slowness.get(row.instance.worker_id, 0.0)) for row in rows],
             groups=[_group_to_proto(group) for group in self._shell.group_demands()],
             demand_bytes=_int64(demand.wanted_bytes),
             capacity_bytes=_int64(demand.capacity_bytes),
@@ -210,6 +210,8 @@ def _int64(value: int) -> int:
     return max(-_MOST_INT64, min(_MOST_INT64, value))
 
 
-def _row_to_proto(row: Row) -> pb.InstanceStatus:
+def _row_to_proto(row: Row, slowness: float) -> pb.InstanceStatus:
     load = codec.LOAD.message(row.load) if row.load is not None else None
-    return pb.InstanceStatus(instance=INSTANCE.message(row.instance), load=load, report_age_s=row.report_age_s)
+    return pb.InstanceStatus(
+        instance=INSTANCE.message(row.instance), load=load, report_age_s=row.report_age_s, slowness=slowness
+    )

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from dataclasses import fields
+from math import inf
 
 import grpc.aio
 
@@ -104,15 +105,18 @@ class MonitorEvents:
                 call = stub.GetClusterStatus(pb.GetClusterStatusRequest(), timeout=timeout_s)
                 answer = answered(await call, target)
         loads: dict[WorkerId, LoadReport] = {}
+        slowness: dict[WorkerId, float] = {}
         for row in answer.instances:
             worker_id = row.instance.worker_id
             try:
                 if row.HasField("load"):
                     loads[WorkerId(border.name("instance.worker_id", worker_id))] = codec.LOAD.record(row.load)
+                    if 0.0 < row.slowness < inf:
+                        slowness[WorkerId(worker_id)] = row.slowness
             except InvalidRequest as error:
                 self._refusals.note(worker_id, error)
         pace = codec.PACE.record(answer.pace) if answer.HasField("pace") else None
-        return ClusterLoad(loads, codec.TRAFFIC.record(answer.traffic), pace)
+        return ClusterLoad(loads, codec.TRAFFIC.record(answer.traffic), pace, slowness)
 
     async def _listen(self, target: str) -> AsyncGenerator[MonitorEvent, None]:
         """Ends when the stream ends or another monitor takes over; raises when the stream fails."""

@@ -410,8 +410,11 @@ class InstanceStatus(_message.Message):
     INSTANCE_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     REPORT_AGE_S_FIELD_NUMBER: _builtins.int
+    SLOWNESS_FIELD_NUMBER: _builtins.int
     report_age_s: _builtins.float
     """Since the last report."""
+    slowness: _builtins.float
+    """Of instances unlike the others: a layer takes them so many times as long as `pace` says. 0: as long, or not known."""
     @_builtins.property
     def instance(self) -> Global___Announce: ...
     @_builtins.property
@@ -422,10 +425,11 @@ class InstanceStatus(_message.Message):
         instance: Global___Announce | None = ...,
         load: _cluster_pb2.LoadReport | None = ...,
         report_age_s: _builtins.float = ...,
+        slowness: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "load", b"load", "report_age_s", b"report_age_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "load", b"load", "report_age_s", b"report_age_s", "slowness", b"slowness"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -60,6 +60,8 @@ from services.monitor.policy.wanted import Wanted
 
 TICK_S = 0.1  # between two looks at everything: a tenth of what is looked ahead
 _TYPICAL = Chunk(1000, 128)  # that machines are compared by
+# So many times as fast or as slow is another kind, as stages and what is learnt differ by less; and no kind at all.
+_UNLIKE, _MISTAKEN = 1.25, 30.0
 LEAST_LOOK_S = 0.02  # between two looks at the demand of all, however it jumps
 
 
@@ -313,10 +315,23 @@ class MonitorCore:
         """How fast an instance is: the one in the middle of those with as many layers as any that knows, since machines
         may differ, and one of them may be wrong.
         """
-        known = [(name, entry.pace) for name, entry in self.entries.items() if entry.pace]
+        known = self._paces()
         most = max((pace.layer_count for _, pace in known), default=0)
         whole = [(pace.cost.chunk_cost_s(_TYPICAL), name, pace) for name, pace in known if pace.layer_count == most]
         return sorted(whole, key=itemgetter(0, 1))[len(whole) // 2][2] if whole else None
+
+    def slowness(self) -> dict[WorkerId, float]:
+        """So many times as long as the pace says a layer takes those that are unlike it."""
+        middling = self.pace()
+        if middling is None:
+            return {}
+        usual_s = _layer_s(middling)
+        told = ((name, _layer_s(pace) / usual_s) for name, pace in self._paces()) if usual_s > 0.0 else ()
+        slow = {name: times for name, times in told if times > 0.0}
+        return {name: times for name, times in slow.items() if _UNLIKE <= max(times, 1 / times) <= _MISTAKEN}
+
+    def _paces(self) -> list[tuple[WorkerId, Pace]]:
+        return [(name, entry.pace) for name, entry in self.entries.items() if entry.pace]
 
     def group_demands(self, at_s: float) -> tuple[GroupDemand, ...]:
         rules = self.rules.pressure
@@ -375,3 +390,7 @@ class MonitorCore:
         self.pressure.check()
         if not self.active and (self.entries or self._streams or self.warm):
             raise InvariantViolation("a standby monitor has instances")
+
+
+def _layer_s(pace: Pace) -> float:
+    return pace.cost.chunk_cost_s(_TYPICAL) / pace.layer_count

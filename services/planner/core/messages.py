@@ -1,7 +1,7 @@
 """What goes into the planner's core (events, past tense) and what comes out (commands)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from ballast.common.ids import Epoch, Incarnation, WorkerId
@@ -26,6 +26,7 @@ class ClusterLoad:
     workers: Mapping[WorkerId, LoadReport]
     traffic: Traffic = _QUIET
     pace: Pace | None = None  # of a middling instance with as many layers as any; None: nobody knows
+    slowness: Mapping[WorkerId, float] = field(default_factory=dict[WorkerId, float])  # of those that are unlike it
 
 
 Sources = tuple[tuple[int, WorkerId | None], ...]  # (layer, holder) in the order to be tried; None: host copy or disk

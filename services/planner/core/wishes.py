@@ -190,6 +190,7 @@ def _compared(
         counts=dict(zip(names, map(attrgetter("running_count"), led), strict=True)),
         max_running_count=max(1, min(map(attrgetter("max_running_count"), led))),
         waiting_count=sum(map(attrgetter("waiting_count"), led)),
+        slowness=load.slowness,
         uncomputed_tokens={
             name: tokens
             for name, one in zip(names, led, strict=True)

@@ -13,7 +13,7 @@ from itertools import accumulate, repeat
 from operator import add, itemgetter
 from typing import NamedTuple
 
-from ballast.common.ids import GroupId
+from ballast.common.ids import GroupId, WorkerId
 from ballast.common.traffic import MINUTE_S, RECENT_S, Pace, Traffic
 from services.planner.policy.merged import group_plan
 from services.planner.policy.outlook import PARTS, Future, Kind, Machine, Prediction, look_ahead, prompt_s, token_s
@@ -22,7 +22,7 @@ from services.planner.policy.split import Splitter, SplitTolerance
 
 LASTS_S = (2.0, 15.0, 60.0)  # the futures: so long the present rate may go on
 _UNSURE = 1.1  # how much better than doing less has to be what is done
-_LONGER = 1.5  # than by itself a long prompt may wait for its first token
+_ANOTHER = 1.5  # machines are told apart by powers of this
 _STALL_S = 0.3  # a drop keeps what it moves so long from running
 _LEAST_S, _MOST_S = 30.0, 120.0  # looked ahead: two stays of a request, within these
 # Groups are tuples, and may be thousands.
@@ -34,7 +34,7 @@ _PRIOR_COUNT, _PRIOR_TOKENS = 2, 128  # answers that nobody has seen, lest the f
 class Targets:
     """What is good enough; shorter is not counted."""
 
-    ttft_s: float = 0.5  # or, if that is more, `_LONGER` of what a long prompt takes an instance that is half full
+    ttft_s: float = 0.5  # or, if that is more, what a long prompt takes an instance whose memory is half full
     tpot_s: float | None = None  # None: what a token takes in an instance whose memory is half full
 
 
@@ -46,6 +46,7 @@ class Running:
     max_running_count: int  # of an instance
     waiting_count: int  # in workers' queues
     uncomputed_tokens: Mapping[GroupId, int] = field(default_factory=dict[GroupId, int])  # of prompts of those that run
+    slowness: Mapping[WorkerId, float] = field(default_factory=dict[WorkerId, float])  # of machines unlike the pace
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ class _Judge:
         self._machine = Machine(pace=pace, layer_count=layer_count, max_running_count=running.max_running_count)
         self._futures = _futures(snapshot, running, traffic)
         calm = _calm(self._machine, self.board.kinds(None), self._futures[0])
-        self._ttft_s = max(targets.ttft_s, _LONGER * calm.prompt_s)
+        self._ttft_s = max(targets.ttft_s, calm.prompt_s)
         self._tpot_s = targets.tpot_s or calm.token_s
         stays_s = 2 * self._futures[0].answer_tokens * self._tpot_s
         self.horizon_s = min(_MOST_S, max(_LEAST_S, stays_s))
@@ -214,10 +215,13 @@ class _Sums(NamedTuple):
 
 
 class _Pool:
-    """Groups with the same number of stages, those with most load first, and sums of the first 0, 1, 2 .. of them."""
+    """Groups with as many stages, of like machines: those with most load first, and sums of the first 0, 1, 2 .."""
 
     def __init__(self, stages: int, groups: Sequence[GroupState], running: Running) -> None:
         self.stages = stages
+        self.slowness = 1.0
+        if running.slowness and groups:
+            self.slowness = math.fsum(_slowness(group, running) for group in groups) / len(groups)
         by_name = sorted(groups, key=_NAME)
         loads = list(map(add, map(_USED, by_name), map(_WAITING, by_name)))
         self.ordered = [by_name[i] for i in sorted(range(len(loads)), key=loads.__getitem__, reverse=True)]
@@ -248,18 +252,41 @@ class _Pool:
             running_count=float(sums.running_count),
             used_tokens=float(sums.used_block_count * block_tokens),
             uncomputed_tokens=float(sums.uncomputed_tokens),
+            slowness=self.slowness,
         )
+
+    def told(self) -> str:
+        return f" {self.slowness:.1f} x as slow" if self.slowness != 1.0 else ""
 
 
 def _pools(groups: Iterable[GroupState], running: Running) -> list[_Pool]:
     listed = list(groups)
-    sizes = [len(group[1]) for group in listed]
-    if len(set(sizes)) == 1:
-        return [_Pool(sizes[0], listed, running)]
+    if not running.slowness and len({len(group[1]) for group in listed}) == 1:
+        return [_Pool(len(listed[0][1]), listed, running)]
+    alike: dict[int, dict[int, list[GroupState]]] = {}
+    for group in listed:
+        speed = round(math.log(_slowness(group, running), _ANOTHER)) if running.slowness else 0
+        alike.setdefault(len(group.members), {}).setdefault(speed, []).append(group)
     return [
-        _Pool(stages, [group for group, size in zip(listed, sizes, strict=True) if size == stages], running)
-        for stages in sorted(set(sizes))
+        _Pool(stages, pooled, running)
+        for stages, by_speed in sorted(alike.items())
+        for pooled in _no_loners([of for _, of in sorted(by_speed.items())])
     ]
+
+
+def _slowness(group: GroupState, running: Running) -> float:
+    """The slowest stage sets the pace."""
+    return max([running.slowness.get(member.worker_id, 1.0) for member in group.members])
+
+
+def _no_loners(classes: Sequence[list[GroupState]]) -> list[list[GroupState]]:
+    """Machines of which there is one only are taken with the others, or nobody could merge with them."""
+    many = [groups for groups in classes if len(groups) > 1]
+    loners = [group for groups in classes if len(groups) == 1 for group in groups]
+    if not loners:
+        return many
+    largest = max(many, key=len) if many else loners
+    return [[*groups, *loners] if groups is largest else groups for groups in many] or [loners]
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,11 +337,11 @@ class _Board:
             most = there // 2
             if pool.stages == 1 and layers >= 2:
                 counts = range(1, most + 1) if most <= 4 else sorted({1, 2, 3, 4, most // 2, most})
-                found += [(f"{n} pair{'s' if n > 1 else ''}", Recipe(pool, 2, n)) for n in counts]
+                found += [(f"{n} pair{'s' if n > 1 else ''}{pool.told()}", Recipe(pool, 2, n)) for n in counts]
             if pool.stages == 1 and layers >= 4 and there >= 4:
-                found.append((f"{there // 4} of four", Recipe(pool, 4, there // 4)))
+                found.append((f"{there // 4} of four{pool.told()}", Recipe(pool, 4, there // 4)))
             if pool.stages == 2 and layers >= 4 and most and self._can_merge(recipe := Recipe(pool, 2, most)):
-                found.append((f"{most} of four, of pairs", recipe))
+                found.append((f"{most} of four, of pairs{pool.told()}", recipe))
         return found
 
     def _can_merge(self, recipe: Recipe) -> bool:
@@ -348,7 +375,8 @@ class _Board:
         for pool in gone:
             sums = sums.plus(pool.whole)
         alone = _Pool(1, (), self._running).kind(sums._replace(block_count=sum(blocks)), len(blocks), tokens)
-        return [*found, alone]
+        slow = [self._running.slowness.get(m.worker_id, 1.0) for pool in gone for g in pool.ordered for m in g.members]
+        return [*found, replace(alone, slowness=math.fsum(slow) / len(slow))]
 
     def _capacity_blocks(self, recipe: Recipe) -> int:
         """Of all groups that it makes. Where all memories are alike, so are they."""

@@ -44,6 +44,7 @@ class Kind:
     used_tokens: float  # of KV
     uncomputed_tokens: float = 0.0  # of prompts that have been let in: these requests run and have had no token
     stall_s: float = 0.0  # nobody runs before: a transition
+    slowness: float = 1.0  # a batch takes so many times as long as the machine's pace says
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +78,9 @@ class Machine:
     layer_count: int
     max_running_count: int
 
-    def cost_of(self, stages: int) -> CostModel:
+    def cost_of(self, stages: int, slowness: float = 1.0) -> CostModel:
         """Of all layers in a pipeline of so many stages; the time in which a stage waits counts as work."""
-        return self.pace.cost.scaled(self.layer_count / self.pace.layer_count / (1 - bubbles(stages)))
+        return self.pace.cost.scaled(self.layer_count / self.pace.layer_count / (1 - bubbles(stages)) * slowness)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +169,8 @@ class _Flow:
     )
 
     def __init__(self, kind: Kind, machine: Machine, future: Future) -> None:
-        self.cost, self.group_count, self.stall_s = machine.cost_of(kind.stages), kind.group_count, kind.stall_s
-        self.stages = kind.stages
+        self.cost = machine.cost_of(kind.stages, kind.slowness)
+        self.stages, self.group_count, self.stall_s = kind.stages, kind.group_count, kind.stall_s
         self.instances = kind.group_count * kind.stages  # as many microbatches are in flight
         self.max_batch_tokens = machine.pace.max_batch_tokens
         self.capacity = kind.capacity_tokens

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import pytest
+
 from ballast.common.cost import CostModel
 from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Member, Place
@@ -105,6 +107,12 @@ def test_of_unlike_machines_the_middle_one_says_how_fast_an_instance_is() -> Non
     assert monitor.core.pace() == whole[3], (
         "one that is mistaken by far changes nothing, nor do those with fewer layers"
     )
+    found = monitor.core.slowness()
+    assert found.pop(WorkerId("w8")) == pytest.approx(0.5)
+    assert found.pop(WorkerId("w6")) == pytest.approx(2.0)
+    assert found.pop(WorkerId("w10")) == pytest.approx(0.75)
+    assert list(found.values()) == pytest.approx([3.0] * 6), "stages, by what a layer takes them"
+    assert WorkerId("w7") not in found, "it is mistaken"
 
 
 def test_silence_for_longer_than_the_lease_is_a_loss_and_the_stream_is_closed() -> None:

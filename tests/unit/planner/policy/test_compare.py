@@ -121,6 +121,28 @@ def test_what_is_chosen_is_what_is_planned() -> None:
     assert len(set(named)) == len(named)
 
 
+def test_unlike_machines_are_judged_by_their_own_pace_and_merged_with_their_like() -> None:
+    snapshot = alone(EIGHT, BLOCKS - 5)
+    load = running(snapshot, 24, 4)
+    slow = {WorkerId(name): 3.0 for name in EIGHT[:4]}
+    alike, unlike = (compare(snapshot, one, LONG, PACE) for one in (load, replace(load, slowness=slow)))
+    assert unlike.candidates[0].prediction.tpot_s > 1.3 * alike.candidates[0].prediction.tpot_s
+    assert unlike.candidates[0].prediction.tpot_s < 3.0 * alike.candidates[0].prediction.tpot_s
+    assert unlike.chosen.merges
+    for one in unlike.candidates:
+        assert all(len({name in slow for name in merge}) == 1 for merge in one.merges)
+    assert len({one.name for one in unlike.candidates}) == len(unlike.candidates)
+
+
+def test_the_only_one_of_its_kind_may_be_merged_with_others() -> None:
+    snapshot = alone(["w0", "w1"], BLOCKS - 5)
+    load = replace(running(snapshot, 24, 4), slowness={WorkerId("w0"): 3.0})
+    assert [one.name.split()[:2] for one in compare(snapshot, load, LONG, PACE).candidates] == [
+        ["nothing"],
+        ["1", "pair"],
+    ]
+
+
 def pairs(used: int) -> Snapshot:
     """Four pairs: what eight instances become at most."""
     alike = alone(["a", "b"], used)
