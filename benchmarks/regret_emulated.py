@@ -120,7 +120,7 @@ class Figures:
             ttft_p99_s=float(np.quantile(waits_s, 0.99)),
             tpot_p50_s=float(np.quantile(tpots_s, 0.5)) if tpots_s else 0.0,
             tokens_per_s=result.output_token_count / stop_s,
-            transitions=sum(t.kind is not None for t in result.transitions),
+            transitions=sum(t.kind is not None and t.at_s >= 0 for t in result.transitions),
         )
 
     @staticmethod

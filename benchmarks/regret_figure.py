@@ -8,7 +8,7 @@ from typing import Protocol
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, StrMethodFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from ballast.bench.style import BLUE, GREY, RC, styles
 from benchmarks.regret_rules import Row
@@ -102,6 +102,7 @@ def draw_emulated(found: Sequence[tuple[str, Figures, Figures]], path: Path) -> 
             axis.set(xscale="log", yscale="log", xlim=line, ylim=line, title=f"{title} (s)", xlabel="simulated")
             axis.set_aspect("equal")
             for scale in (axis.xaxis, axis.yaxis):
+                scale.set_major_locator(LogLocator(subs=(1, 2, 5)))
                 scale.set_major_formatter(StrMethodFormatter("{x:g}"))
                 scale.set_minor_formatter(NullFormatter())
         figure.axes[0].set_ylabel("emulated, in real time")
