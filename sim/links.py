@@ -316,7 +316,7 @@ class SimConnection(Connection):
     def as_tensor(self, data: bytes) -> torch.Tensor:
         return cast("torch.Tensor", _LongMeta(data))
 
-    def pack(self, pieces: Sequence[torch.Tensor], end: bytes) -> torch.Tensor:
+    def pack(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         raise InvariantViolation("nothing goes along with a message over a simulated link")
 
     def unpack(self, packed: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:

@@ -241,17 +241,17 @@ class PlannerNode:
         self._clock.after(self._delays.rpc_s, b"planner asks loads", lambda: self._ask_loads(order))
 
     def _order(self, epoch: Epoch, move: Move) -> None:
-        """Both hear of it. What is ordered and not heard is ordered anew in the next round."""
+        """All members hear of it. What is ordered and not heard is ordered anew in the next round."""
         request = pb.MigrateRequest(
             epoch=epoch,
-            source=_party(move.source),
-            target=_party(move.target),
+            source=[_party(member) for member in move.source.members],
+            target=[_party(member) for member in move.target.members],
             block_budget=move.block_budget,
             within_s=WITHIN_S,
             cause_id=self._cause("migrate"),
         )
         token = self._token
-        for member in (move.target, move.source):
+        for member in (*move.target.members, *reversed(move.source.members)):
             self._clock.after(self._delays.rpc_s, b"planner orders", partial(self._tell_order, member, request, token))
 
     def _tell_order(self, member: Member, request: pb.MigrateRequest, token: int) -> None:

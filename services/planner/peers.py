@@ -252,16 +252,16 @@ class Members:
         return Epoch(answer.newest_epoch)
 
     async def migrate(self, epoch: Epoch, move: Move, within_s: float, cause_id: str, timeout_s: float) -> None:
-        """Both are told, as neither could make a link alone; the target first, so that it waits for the source."""
+        """All members are told, as none could make a link alone; the targets first, so that they wait."""
         request = worker_pb2.MigrateRequest(
             epoch=epoch,
-            source=_party(move.source),
-            target=_party(move.target),
+            source=[_party(member) for member in move.source.members],
+            target=[_party(member) for member in move.target.members],
             block_budget=move.block_budget,
             within_s=within_s,
             cause_id=cause_id,
         )
-        for member in (move.target, move.source):
+        for member in (*move.target.members, *reversed(move.source.members)):
             with self._asking(member.worker_id):
                 await self._stub(member.address).Migrate(request, timeout=timeout_s, metadata=self._orders)
 

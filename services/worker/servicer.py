@@ -184,7 +184,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def Migrate(self, request: pb.MigrateRequest, context: Context) -> pb.MigrateResponse:
         self._fence.admit(context)
-        for party in (request.source, request.target):
+        for party in (*request.source, *request.target):
             if party.worker_id == self._worker_id and party.incarnation != self._incarnation:
                 raise StaleEpoch("worker incarnation", party.incarnation, self._incarnation)
         self._transitions.migrate(request)

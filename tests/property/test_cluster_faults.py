@@ -94,7 +94,7 @@ def test_a_story_depends_on_its_seed_only() -> None:
     [
         "B1-outside-not-told",
         "B9-refused-transfer",
-        "migrated-without-copy",
+        "migrated-before-all-stages-have-it",
         "swapped-out-for-good",
         "withdrawal-untold",
         "wrong-block",

@@ -107,7 +107,7 @@ class Swarm:
     rng: random.Random
     last_s: float  # until then somebody may ask for drops
     is_hasty: bool  # an operator asks for a restore when a drop is over, and the other way
-    migrates: bool  # requests are moved from one lone worker to another, again and again
+    migrates: bool  # requests are moved from one group to another, again and again
     clients_leave: bool  # now and then one, before its request has ended
     lost: Callable[[], None]  # nobody remembers the last epochs: all planners and the state server were lost at once
     told: list[str] = field(default_factory=list[str])
@@ -268,19 +268,15 @@ class Swarm:
     def _migrate(self) -> None:
         world, stored = self.world, self.world.state.stored
         going = {name: each for name, each in world.instances.items() if not (each.crashed or each.paused)}
-        alone = [name for name, each in going.items() if not each.member.role.stages]
-        if self.is_over or stored is None or len(alone) < 2:
+        if self.is_over or stored is None or len(stored.layout.groups) < 2:
             return
-        source, target = self.rng.sample(alone, 2)
-        request = pb.MigrateRequest(
-            epoch=stored.layout.epoch,
-            source=pb.MigrationParty(worker_id=source, data_address=source),
-            target=pb.MigrationParty(worker_id=target, data_address=target),
-            block_budget=20,
-            within_s=1.0,
-        )
-        for name in (target, source):
-            going[name].transitions.migrate(request)
+        sides = [[m.worker_id for m in group.members] for group in self.rng.sample(stored.layout.groups, 2)]
+        source, target = ([pb.MigrationParty(worker_id=name, data_address=name) for name in side] for side in sides)
+        epoch = stored.layout.epoch
+        request = pb.MigrateRequest(epoch=epoch, source=source, target=target, block_budget=20, within_s=1.0)
+        for name in (*sides[1], *sides[0]):
+            if name in going:
+                going[name].transitions.migrate(request)
 
     @property
     def _planners(self) -> list[PlannerNode]:

@@ -5,6 +5,7 @@ always.
 """
 
 import asyncio
+import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -199,6 +200,8 @@ class History:
                 tasks.create_task(self._migrate(cluster))
                 if self._layouts_change:
                     tasks.create_task(self._change_layouts(cluster))
+                elif len(self._names) > 2:
+                    tasks.create_task(self._make_pipelines(cluster))
             await cluster.quiet()
             _check_at_rest(cluster, pristine)
             self._count(cluster)
@@ -251,6 +254,16 @@ class History:
             source, target = rng.sample(self._names, 2)
             epoch = cluster.in_force.epoch + rng.choice([0, 0, 0, 0, -1])
             cluster.migrate(source, target, rng.choice([1, 5, 20, 1000]), rng.uniform(0.01, 0.3), epoch)
+
+    async def _make_pipelines(self, cluster: Cluster) -> None:
+        """Two groups, of which one at least has several stages with borders of its own."""
+        count, rng = cluster.layer_count, random.Random(f"pipelines {self._seed}")
+        groups: Spans = []
+        for names in (self._names[:2], self._names[2:]):
+            borders = [0, *sorted(rng.sample(range(1, count), len(names) - 1)), count]
+            groups.append([(name, *ends) for name, ends in zip(names, itertools.pairwise(borders), strict=True)])
+        self.tally.drops += 1
+        await cluster.change(TransitionKind.DROP, layout(1, groups, count))
 
     async def _change_layouts(self, cluster: Cluster) -> None:
         rng, epoch, said, give_up_at_s = self._rng, 1, -1, 0.0

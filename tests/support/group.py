@@ -14,7 +14,7 @@ from typing import Any, cast
 from ballast.common.cost import CostModel
 from ballast.common.errors import Unavailable
 from ballast.common.ids import Epoch, GroupId, Incarnation, RequestId, WorkerId
-from ballast.common.layout import Group, Layout, Member
+from ballast.common.layout import Group, Layout, Member, group_of
 from ballast.common.sampling import FinishReason, SamplingParams
 from ballast.common.transition import Phase, TransitionKind
 from services.worker.core.batch import NewSequence, TokenLogprobs
@@ -468,15 +468,20 @@ class Cluster:
     def migrate(
         self, source: str, target: str, block_budget: int = 1000, within_s: float = 0.5, epoch: int = 0
     ) -> None:
-        """The order that a planner gives to both. By default in the layout that is in force."""
-        parties = WorkerId(source), WorkerId(target)
-        for name, peer in ((source, target), (target, source)):
-            address = self.workers[peer].membership.plane.store_address
-            until_s = time.monotonic() + within_s
+        """The order that a planner gives to all members of their groups. By default in the layout that is in force."""
+        groups = [group_of(self.in_force, WorkerId(name)) for name in (source, target)]
+        if groups[0] == groups[1]:
+            return
+        leaders = [group.leader.worker_id for group in groups if group is not None]
+        sides = [[m.worker_id for m in group.members] for group in groups if group is not None]
+        until_s = time.monotonic() + within_s
+        for names, others in (sides, sides[::-1]):
+            peers = {peer: self.workers[peer].membership.plane.store_address for peer in others}
             order = MigrationOrdered(
-                Epoch(epoch) or self.in_force.epoch, *parties, address, block_budget, until_s, "test"
+                Epoch(epoch) or self.in_force.epoch, leaders[0], leaders[1], peers, block_budget, until_s, "test"
             )
-            self.post(name, order)
+            for name in names:
+                self.post(name, order)
 
     def describe(self) -> dict[str, str]:
         return {name: _left(worker) for name, worker in self.workers.items()}

@@ -20,6 +20,7 @@ from services.planner.core import transition as planner_transition
 from services.planner.core.roster import Roster
 from services.planner.core.stages import Stage
 from services.planner.core.transition import Coordinator
+from services.worker.core.arrivals import Arrivals
 from services.worker.core.transition import Transition
 from services.worker.emulation.phantom import Phantom
 from services.worker.pipeline import stage_runner
@@ -122,6 +123,17 @@ def _forgets_early(dissolve: Any) -> Any:
     return dissolved
 
 
+def _leader_only(landed: Any) -> Any:
+    """A sequence that comes into a pipeline runs when its leader's stage has its KV."""
+
+    def one(self: Arrivals, at_s: float, migration_id: int, stage: Any, span: Any) -> Any:
+        if (arrival := self._open.get(migration_id)) is not None and span is not None and stage in arrival.writing:
+            arrival.writing = {stage}
+        return landed(self, at_s, migration_id, stage, span)
+
+    return one
+
+
 MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "wrong-block": (_instead(KvExchange, "_table", _wrong_block),),
     "B1-outside-not-told": (_instead(TransitionDriver, "is_outside", _never),),
@@ -133,6 +145,7 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     ),
     "B9-refused-transfer": (_instead(KvExchange, "_transfer", _not_again),),
     "migrated-without-copy": (_instead(Phantom, "clone", lambda _: lambda self: self),),
+    "migrated-before-all-stages-have-it": (_instead(Arrivals, "landed", _leader_only),),
     "swapped-out-for-good": (_instead(stage_runner, "block_copies", _only_out),),
     "two-owners": (_instead(Handover, "_hand_over", _kept_too),),
     "withdrawal-untold": (_instead(Restoring, "_pass_on_withdrawal", _untold),),

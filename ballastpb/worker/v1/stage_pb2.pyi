@@ -510,30 +510,67 @@ class Room(_message.Message):
 Global___Room: _TypeAlias = Room  # noqa: Y015
 
 @_typing.final
-class KvPiece(_message.Message):
-    """Names a transfer of KV: layer by layer, block by block in the order of the sequence."""
+class KvSpan(_message.Message):
+    """Some blocks of a sequence, in its own order."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    EPOCH_FIELD_NUMBER: _builtins.int
-    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
-    FIRST_LAYER_FIELD_NUMBER: _builtins.int
-    LAST_LAYER_FIELD_NUMBER: _builtins.int
-    epoch: _builtins.int
-    sequence_id: _builtins.int
-    first_layer: _builtins.int
-    last_layer: _builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
+    LAST_BLOCK_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    first_block: _builtins.int
+    last_block: _builtins.int
+    token_count: _builtins.int
+    """So many tokens of the sequence had KV when it was sent."""
+    last: _builtins.bool
+    """Nothing follows."""
     def __init__(
         self,
         *,
-        epoch: _builtins.int = ...,
-        sequence_id: _builtins.int = ...,
-        first_layer: _builtins.int = ...,
-        last_layer: _builtins.int = ...,
+        first_block: _builtins.int = ...,
+        last_block: _builtins.int = ...,
+        token_count: _builtins.int = ...,
+        last: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "first_layer", b"first_layer", "last_layer", b"last_layer", "sequence_id", b"sequence_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_block", b"first_block", "last", b"last", "last_block", b"last_block", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvSpan: _TypeAlias = KvSpan  # noqa: Y015
+
+@_typing.final
+class KvPiece(_message.Message):
+    """Names KV that travels: layer by layer, block by block."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MOVE_FIELD_NUMBER: _builtins.int
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    LAST_LAYER_FIELD_NUMBER: _builtins.int
+    SPAN_FIELD_NUMBER: _builtins.int
+    move: _builtins.int
+    """The epoch of a transition, or the number of a migration."""
+    sequence_id: _builtins.int
+    first_layer: _builtins.int
+    last_layer: _builtins.int
+    @_builtins.property
+    def span(self) -> Global___KvSpan: ...
+    def __init__(
+        self,
+        *,
+        move: _builtins.int = ...,
+        sequence_id: _builtins.int = ...,
+        first_layer: _builtins.int = ...,
+        last_layer: _builtins.int = ...,
+        span: Global___KvSpan | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["span", b"span"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_layer", b"first_layer", "last_layer", b"last_layer", "move", b"move", "sequence_id", b"sequence_id", "span", b"span"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -541,7 +578,7 @@ Global___KvPiece: _TypeAlias = KvPiece  # noqa: Y015
 
 @_typing.final
 class KvPieces(_message.Message):
-    """Names a transfer of KV after a commit: one piece after the other."""
+    """Names a transfer of KV: one piece after the other."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -591,69 +628,126 @@ Global___LayerWanted: _TypeAlias = LayerWanted  # noqa: Y015
 
 @_typing.final
 class Migration(_message.Message):
-    """What two workers that lead alone say to each other of one live migration: see services/worker/core/migration_messages."""
+    """What is said of one live migration: by its two leaders to each other, by a leader to its stages, in order with
+    batches, and by stages to their leader. See services/worker/core/migration_messages.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    MIGRATION_ID_FIELD_NUMBER: _builtins.int
     OFFER_FIELD_NUMBER: _builtins.int
     WANT_FIELD_NUMBER: _builtins.int
     HANDED_FIELD_NUMBER: _builtins.int
     TAKEN_FIELD_NUMBER: _builtins.int
     OFF_FIELD_NUMBER: _builtins.int
     WITHDRAWN_FIELD_NUMBER: _builtins.int
-    migration_id: _builtins.int
-    """Unique over the cluster and for all time."""
-    off: _builtins.str
-    """Why the sequence stays where it is."""
+    GIVE_FIELD_NUMBER: _builtins.int
+    TAKE_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    KEEP_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    LANDED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def offer(self) -> Global___MigrationOffer: ...
     @_builtins.property
     def want(self) -> Global___MigrationWant: ...
     @_builtins.property
-    def handed(self) -> Global___SequenceState: ...
+    def handed(self) -> Global___MigrationHanded: ...
     @_builtins.property
     def taken(self) -> Global___MigrationTaken: ...
     @_builtins.property
+    def off(self) -> Global___MigrationOff: ...
+    @_builtins.property
     def withdrawn(self) -> Global___MigrationWithdrawn: ...
+    @_builtins.property
+    def give(self) -> Global___MigrationGive: ...
+    @_builtins.property
+    def take(self) -> Global___MigrationTake: ...
+    @_builtins.property
+    def stop(self) -> Global___MigrationStop: ...
+    @_builtins.property
+    def keep(self) -> Global___MigrationKeep: ...
+    @_builtins.property
+    def ready(self) -> Global___MigrationReady: ...
+    @_builtins.property
+    def landed(self) -> Global___MigrationLanded: ...
     def __init__(
         self,
         *,
-        migration_id: _builtins.int = ...,
         offer: Global___MigrationOffer | None = ...,
         want: Global___MigrationWant | None = ...,
-        handed: Global___SequenceState | None = ...,
+        handed: Global___MigrationHanded | None = ...,
         taken: Global___MigrationTaken | None = ...,
-        off: _builtins.str = ...,
+        off: Global___MigrationOff | None = ...,
         withdrawn: Global___MigrationWithdrawn | None = ...,
+        give: Global___MigrationGive | None = ...,
+        take: Global___MigrationTake | None = ...,
+        stop: Global___MigrationStop | None = ...,
+        keep: Global___MigrationKeep | None = ...,
+        ready: Global___MigrationReady | None = ...,
+        landed: Global___MigrationLanded | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["handed", b"handed", "off", b"off", "offer", b"offer", "said", b"said", "taken", b"taken", "want", b"want", "withdrawn", b"withdrawn"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["give", b"give", "handed", b"handed", "keep", b"keep", "landed", b"landed", "off", b"off", "offer", b"offer", "ready", b"ready", "said", b"said", "stop", b"stop", "take", b"take", "taken", b"taken", "want", b"want", "withdrawn", b"withdrawn"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handed", b"handed", "migration_id", b"migration_id", "off", b"off", "offer", b"offer", "said", b"said", "taken", b"taken", "want", b"want", "withdrawn", b"withdrawn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["give", b"give", "handed", b"handed", "keep", b"keep", "landed", b"landed", "off", b"off", "offer", b"offer", "ready", b"ready", "said", b"said", "stop", b"stop", "take", b"take", "taken", b"taken", "want", b"want", "withdrawn", b"withdrawn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_said: _TypeAlias = _typing.Literal["offer", "want", "handed", "taken", "off", "withdrawn"]  # noqa: Y015
+    _WhichOneofReturnType_said: _TypeAlias = _typing.Literal["offer", "want", "handed", "taken", "off", "withdrawn", "give", "take", "stop", "keep", "ready", "landed"]  # noqa: Y015
     _WhichOneofArgType_said: _TypeAlias = _typing.Literal["said", b"said"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_said) -> _WhichOneofReturnType_said | None: ...
 
 Global___Migration: _TypeAlias = Migration  # noqa: Y015
 
 @_typing.final
-class MigrationOffer(_message.Message):
+class KvStage(_message.Message):
+    """A stage of the group that a sequence leaves, or goes to."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
-    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    sequence_id: _builtins.int
-    token_count: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    LAST_LAYER_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    first_layer: _builtins.int
+    last_layer: _builtins.int
     def __init__(
         self,
         *,
-        sequence_id: _builtins.int = ...,
-        token_count: _builtins.int = ...,
+        worker_id: _builtins.str = ...,
+        first_layer: _builtins.int = ...,
+        last_layer: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence_id", b"sequence_id", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_layer", b"first_layer", "last_layer", b"last_layer", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvStage: _TypeAlias = KvStage  # noqa: Y015
+
+@_typing.final
+class MigrationOffer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MIGRATION_ID_FIELD_NUMBER: _builtins.int
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    GIVERS_FIELD_NUMBER: _builtins.int
+    migration_id: _builtins.int
+    """Unique over the cluster and for all time, here and in what follows."""
+    sequence_id: _builtins.int
+    token_count: _builtins.int
+    @_builtins.property
+    def givers(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvStage]: ...
+    def __init__(
+        self,
+        *,
+        migration_id: _builtins.int = ...,
+        sequence_id: _builtins.int = ...,
+        token_count: _builtins.int = ...,
+        givers: _abc.Iterable[Global___KvStage] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["givers", b"givers", "migration_id", b"migration_id", "sequence_id", b"sequence_id", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -663,89 +757,271 @@ Global___MigrationOffer: _TypeAlias = MigrationOffer  # noqa: Y015
 class MigrationWant(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
-    LAST_BLOCK_FIELD_NUMBER: _builtins.int
-    first_block: _builtins.int
-    last_block: _builtins.int
-    def __init__(
-        self,
-        *,
-        first_block: _builtins.int = ...,
-        last_block: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_block", b"first_block", "last_block", b"last_block"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___MigrationWant: _TypeAlias = MigrationWant  # noqa: Y015
-
-@_typing.final
-class MigrationTaken(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    WITH_KV_FIELD_NUMBER: _builtins.int
-    with_kv: _builtins.bool
-    def __init__(
-        self,
-        *,
-        with_kv: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["with_kv", b"with_kv"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___MigrationTaken: _TypeAlias = MigrationTaken  # noqa: Y015
-
-@_typing.final
-class MigrationWithdrawn(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___MigrationWithdrawn: _TypeAlias = MigrationWithdrawn  # noqa: Y015
-
-@_typing.final
-class MigrationSpan(_message.Message):
-    """Names a transfer of KV: all layers, block by block in the order of the sequence."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
     MIGRATION_ID_FIELD_NUMBER: _builtins.int
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     LAST_BLOCK_FIELD_NUMBER: _builtins.int
-    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    LAST_FIELD_NUMBER: _builtins.int
+    TAKERS_FIELD_NUMBER: _builtins.int
     migration_id: _builtins.int
     first_block: _builtins.int
     last_block: _builtins.int
-    token_count: _builtins.int
-    """So many tokens of the sequence had KV when it was sent."""
-    last: _builtins.bool
-    """Nothing follows."""
+    @_builtins.property
+    def takers(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvStage]: ...
     def __init__(
         self,
         *,
         migration_id: _builtins.int = ...,
         first_block: _builtins.int = ...,
         last_block: _builtins.int = ...,
-        token_count: _builtins.int = ...,
-        last: _builtins.bool = ...,
+        takers: _abc.Iterable[Global___KvStage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_block", b"first_block", "last", b"last", "last_block", b"last_block", "migration_id", b"migration_id", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_block", b"first_block", "last_block", b"last_block", "migration_id", b"migration_id", "takers", b"takers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___MigrationSpan: _TypeAlias = MigrationSpan  # noqa: Y015
+Global___MigrationWant: _TypeAlias = MigrationWant  # noqa: Y015
+
+@_typing.final
+class MigrationHanded(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MIGRATION_ID_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    migration_id: _builtins.int
+    @_builtins.property
+    def snapshot(self) -> Global___SequenceState: ...
+    def __init__(
+        self,
+        *,
+        migration_id: _builtins.int = ...,
+        snapshot: Global___SequenceState | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["snapshot", b"snapshot"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["migration_id", b"migration_id", "snapshot", b"snapshot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MigrationHanded: _TypeAlias = MigrationHanded  # noqa: Y015
+
+@_typing.final
+class MigrationTaken(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MIGRATION_ID_FIELD_NUMBER: _builtins.int
+    WITH_KV_FIELD_NUMBER: _builtins.int
+    migration_id: _builtins.int
+    with_kv: _builtins.bool
+    def __init__(
+        self,
+        *,
+        migration_id: _builtins.int = ...,
+        with_kv: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["migration_id", b"migration_id", "with_kv", b"with_kv"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MigrationTaken: _TypeAlias = MigrationTaken  # noqa: Y015
+
+@_typing.final
+class MigrationOff(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MIGRATION_ID_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    migration_id: _builtins.int
+    why: _builtins.str
+    """The sequence stays where it is."""
+    def __init__(
+        self,
+        *,
+        migration_id: _builtins.int = ...,
+        why: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["migration_id", b"migration_id", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MigrationOff: _TypeAlias = MigrationOff  # noqa: Y015
+
+@_typing.final
+class MigrationWithdrawn(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MIGRATION_ID_FIELD_NUMBER: _builtins.int
+    migration_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        migration_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["migration_id", b"migration_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MigrationWithdrawn: _TypeAlias = MigrationWithdrawn  # noqa: Y015
+
+@_typing.final
+class MigrationGive(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MIGRATION_ID_FIELD_NUMBER: _builtins.int
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SPAN_FIELD_NUMBER: _builtins.int
+    TAKERS_FIELD_NUMBER: _builtins.int
+    migration_id: _builtins.int
+    sequence_id: _builtins.int
+    epoch: _builtins.int
+    """Of the links between the two groups."""
+    @_builtins.property
+    def span(self) -> Global___KvSpan: ...
+    @_builtins.property
+    def takers(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvStage]: ...
+    def __init__(
+        self,
+        *,
+        migration_id: _builtins.int = ...,
+        sequence_id: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        span: Global___KvSpan | None = ...,
+        takers: _abc.Iterable[Global___KvStage] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["span", b"span"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "migration_id", b"migration_id", "sequence_id", b"sequence_id", "span", b"span", "takers", b"takers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MigrationGive: _TypeAlias = MigrationGive  # noqa: Y015
+
+@_typing.final
+class MigrationTake(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MIGRATION_ID_FIELD_NUMBER: _builtins.int
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
+    LAST_BLOCK_FIELD_NUMBER: _builtins.int
+    GIVERS_FIELD_NUMBER: _builtins.int
+    migration_id: _builtins.int
+    sequence_id: _builtins.int
+    epoch: _builtins.int
+    first_block: _builtins.int
+    last_block: _builtins.int
+    @_builtins.property
+    def givers(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvStage]: ...
+    def __init__(
+        self,
+        *,
+        migration_id: _builtins.int = ...,
+        sequence_id: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        first_block: _builtins.int = ...,
+        last_block: _builtins.int = ...,
+        givers: _abc.Iterable[Global___KvStage] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "first_block", b"first_block", "givers", b"givers", "last_block", b"last_block", "migration_id", b"migration_id", "sequence_id", b"sequence_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MigrationTake: _TypeAlias = MigrationTake  # noqa: Y015
+
+@_typing.final
+class MigrationStop(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MIGRATION_ID_FIELD_NUMBER: _builtins.int
+    migration_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        migration_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["migration_id", b"migration_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MigrationStop: _TypeAlias = MigrationStop  # noqa: Y015
+
+@_typing.final
+class MigrationKeep(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MIGRATION_ID_FIELD_NUMBER: _builtins.int
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    migration_id: _builtins.int
+    sequence_id: _builtins.int
+    token_count: _builtins.int
+    def __init__(
+        self,
+        *,
+        migration_id: _builtins.int = ...,
+        sequence_id: _builtins.int = ...,
+        token_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["migration_id", b"migration_id", "sequence_id", b"sequence_id", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MigrationKeep: _TypeAlias = MigrationKeep  # noqa: Y015
+
+@_typing.final
+class MigrationReady(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MIGRATION_ID_FIELD_NUMBER: _builtins.int
+    migration_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        migration_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["migration_id", b"migration_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MigrationReady: _TypeAlias = MigrationReady  # noqa: Y015
+
+@_typing.final
+class MigrationLanded(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MIGRATION_ID_FIELD_NUMBER: _builtins.int
+    SPAN_FIELD_NUMBER: _builtins.int
+    migration_id: _builtins.int
+    @_builtins.property
+    def span(self) -> Global___KvSpan:
+        """Not set: it has not come."""
+
+    def __init__(
+        self,
+        *,
+        migration_id: _builtins.int = ...,
+        span: Global___KvSpan | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["span", b"span"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["migration_id", b"migration_id", "span", b"span"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MigrationLanded: _TypeAlias = MigrationLanded  # noqa: Y015

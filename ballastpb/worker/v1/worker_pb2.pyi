@@ -785,20 +785,22 @@ class MigrateRequest(_message.Message):
     """None begins to move later than that."""
     cause_id: _builtins.str
     @_builtins.property
-    def source(self) -> Global___MigrationParty: ...
+    def source(self) -> _containers.RepeatedCompositeFieldContainer[Global___MigrationParty]:
+        """The members of either group, its leader first."""
+
     @_builtins.property
-    def target(self) -> Global___MigrationParty: ...
+    def target(self) -> _containers.RepeatedCompositeFieldContainer[Global___MigrationParty]: ...
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
-        source: Global___MigrationParty | None = ...,
-        target: Global___MigrationParty | None = ...,
+        source: _abc.Iterable[Global___MigrationParty] | None = ...,
+        target: _abc.Iterable[Global___MigrationParty] | None = ...,
         block_budget: _builtins.int = ...,
         within_s: _builtins.float = ...,
         cause_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source", "target", b"target"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["block_budget", b"block_budget", "cause_id", b"cause_id", "epoch", b"epoch", "source", b"source", "target", b"target", "within_s", b"within_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...

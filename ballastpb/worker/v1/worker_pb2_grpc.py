@@ -141,8 +141,9 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Migrate(self, request, context):
-        """Moves running requests from one worker to another while they run; told to both. Returns at once. The source chooses
-        them, and stops at the budget or the end of its time; a later order takes the place of an earlier one between the two.
+        """Moves running requests from one group to another while they run; told to all members. Returns at once. The source's
+        leader chooses them, and stops at the budget or the end of its time; a later order takes the place of an earlier
+        one between the two.
         FAILED_PRECONDITION: another life of this worker is meant, or the layout is an old one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

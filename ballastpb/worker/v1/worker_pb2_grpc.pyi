@@ -57,8 +57,9 @@ class WorkerServiceStub:
     """
     GetTransition: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetTransitionRequest, _worker_pb2.GetTransitionResponse]
     Migrate: _grpc.UnaryUnaryMultiCallable[_worker_pb2.MigrateRequest, _worker_pb2.MigrateResponse]
-    """Moves running requests from one worker to another while they run; told to both. Returns at once. The source chooses
-    them, and stops at the budget or the end of its time; a later order takes the place of an earlier one between the two.
+    """Moves running requests from one group to another while they run; told to all members. Returns at once. The source's
+    leader chooses them, and stops at the budget or the end of its time; a later order takes the place of an earlier
+    one between the two.
     FAILED_PRECONDITION: another life of this worker is meant, or the layout is an old one.
     """
     NamePartners: _grpc.UnaryUnaryMultiCallable[_worker_pb2.NamePartnersRequest, _worker_pb2.NamePartnersResponse]
@@ -99,8 +100,9 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """
     GetTransition: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetTransitionRequest, _worker_pb2.GetTransitionResponse]  # type: ignore[assignment]
     Migrate: _aio.UnaryUnaryMultiCallable[_worker_pb2.MigrateRequest, _worker_pb2.MigrateResponse]  # type: ignore[assignment]
-    """Moves running requests from one worker to another while they run; told to both. Returns at once. The source chooses
-    them, and stops at the budget or the end of its time; a later order takes the place of an earlier one between the two.
+    """Moves running requests from one group to another while they run; told to all members. Returns at once. The source's
+    leader chooses them, and stops at the budget or the end of its time; a later order takes the place of an earlier
+    one between the two.
     FAILED_PRECONDITION: another life of this worker is meant, or the layout is an old one.
     """
     NamePartners: _aio.UnaryUnaryMultiCallable[_worker_pb2.NamePartnersRequest, _worker_pb2.NamePartnersResponse]  # type: ignore[assignment]
@@ -180,8 +182,9 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.MigrateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.MigrateResponse, _abc.Awaitable[_worker_pb2.MigrateResponse]]:
-        """Moves running requests from one worker to another while they run; told to both. Returns at once. The source chooses
-        them, and stops at the budget or the end of its time; a later order takes the place of an earlier one between the two.
+        """Moves running requests from one group to another while they run; told to all members. Returns at once. The source's
+        leader chooses them, and stops at the budget or the end of its time; a later order takes the place of an earlier
+        one between the two.
         FAILED_PRECONDITION: another life of this worker is meant, or the layout is an old one.
         """
 

@@ -1,11 +1,11 @@
-"""Which instance gives running requests to which, as Llumnix balances (Sun et al., OSDI '24).
+"""Which group gives running requests to which, as Llumnix balances (Sun et al., OSDI '24); most are one instance alone.
 
-Virtual usage of an instance is what its running requests hold and what waits in its line will need, the head of line
-included: a request for which memory is free elsewhere, only not in one piece, makes its instance look full, and what
+Virtual usage of a group is what its running requests hold and what waits in its line will need, the head of line
+included: a request for which memory is free elsewhere, only not in one piece, makes its group look full, and what
 runs there is moved away until it fits. Freeness is the room that is left for each running request: the steps that all
-of them can still make. An instance that drains has none, however empty it is.
+of them can still make. A group of which a member drains has none, however empty it is.
 
-From time to time the instances below one bound are paired with those above another, the least free with the freest.
+From time to time the groups below one bound are paired with those above another, the least free with the freest.
 How much goes from one to the other evens the two out; the source chooses what.
 """
 
@@ -14,28 +14,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ballast.common.ids import WorkerId
-from ballast.common.layout import Layout, Member
+from ballast.common.layout import Group, Layout, Member
 from ballast.common.load import LoadReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationRules:
-    balances: bool  # else only instances that drain give anything away
+    balances: bool  # else only groups that drain give anything away
     below_tokens: float = 32.0  # who has less freeness gives
     above_tokens: float = 96.0  # who has more takes
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    source: Member
-    target: Member
-    block_budget: int
+    source: Group
+    target: Group
+    block_budget: int  # blocks of a sequence, in all layers
 
 
 @dataclass(slots=True)
-class _Instance:
-    member: Member
-    load: LoadReport
+class _Candidate:
+    group: Group
+    load: LoadReport  # its leader's
+    drains: bool
 
     @property
     def free_blocks(self) -> int:
@@ -55,46 +56,47 @@ class _Instance:
             return -math.inf
         return self.free_blocks * self.load.block_tokens / max(1, self.load.running_count)
 
-    @property
-    def drains(self) -> bool:
-        return self.member.draining or self.load.draining
-
 
 def is_round_due(layout: Layout, rules: MigrationRules) -> bool:
-    """Whether it is worth asking for loads: some instances serve alone, and one of them may have to give."""
-    alone = [group.leader for group in layout.groups if len(group.members) == 1]
-    return len(alone) > 1 and (rules.balances or any(member.draining for member in alone))
+    """Whether it is worth asking for loads: there are some groups, and one of them may have to give."""
+    drains = any(member.draining for group in layout.groups for member in group.members)
+    return len(layout.groups) > 1 and (rules.balances or drains)
 
 
 def migrations(layout: Layout, loads: Mapping[WorkerId, LoadReport], rules: MigrationRules) -> list[Move]:
-    """Pairs of instances that serve alone, at most one for each of them."""
-    instances = [
-        _Instance(group.leader, loads[group.leader.worker_id])
+    """Pairs of groups, at most one for each of them."""
+    candidates = [
+        _Candidate(group, loads[group.leader.worker_id], any(m.draining or _drains(m, loads) for m in group.members))
         for group in layout.groups
-        if len(group.members) == 1 and group.leader.data_address and group.leader.worker_id in loads
+        if all(m.data_address for m in group.members) and group.leader.worker_id in loads
     ]
-    instances.sort(key=lambda i: (i.freeness, i.member.worker_id))
-    sources = [i for i in instances if i.load.running_count and _gives(i, rules)]
-    targets = [i for i in reversed(instances) if _takes(i, rules)]
+    candidates.sort(key=lambda c: (c.freeness, c.group.leader.worker_id))
+    sources = [c for c in candidates if c.load.running_count and _gives(c, rules)]
+    targets = [c for c in reversed(candidates) if _takes(c, rules)]
     return _paired(sources, targets)
 
 
-def _gives(instance: _Instance, rules: MigrationRules) -> bool:
+def _drains(member: Member, loads: Mapping[WorkerId, LoadReport]) -> bool:
+    load = loads.get(member.worker_id)
+    return load is not None and load.draining
+
+
+def _gives(candidate: _Candidate, rules: MigrationRules) -> bool:
     # Of a single running request nothing is gained by moving it, unless others wait for its memory.
-    alone = instance.load.running_count == 1 and not instance.load.waiting_count
-    return instance.drains or (rules.balances and instance.freeness < rules.below_tokens and not alone)
+    alone = candidate.load.running_count == 1 and not candidate.load.waiting_count
+    return candidate.drains or (rules.balances and candidate.freeness < rules.below_tokens and not alone)
 
 
-def _takes(instance: _Instance, rules: MigrationRules) -> bool:
-    load = instance.load
-    has_room = load.running_count < load.max_running_count and instance.room_blocks > 0
-    return has_room and instance.freeness > rules.above_tokens
+def _takes(candidate: _Candidate, rules: MigrationRules) -> bool:
+    load = candidate.load
+    has_room = load.running_count < load.max_running_count and candidate.room_blocks > 0
+    return has_room and candidate.freeness > rules.above_tokens
 
 
-def _paired(sources: Sequence[_Instance], targets: Sequence[_Instance]) -> list[Move]:
+def _paired(sources: Sequence[_Candidate], targets: Sequence[_Candidate]) -> list[Move]:
     moves: list[Move] = []
     for source, target in zip(sources, (t for t in targets if t not in sources), strict=False):
         budget = target.room_blocks if source.drains else (target.free_blocks - source.free_blocks) // 2
         if (budget := min(budget, target.room_blocks)) > 0:
-            moves.append(Move(source.member, target.member, budget))
+            moves.append(Move(source.group, target.group, budget))
     return moves

@@ -1,7 +1,7 @@
-"""Has running requests moved from instance to instance, again and again; nothing is remembered from round to round.
+"""Has running requests moved from group to group, again and again; nothing is remembered from round to round.
 
-What an order comes to is the two workers' business: if the planner dies, or another follows it, they finish or give up
-what they have begun, and the next round starts from what instances report then.
+What an order comes to is the two groups' business: if the planner dies, or another follows it, they finish or give up
+what they have begun, and the next round starts from what they report then.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class Balancing:
 
     async def _order(self, layout: Layout, move: Move) -> None:
         cause_id = self._next_cause("migrate")
-        names = {"source": move.source.worker_id, "target": move.target.worker_id, "cause_id": cause_id}
+        names = {"source": move.source.leader.worker_id, "target": move.target.leader.worker_id, "cause_id": cause_id}
         try:
             await self._members.migrate(layout.epoch, move, WITHIN_S, cause_id, _TIMEOUT_S)
         except BallastError as error:

@@ -1,4 +1,4 @@
-"""Sequences that come to this worker while they run elsewhere: the target's half of live migrations (pure).
+"""Sequences that come to this group while they run elsewhere: live migrations at the target's leader (pure).
 
 Rule 1: blocks are taken before the first byte comes, and given back only when none is, or will be, written any more.
 Rule 2: a sequence that was handed over is taken, with its KV or, if that does not come, without.
@@ -8,11 +8,11 @@ Rule 3: whatever is refused is refused before anything has moved.
 import math
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from ballast.common.errors import InvariantViolation
-from ballast.common.ids import WorkerId
+from ballast.common.ids import Epoch, WorkerId
 from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import blocks_for
 from services.worker.core.migration_messages import (
@@ -21,21 +21,21 @@ from services.worker.core.migration_messages import (
     SPARE_BLOCKS,
     Adopt,
     DropOrphan,
-    Expect,
     Handed,
+    Keep,
     MigrationId,
     Off,
     Offer,
-    Release,
     Say,
-    Span,
-    StopExpecting,
+    Stop,
+    Take,
     Taken,
     TargetCommand,
     Want,
     Withdrawn,
 )
 from services.worker.core.snapshot import SequenceSnapshot
+from services.worker.core.spans import Span, Stage
 
 _TARGET_PATIENCE_S = 2 * PATIENCE_S
 _LAST_PATIENCE_S = 2.0  # for the last span of a sequence that was handed over: it stands still meanwhile
@@ -62,16 +62,24 @@ class _Arrival:
     migration_id: MigrationId
     sequence_id: SequenceId
     source: WorkerId
-    block_count: int  # that it holds here
+    epoch: Epoch  # of the links
+    givers: tuple[Stage, ...]
+    takers: tuple[Stage, ...]  # this group's
+    block_count: int  # that it holds on each of them
     progress_s: float
     offered_s: float
     nearly_since_s: float = math.inf  # only its end is missing
     phase: Phase = Phase.COPYING
-    is_expected: bool = False  # a span may be written, or is to be told of
+    unready: set[WorkerId] = field(default_factory=set[WorkerId])  # stages that have no blocks yet for what was asked
+    writing: set[WorkerId] = field(default_factory=set[WorkerId])  # have not said that nothing is, or will be, written
+    failed: bool = False  # a stage has not got what was asked for, and the others have been told
     landed_blocks: int = 0
     kv_tokens: int = 0  # all of them have come
     snapshot: SequenceSnapshot | None = None  # handed over
     withdrawn: bool = False
+
+    def keep(self, token_count: int) -> Keep:
+        return Keep(self.migration_id, self.sequence_id, token_count)
 
 
 class Arrivals:
@@ -113,8 +121,12 @@ class Arrivals:
 
     # ------------------------------------------------------------ what the source says
 
-    def offered(self, at_s: float, peer: WorkerId, offer: Offer, why_not: str) -> list[TargetCommand]:
-        """`why_not`: why this worker takes no sequence at all; empty: it may."""
+    def offered(
+        self, at_s: float, peer: WorkerId, epoch: Epoch, offer: Offer, takers: tuple[Stage, ...], why_not: str
+    ) -> list[TargetCommand]:
+        """`epoch`: of the links. `takers`: the stages of this group. `why_not`: why it takes no sequence at all; empty:
+        it may.
+        """
         migration_id = offer.migration_id
         if migration_id in self._open or migration_id in self._over:
             self.stale_total += 1
@@ -128,7 +140,8 @@ class Arrivals:
         if why_not:
             self._remember(migration_id, _End.GIVEN_UP, offer.sequence_id)
             return [Say(peer, Off(migration_id, why_not))]
-        arrival = _Arrival(migration_id, offer.sequence_id, peer, block_count, at_s, at_s)
+        givers = offer.givers
+        arrival = _Arrival(migration_id, offer.sequence_id, peer, epoch, givers, takers, block_count, at_s, at_s)
         self._note_missing(at_s, arrival, offer.token_count)
         self._open[migration_id] = arrival
         return self._ask(arrival)
@@ -180,17 +193,36 @@ class Arrivals:
 
     # ------------------------------------------------------------ KV
 
-    def landed(self, at_s: float, migration_id: MigrationId, span: Span | None) -> list[TargetCommand]:
-        """A span has come, or what was coming will not (None). Nothing is written for it any more."""
+    def ready(self, at_s: float, migration_id: MigrationId, stage: WorkerId) -> list[TargetCommand]:
+        """That stage has blocks for what was asked for last."""
         arrival = self._open.get(migration_id)
-        if arrival is None:
+        if arrival is None or stage not in arrival.unready:
             self.stale_total += 1
             return []
-        arrival.is_expected = False
+        arrival.unready.discard(stage)
+        if arrival.unready or arrival.failed or arrival.phase is not Phase.COPYING:
+            return []
+        first, last = arrival.landed_blocks, arrival.block_count
+        return [Say(arrival.source, Want(migration_id, first, last, arrival.takers))]
+
+    def landed(self, at_s: float, migration_id: MigrationId, stage: WorkerId, span: Span | None) -> list[TargetCommand]:
+        """A span has come to that stage, or what was coming will not (None). Nothing is written there any more."""
+        arrival = self._open.get(migration_id)
+        if arrival is None or stage not in arrival.writing:
+            self.stale_total += 1
+            return []
+        arrival.writing.discard(stage)
+        arrival.unready.discard(stage)
+        if span is None and arrival.writing and not (arrival.failed or arrival.phase is Phase.ENDING):
+            arrival.failed = True
+            return [Stop(migration_id)]
+        arrival.failed = arrival.failed or span is None
+        if arrival.writing:
+            return []
         if arrival.phase is Phase.ENDING:
-            return self.quiet(migration_id)
+            return self._quiet(arrival)
         arrival.progress_s = at_s
-        if span is None:
+        if span is None or arrival.failed:
             return self._lose_kv(arrival)
         if span.first_block != arrival.landed_blocks or span.last_block > arrival.block_count:
             raise InvariantViolation(f"{span} has come for {arrival}")
@@ -214,20 +246,19 @@ class Arrivals:
         return self._ask(arrival)
 
     def _ask(self, arrival: _Arrival) -> list[TargetCommand]:
+        """The stages for blocks: the source hears when all have them."""
+        arrival.unready = {stage.worker_id for stage in arrival.takers}
+        arrival.writing = set(arrival.unready)
         first, last = arrival.landed_blocks, arrival.block_count
-        arrival.is_expected = True
-        return [
-            Expect(arrival.migration_id, arrival.sequence_id, arrival.source, first, last),
-            Say(arrival.source, Want(arrival.migration_id, first, last)),
-        ]
+        return [Take(arrival.migration_id, arrival.sequence_id, arrival.epoch, first, last, arrival.givers)]
 
     def _take(self, arrival: _Arrival) -> list[TargetCommand]:
         assert arrival.snapshot is not None
         with_kv = arrival.kv_tokens == arrival.snapshot.computed_tokens > 0
         self._close(arrival, _End.TAKEN)
-        released = [] if with_kv else [Release(arrival.sequence_id)]
+        kv_tokens = arrival.kv_tokens if with_kv else 0
         taken = Say(arrival.source, Taken(arrival.migration_id, with_kv))
-        return [*released, Adopt(arrival.snapshot, arrival.kv_tokens if with_kv else 0), taken]
+        return [arrival.keep(kv_tokens), Adopt(arrival.snapshot, kv_tokens), taken]
 
     def _lose_kv(self, arrival: _Arrival) -> list[TargetCommand]:
         """Whatever was coming does not come, and nothing is written any more."""
@@ -236,21 +267,17 @@ class Arrivals:
             return self._take(arrival)
         self._close(arrival, _End.GIVEN_UP)
         why = "its KV has not come"
-        return [Release(arrival.sequence_id), Say(arrival.source, Off(arrival.migration_id, why))]
+        return [arrival.keep(0), Say(arrival.source, Off(arrival.migration_id, why))]
 
     # ------------------------------------------------------------ the end of it
 
-    def quiet(self, migration_id: MigrationId) -> list[TargetCommand]:
+    def _quiet(self, arrival: _Arrival) -> list[TargetCommand]:
         """Nothing is, or will be, written for it any more."""
-        arrival = self._open.get(migration_id)
-        if arrival is None or arrival.phase is not Phase.ENDING:
-            self.stale_total += 1
-            return []
         arrival.kv_tokens = 0
         if arrival.snapshot is not None and not arrival.withdrawn:
             return self._take(arrival)
         self._close(arrival, _End.WITHDRAWN if arrival.withdrawn else _End.GIVEN_UP)
-        return [Release(arrival.sequence_id)]
+        return [arrival.keep(0)]
 
     def tick(self, at_s: float) -> list[TargetCommand]:
         commands: list[TargetCommand] = []
@@ -262,6 +289,13 @@ class Arrivals:
             elif arrival.phase is Phase.HANDED and waited_s > _LAST_PATIENCE_S:
                 commands += self._stop(arrival)
         return commands
+
+    def abandon(self, why: str) -> list[TargetCommand]:
+        """The group is lost, with all blocks. What was handed over to it is nobody's: dispatchers have it replayed."""
+        copying = [a for a in self._open.values() if a.phase is Phase.COPYING]
+        for arrival in list(self._open.values()):
+            self._close(arrival, _End.TAKEN if arrival.snapshot is not None else _End.GIVEN_UP)
+        return [Say(arrival.source, Off(arrival.migration_id, why)) for arrival in copying]
 
     def give_up_all(self, why: str) -> list[TargetCommand]:
         """The layout changes. What was handed over is still waited for."""
@@ -278,7 +312,9 @@ class Arrivals:
         if arrival.phase is Phase.ENDING:
             return []
         arrival.phase = Phase.ENDING
-        return [StopExpecting(arrival.migration_id)] if arrival.is_expected else self.quiet(arrival.migration_id)
+        if not arrival.writing:
+            return self._quiet(arrival)
+        return [] if arrival.failed else [Stop(arrival.migration_id)]
 
     def _close(self, arrival: _Arrival, end: _End) -> None:
         del self._open[arrival.migration_id]

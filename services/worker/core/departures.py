@@ -1,36 +1,37 @@
-"""Sequences that leave this worker while they run: the source's half of live migrations (pure).
+"""Sequences that leave this group while they run: the source's half of live migrations, at its leader (pure).
 
-Rule 1: until `HandAway` the sequence is this worker's and goes on undisturbed, whatever becomes of the migration.
+Rule 1: until `HandAway` the sequence is this group's and goes on undisturbed, whatever becomes of the migration.
 Rule 2: with `HandAway` it is the target's for good. Its dispatcher submits it there with the tokens that it has, so
 whatever is lost on the way costs time, and no token.
 Rule 3: KV is sent only against the target's leave (`Want`), one span at a time.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
 from ballast.common.errors import InvariantViolation
-from ballast.common.ids import WorkerId
+from ballast.common.ids import Epoch, WorkerId
 from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import blocks_for
 from services.worker.core.migration_messages import (
     MOST_AT_ONCE,
     PATIENCE_S,
+    Give,
     HandAway,
     MigrationId,
     Off,
     Offer,
     Report,
     Say,
-    SendSpan,
     SourceCommand,
-    Span,
     Taken,
     Want,
     Withdrawn,
 )
+from services.worker.core.spans import Span, Stage
+from services.worker.policy.departure import Decoding
 
 WORTH_BLOCKS = 2  # fewer whole blocks are left to the last span: a part of a block is missing then, whatever is done
 _TAIL_ROUNDS = 8  # rounds that copy what has grown meanwhile; then the sequence stands still for the rest
@@ -50,9 +51,11 @@ class _Departure:
     migration_id: MigrationId
     sequence_id: SequenceId
     to: WorkerId
+    epoch: Epoch  # of the links to there
     began_s: float
     progress_s: float
     phase: Phase = Phase.OFFERED
+    takers: tuple[Stage, ...] = ()  # the stages that it goes to
     copied_blocks: int = 0  # that the target has said it has
     sent_blocks: int = 0  # to the end of the span that was sent last
     room_blocks: int = 0  # that the target has
@@ -60,6 +63,9 @@ class _Departure:
     tail_rounds: int = 0
     last_blocks: int = 0
     handed_s: float = 0.0
+
+    def give(self, span: Span) -> Give:
+        return Give(self.migration_id, self.sequence_id, self.epoch, span, self.takers)
 
 
 class Departures:
@@ -84,12 +90,20 @@ class Departures:
         return len(self._open) < MOST_AT_ONCE
 
     def begin(
-        self, at_s: float, migration_id: MigrationId, sequence_id: SequenceId, to: WorkerId, token_count: int
+        self,
+        at_s: float,
+        migration_id: MigrationId,
+        to: WorkerId,
+        epoch: Epoch,
+        chosen: Decoding,
+        givers: Iterable[Stage],
     ) -> list[SourceCommand]:
+        """`epoch`: of the links. `givers`: the stages of this group."""
+        sequence_id = chosen.sequence_id
         if not self.may_begin or sequence_id in self.leaving:
             raise InvariantViolation(f"sequence {sequence_id} is to leave, {len(self._open)} are leaving")
-        self._open[migration_id] = _Departure(migration_id, sequence_id, to, at_s, at_s)
-        return [Say(to, Offer(migration_id, sequence_id, token_count))]
+        self._open[migration_id] = _Departure(migration_id, sequence_id, to, epoch, at_s, at_s)
+        return [Say(to, Offer(migration_id, sequence_id, chosen.token_count, tuple(givers)))]
 
     # ------------------------------------------------------------ what happens
 
@@ -116,9 +130,10 @@ class Departures:
             return
         departure.phase, departure.progress_s = Phase.READY, at_s
         departure.copied_blocks, departure.room_blocks = want.first_block, want.last_block
+        departure.takers = want.takers
 
     def sent(self, at_s: float, migration_id: MigrationId, why_not: str) -> list[SourceCommand]:
-        """The span that was sent last has left, or could not."""
+        """The span that was given last has left a stage, or could not."""
         departure = self._open.get(migration_id)
         if departure is None or departure.phase is not Phase.SENDING:
             return []  # the target has said already what has become of it
@@ -127,8 +142,15 @@ class Departures:
         departure.progress_s = at_s
         return []
 
-    def look(self, at_s: float, kv_tokens: Callable[[SequenceId], int | None]) -> list[SourceCommand]:
-        """Between two steps. `kv_tokens`: how many tokens of a running sequence have KV; None: it runs no more."""
+    def look(
+        self,
+        at_s: float,
+        kv_tokens: Callable[[SequenceId], int | None],
+        in_flight: Callable[[SequenceId], bool],
+    ) -> list[SourceCommand]:
+        """Between two steps. `kv_tokens`: how many tokens of a running sequence have KV on every stage; None: it runs
+        no more.
+        """
         commands: list[SourceCommand] = []
         for departure in list(self._open.values()):
             if departure.phase is Phase.HANDED:
@@ -139,20 +161,24 @@ class Departures:
             if token_count is None:
                 commands += self._give_up(departure, at_s, "it has ended, or has given way")
             elif departure.phase is Phase.READY:
-                commands += self._go_on(departure, at_s, token_count)
+                commands += self._go_on(departure, at_s, token_count, in_flight)
             elif at_s - departure.progress_s > PATIENCE_S:
                 commands += self._give_up(departure, at_s, f"nothing has happened for {PATIENCE_S:g} s")
         return commands
 
-    def _go_on(self, departure: _Departure, at_s: float, token_count: int) -> list[SourceCommand]:
+    def _go_on(
+        self, departure: _Departure, at_s: float, token_count: int, in_flight: Callable[[SequenceId], bool]
+    ) -> list[SourceCommand]:
         first, room = departure.copied_blocks, departure.room_blocks
         whole, end = token_count // self._block_tokens, blocks_for(token_count, self._block_tokens)
         enough = whole - first < WORTH_BLOCKS or departure.tail_rounds >= _TAIL_ROUNDS
         if enough and end <= room:
+            if in_flight(departure.sequence_id):
+                return []  # when its token has come
             departure.phase, departure.handed_s, departure.last_blocks = Phase.HANDED, at_s, end - first
             self._remember(departure)
             span = Span(first, end, token_count, last=True)
-            return [HandAway(departure.migration_id, departure.sequence_id, departure.to, span)]
+            return [HandAway(departure.to, departure.give(span))]
         if departure.rounds >= _MOST_ROUNDS and departure.tail_rounds >= _TAIL_ROUNDS:
             return self._give_up(departure, at_s, "its KV grows as fast as it is copied")
         last = min(whole, room, first + self._max_span_blocks)
@@ -161,7 +187,7 @@ class Departures:
         departure.rounds += 1
         departure.tail_rounds += departure.rounds > 1 and whole - first <= self._max_span_blocks
         span = Span(first, departure.sent_blocks, token_count)
-        return [SendSpan(departure.migration_id, departure.sequence_id, departure.to, span)]
+        return [departure.give(span)]
 
     def _remember(self, departure: _Departure) -> None:
         self._gone[departure.sequence_id] = departure.migration_id, departure.to

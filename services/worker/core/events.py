@@ -204,7 +204,7 @@ class Adopted:
     """Sequences of another leader. They run on at once and keep what they produce until their dispatchers ask.
 
     Told while nothing is in flight, on any stage: the stages take blocks for their KV just before, and those must not
-    be blocks that a batch on its way has been promised.
+    be blocks that a batch on its way has been promised. Else they take them `in_order` with batches.
     """
 
     at_s: float
@@ -214,6 +214,7 @@ class Adopted:
     last: bool = False  # no other handover is coming: what still waits for one need not
     waiting_ids: frozenset[SequenceId] = frozenset()  # suspended, no room on all stages yet: KvAdmitted says when
     by_tokens: bool = False  # they are known here by other ids: a stage of the group before may know them yet
+    in_order: bool = False
 
 
 @dataclass(frozen=True, slots=True)

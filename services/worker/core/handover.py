@@ -81,7 +81,7 @@ class Handovers:
     # ---------------------------------------------------------------- coming
 
     def adopt(self, lane: Lane, event: Adopted) -> None:
-        if not event.by_tokens:
+        if not (event.by_tokens or event.in_order):
             lane.flights.demand_none("sequences are adopted")
         if not lane.leads:
             raise InvariantViolation("a follower is handed sequences over")

@@ -140,8 +140,9 @@ class Lane:
         """Why a sequence of another leader that takes so many blocks more cannot come, or (not `new`) not go on coming;
         empty: it can.
         """
-        if block_count > self.book.free_count and self.flights.to_remove:  # what has left holds its blocks until then
-            return f"{self.book.free_count} blocks are free before the next batch, {block_count} are needed"
+        free_count = min(self.book.block_count, self.scheduler.block_count) - self.book.used_count  # on every stage
+        if block_count > free_count and self.flights.to_remove:  # what has left holds its blocks until then
+            return f"{free_count} blocks are free before the next batch, {block_count} are needed"
         return self.scheduler.why_no_room(block_count, new=new)
 
     @property

@@ -1,19 +1,26 @@
-"""What the two workers of a live migration say to each other, and what their halves want done (pure).
+"""What is said of a live migration, and what its halves want done (pure).
 
-A migration moves one running sequence from a worker that leads alone to another one. `Offer` opens it; the target
-answers with the blocks that it has room for (`Want`) or with `Off`. Each `Want` is leave to send one span of KV, so
-nothing ever comes for which there is no place. The last span goes with `Handed`: the sequence as it is. Everything
-names the migration, whose number no other one in the cluster has or has had, so that what is late does nothing.
+A migration moves one running sequence from one group to another; either may be a worker alone. Its leaders decide.
+`Offer` opens it; the target answers with the blocks that it has room for (`Want`) or with `Off`. Each `Want` is leave
+to send one span of KV, so nothing ever comes for which there is no place. The last span goes with `Handed`: the
+sequence as it is. Everything names the migration, whose number no other one in the cluster has or has had, so that what
+is late does nothing.
+
+KV goes from stage to stage (`core.spans`). A leader tells its stages what to give (`Give`) and what to take (`Take`,
+`Stop`, `Keep`) in order with batches: so every stage reads a block before a later batch frees it, and takes blocks that
+an earlier batch has freed. Each `Take` is answered by `Ready`, when there are blocks, and then by `Landed`; or by
+`Landed` alone.
 """
 
 from dataclasses import dataclass
 
-from ballast.common.ids import WorkerId
+from ballast.common.ids import Epoch, WorkerId
 from services.worker.core.batch import SequenceId
 from services.worker.core.snapshot import SequenceSnapshot
+from services.worker.core.spans import Span, Stage
 
 MigrationId = int
-MOST_AT_ONCE = 4  # that a worker takes part in, in either direction
+MOST_AT_ONCE = 4  # that a group takes part in, in either direction
 PATIENCE_S = 3.0  # of the source, without progress. The target waits longer, so that it hears of the end first
 SPARE_BLOCKS = 2  # that the target has room for beyond what there is: the sequence goes on growing
 
@@ -26,6 +33,7 @@ class Offer:
     migration_id: MigrationId
     sequence_id: SequenceId
     token_count: int
+    givers: tuple[Stage, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +61,7 @@ class Want:
     migration_id: MigrationId
     first_block: int
     last_block: int
+    takers: tuple[Stage, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +83,70 @@ class Off:
     why: str
 
 
-Message = Offer | Handed | Withdrawn | Want | Taken | Off
+# ---------------------------------------------------------------- from a leader to its stages
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """KV that has come. `last`: nothing follows, and `token_count` tokens have theirs."""
+class Give:
+    """From where the KV lies. The last span is copied at once, as a batch behind it may free the blocks; the others are
+    read while the sequence goes on decoding. `sent` is to be called at the end of these.
+    """
 
+    migration_id: MigrationId
+    sequence_id: SequenceId
+    epoch: Epoch  # of the links
+    span: Span
+    takers: tuple[Stage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Have blocks for the first `last_block` of the sequence, and let its KV come from `first_block` on."""
+
+    migration_id: MigrationId
+    sequence_id: SequenceId
+    epoch: Epoch
     first_block: int
     last_block: int
-    token_count: int  # with KV at the source when it was sent
-    last: bool = False
+    givers: tuple[Stage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Whatever has not come is not let in any more. `Landed` follows when nothing is being written."""
+
+    migration_id: MigrationId
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """It is over: of the blocks of the sequence those for so many tokens are held, the others are free."""
+
+    migration_id: MigrationId
+    sequence_id: SequenceId
+    token_count: int
+
+
+# ---------------------------------------------------------------- from a stage to its leader
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """There are blocks here."""
+
+    migration_id: MigrationId
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """A span is here, in the layers of this stage; or what was coming will not come (None), and nothing is written."""
+
+    migration_id: MigrationId
+    span: Span | None
+
+
+ForStages = Give | Take | Stop | Keep
+Message = Offer | Handed | Withdrawn | Want | Taken | Off | ForStages | Ready | Landed
 
 
 # ---------------------------------------------------------------- commands of both halves
@@ -100,25 +162,13 @@ class Say:
 
 
 @dataclass(frozen=True, slots=True)
-class SendSpan:
-    """From where the KV lies, while the sequence goes on decoding. `sent` is to be called at its end."""
-
-    migration_id: MigrationId
-    sequence_id: SequenceId
-    to: WorkerId
-    span: Span
-
-
-@dataclass(frozen=True, slots=True)
 class HandAway:
-    """Now, between two steps: send the last span, let go of the sequence, and say Handed. If the span cannot be sent,
-    nothing has happened: `give_up`.
+    """Now, between two steps: give the last span, let go of the sequence, and say Handed. If the span cannot be given
+    here, nothing has happened: `give_up`.
     """
 
-    migration_id: MigrationId
-    sequence_id: SequenceId
     to: WorkerId
-    span: Span
+    give: Give
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,33 +192,8 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Expect:
-    """Have blocks for the first `last_block` of the sequence, and let its KV come from `first_block` on."""
-
-    migration_id: MigrationId
-    sequence_id: SequenceId
-    source: WorkerId
-    first_block: int
-    last_block: int
-
-
-@dataclass(frozen=True, slots=True)
-class StopExpecting:
-    """`quiet` is to be called when nothing is, or will be, written for it any more: perhaps at once."""
-
-    migration_id: MigrationId
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Its blocks are free."""
-
-    sequence_id: SequenceId
-
-
-@dataclass(frozen=True, slots=True)
 class Adopt:
-    """It is this worker's. `kv_tokens` of its tokens have their KV in its blocks; with 0 it holds none."""
+    """It is this group's. `kv_tokens` of its tokens have their KV in its blocks; with 0 it holds none."""
 
     snapshot: SequenceSnapshot
     kv_tokens: int
@@ -181,5 +206,5 @@ class DropOrphan:
     sequence_id: SequenceId
 
 
-SourceCommand = Say | SendSpan | HandAway | Report
-TargetCommand = Say | Expect | StopExpecting | Release | Adopt | DropOrphan
+SourceCommand = Say | Give | HandAway | Report
+TargetCommand = Say | Take | Stop | Keep | Adopt | DropOrphan

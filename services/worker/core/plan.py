@@ -10,8 +10,8 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import Group, Layout, group_of, participants, peers_of
 from ballast.common.transition import TransitionKind
-
-SequenceId = int
+from services.worker.core.batch import SequenceId
+from services.worker.core.spans import Hop, hops
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +74,9 @@ def part_of(plan: Plan, me: WorkerId) -> Part | None:
     )
 
 
-def transfers(plan: Plan, victim: Victim, new_leader: WorkerId) -> list[tuple[WorkerId, WorkerId, int, int]]:
-    """(from, to, first layer, last layer) of the victim's KV that has to move; by destination, then by layer."""
+def transfers(plan: Plan, victim: Victim, new_leader: WorkerId) -> list[Hop]:
+    """What of the victim's KV has to move."""
     old, new = group_of(plan.base, victim.old_leader), group_of(plan.target, new_leader)
     if old is None or new is None or victim.computed_tokens == 0:
         return []
-    moves: list[tuple[WorkerId, WorkerId, int, int]] = []
-    for stage in new.members:
-        for holder in old.members:
-            first, last = max(stage.first_layer, holder.first_layer), min(stage.last_layer, holder.last_layer)
-            if first < last and stage.worker_id != holder.worker_id:
-                moves.append((holder.worker_id, stage.worker_id, first, last))
-    return moves
+    return [hop for hop in hops(old.members, new.members) if hop.giver != hop.taker]

@@ -280,6 +280,11 @@ class WorkerCore:
             return None
         return sequence.computed_tokens
 
+    def in_flight(self, sequence_id: SequenceId) -> bool:
+        """Whether a batch has it that has not landed."""
+        sequence = self._residents.live.get(sequence_id)
+        return sequence is not None and sequence.step_id > self.lane.landed_step_id
+
     def why_no_room(self, block_count: int, *, new: bool) -> str:
         """Why a sequence of another leader that takes so many blocks more cannot come, or (not `new`) not go on coming;
         empty: it can.

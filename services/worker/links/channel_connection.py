@@ -126,9 +126,8 @@ class ChannelConnection(Connection):
     def as_tensor(self, data: bytes) -> torch.Tensor:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
-    def pack(self, pieces: Sequence[torch.Tensor], end: bytes) -> torch.Tensor:
-        body = self.as_tensor(end)
-        parts = Pieces([*pieces, body], "pieces")
+    def pack(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        parts = Pieces(pieces, "pieces")
         whole = self._copies.empty(parts.total_bytes, HOST)
         if (mark := self._copies.mark()) is not None:
             mark.wait()

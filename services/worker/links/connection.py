@@ -135,9 +135,9 @@ class Link:
         """What is too long to be meta, to be sent as a tensor of bytes."""
         return self.connection.as_tensor(data)
 
-    def pack(self, pieces: Sequence[torch.Tensor], end: bytes) -> torch.Tensor:
-        """A copy of what lies in `pieces` and then `end`, to be sent as one message. See `packed_below_bytes`."""
-        return self.connection.pack(pieces, end)
+    def pack(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A copy of what lies in `pieces`, to be sent as one message. See `packed_below_bytes`."""
+        return self.connection.pack(pieces)
 
     def unpack(self, packed: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
         """Into `pieces`, which take as many bytes, what `pack` took from others."""
@@ -337,7 +337,7 @@ class Connection(ABC):
     def as_tensor(self, data: bytes) -> torch.Tensor: ...
 
     @abstractmethod
-    def pack(self, pieces: Sequence[torch.Tensor], end: bytes) -> torch.Tensor: ...
+    def pack(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor: ...
 
     @abstractmethod
     def unpack(self, packed: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None: ...

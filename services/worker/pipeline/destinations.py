@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from ballast.common.ids import Epoch, WorkerId
-from services.worker.core.migration_messages import MigrationId, Span
+from ballast.common.ids import WorkerId
+from services.worker.core.spans import Piece
 
 if TYPE_CHECKING:
     import torch
 
-Key = tuple[Epoch, int, WorkerId, int]  # epoch, sequence and first layer; or layer and 0; source in between
+Key = tuple[int, int, WorkerId, int]  # move, sequence, giver and first layer; or epoch, layer, source and 0
+Pieces = list["torch.Tensor"]
+
+
+def key_of(piece: Piece, giver: WorkerId) -> Key:
+    return piece.move, piece.sequence_id, giver, piece.first_layer
+
+
+def whole(pieces: Pieces) -> Callable[[int, int], Pieces]:
+    """For what comes as it is expected, or not at all."""
+    return lambda _first, _last: pieces
 
 
 class Destinations:
@@ -21,62 +30,33 @@ class Destinations:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._pieces: dict[Key, list[torch.Tensor]] = {}
+        self._expected: dict[Key, tuple[int, int, Callable[[int, int], Pieces]]] = {}
 
-    def put(self, key: Key, pieces: list[torch.Tensor]) -> None:
+    def put(self, key: Key, pieces: Callable[[int, int], Pieces], first_block: int = 0, last_block: int = 0) -> None:
+        """What comes may be shorter than there is room for: `pieces` is called on a link's thread with the blocks that
+        do, `[first, last)` of the sequence.
+        """
         with self._lock:
-            self._pieces[key] = pieces
+            self._expected[key] = first_block, last_block, pieces
 
-    def take(self, key: Key) -> list[torch.Tensor] | None:
+    def take(self, key: Key, first_block: int = 0, last_block: int = 0) -> Pieces | None:
+        """None: nobody waits for it."""
         with self._lock:
-            return self._pieces.pop(key, None)
+            first, last, pieces = self._expected.get(key, (-1, -1, _nothing))
+            if not first == first_block <= last_block <= last:
+                return None
+            del self._expected[key]
+        return pieces(first_block, last_block)
+
+    def forget(self, key: Key) -> bool:
+        """False: it has been taken, and may be being written."""
+        with self._lock:
+            return self._expected.pop(key, None) is not None
 
     def clear(self) -> None:
         with self._lock:
-            self._pieces.clear()
+            self._expected.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class _Expected:
-    source: WorkerId
-    first_block: int
-    last_block: int
-    pieces: Callable[[int, int], list[torch.Tensor]]
-
-
-class ExpectedSpans:
-    """Spans of migrations: one may be shorter than there is room for, so its memory is looked up when it comes. Safe
-    for use from any thread.
-    """
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._expected: dict[MigrationId, _Expected] = {}
-
-    def put(
-        self,
-        migration_id: MigrationId,
-        source: WorkerId,
-        first_block: int,
-        last_block: int,
-        pieces: Callable[[int, int], list[torch.Tensor]],
-    ) -> None:
-        """`pieces` is called on a link's thread with the blocks that come, `[first, last)` of the sequence."""
-        with self._lock:
-            self._expected[migration_id] = _Expected(source, first_block, last_block, pieces)
-
-    def take(self, source: WorkerId, migration_id: MigrationId, span: Span) -> list[torch.Tensor] | None:
-        """None: nobody waits for it."""
-        with self._lock:
-            expected = self._expected.get(migration_id)
-            if expected is None or expected.source != source:
-                return None
-            if not expected.first_block == span.first_block <= span.last_block <= expected.last_block:
-                return None
-            del self._expected[migration_id]
-        return expected.pieces(span.first_block, span.last_block)
-
-    def forget(self, migration_id: MigrationId) -> bool:
-        """False: it has been taken, and may be being written."""
-        with self._lock:
-            return self._expected.pop(migration_id, None) is not None
+def _nothing(_first: int, _last: int) -> Pieces:
+    return []

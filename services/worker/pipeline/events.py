@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,19 +10,17 @@ from typing import TYPE_CHECKING
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.sampling import Grammar
 from services.worker.core.batch import Batch, SequenceId, StepResult
-from services.worker.core.migration_messages import Handed, MigrationId
 from services.worker.core.migration_messages import Message as MigrationMessage
-from services.worker.core.migration_messages import Span as MigrationSpan
+from services.worker.core.migration_messages import MigrationId
 from services.worker.core.plan import Plan, Victim
 from services.worker.core.room import RoomSizes
 from services.worker.core.snapshot import SequenceSnapshot
+from services.worker.core.spans import Piece
 from services.worker.core.transition_messages import Event as TransitionEvent
 from services.worker.links.transfer import TransferReport
 from services.worker.shell import MemberEvent
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
     from services.worker.links.connection import Link
@@ -174,12 +173,14 @@ class RoomGranted(MemberEvent):
 
 @dataclass(frozen=True, slots=True)
 class MigrationOrdered(MemberEvent):
-    """From the planner: this worker is `source` or `target`."""
+    """From the planner: the group that `source` leads gives requests to the one of `target`, and this worker is in one
+    of them.
+    """
 
     epoch: Epoch
     source: WorkerId
     target: WorkerId
-    peer_address: str  # where the other one's links meet
+    peers: Mapping[WorkerId, str]  # the members of the other group, and where their links meet
     block_budget: int
     until_s: float
     cause_id: str
@@ -194,24 +195,13 @@ class MigrationTold(MemberEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class HandedWithKv(MemberEvent):
-    """A sequence is handed over, and the last of its KV has come with the word."""
-
-    peer: WorkerId
-    link: Link
-    message: Handed
-    span: MigrationSpan
-    kv: torch.Tensor  # flat bytes
-    pieces: Sequence[torch.Tensor] | None  # where it goes; None: nobody waits for it any more
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class SpanLanded(MemberEvent):
-    """KV of a sequence that comes here by a migration; None: what was coming will not."""
+    """KV of a sequence that comes here by a migration; or it will not come any more."""
 
-    migration_id: MigrationId
-    span: MigrationSpan | None
+    giver: WorkerId
+    piece: Piece
+    delivered: bool
+    unpack: Callable[[], None] | None = None  # it is here, and not in its place
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,15 +25,17 @@ from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import blocks_for
 from services.worker.core.plan import Victim, transfers
 from services.worker.core.retired import RetiredTables
+from services.worker.core.spans import Piece, Span
 from services.worker.core.transition import Transition
 from services.worker.core.transition_messages import ExpectKv, SendKv
 from services.worker.links.traffic import TrafficClass
 from services.worker.links.transfer import Outcome, Transfer
 from services.worker.memory.kv_cache import KvCache
+from services.worker.pipeline.destinations import whole
 from services.worker.pipeline.events import KvAsked, PieceSent
 from services.worker.pipeline.ground import Ground
 from services.worker.pipeline.status import Progress
-from services.worker.pipeline.wire import Topic
+from services.worker.pipeline.wire import Topic, pieces_to_bytes
 
 BEHIND_EXCHANGE = 1 << 40  # rank inside the class KV, behind every sequence that somebody waits for
 
@@ -88,7 +90,7 @@ class _Piece:
 
     sequence_id: SequenceId
     token_count: int
-    name: pb.KvPiece
+    name: Piece
     tensors: Sequence[torch.Tensor]
     size_bytes: int
 
@@ -136,9 +138,11 @@ class KvExchange:
             if to != transition.me:
                 continue
             pieces = self._pieces(victim, table, first, last)
-            self._hub.kv.put((command.epoch, victim.sequence_id, source, first), pieces)
-            key = (victim.sequence_id, source)
-            self._pieces_due[key] = self._pieces_due.get(key, 0) + 1
+            end_block = blocks_for(victim.computed_tokens, self._kv.shape.block_tokens)
+            key = (command.epoch, victim.sequence_id, source, first)
+            self._hub.kv.put(key, whole(pieces), 0, end_block)
+            due = (victim.sequence_id, source)
+            self._pieces_due[due] = self._pieces_due.get(due, 0) + 1
             self._progress.kv_bytes_received += kv_bytes(self._kv, victim.computed_tokens, last - first)
         for source in command.sources:
             self._to_ask.setdefault(source, []).append(victim.sequence_id)
@@ -237,13 +241,15 @@ class KvExchange:
     def _piece(self, command: SendKv) -> _Piece:
         victim, first, last = command.victim, command.first_layer, command.last_layer
         tensors = self._pieces(victim, self._table(command), first, last)
-        name = pb.KvPiece(epoch=command.epoch, sequence_id=victim.sequence_id, first_layer=first, last_layer=last)
+        end_block = blocks_for(victim.computed_tokens, self._kv.shape.block_tokens)
+        span = Span(0, end_block, victim.computed_tokens, last=True)
+        name = Piece(command.epoch, victim.sequence_id, first, last, span)
         size_bytes = sum(tensor.nbytes for tensor in tensors)
         return _Piece(victim.sequence_id, victim.computed_tokens, name, tensors, size_bytes)
 
     def _transfer(self, link: Link, to: WorkerId, pieces: Sequence[_Piece]) -> None:
         epoch, ids = self._transition.epoch, tuple(piece.sequence_id for piece in pieces)
-        meta = pb.KvPieces(pieces=[piece.name for piece in pieces]).SerializeToString()
+        meta = pieces_to_bytes(piece.name for piece in pieces)
         tensors = [tensor for piece in pieces for tensor in piece.tensors]
         try:
             transfer = link.transfer(

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING
 
 from ballast.common.ids import Epoch, WorkerId
 from ballastpb.worker.v1 import stage_pb2 as pb
-from services.worker.core.migration_messages import Handed
+from services.worker.core.spans import Piece
 from services.worker.core.transition_messages import (
     EpochEnded,
     KvCompleteReceived,
@@ -22,12 +23,11 @@ from services.worker.core.transition_messages import (
     WaveDone,
 )
 from services.worker.links.transfer import Outcome, Refusal
-from services.worker.pipeline.destinations import Destinations, ExpectedSpans
+from services.worker.pipeline.destinations import Destinations, key_of
 from services.worker.pipeline.events import (
     BatchArrived,
     CapacityTold,
     GrammarComes,
-    HandedWithKv,
     HandoverArrived,
     KvAsked,
     LayerArrived,
@@ -48,10 +48,10 @@ from services.worker.pipeline.wire import (
     capacity_from_bytes,
     grammar_from_bytes,
     migration_from_bytes,
+    pieces_from_bytes,
     result_from_bytes,
     room_from_bytes,
     snapshot_from_proto,
-    span_from_bytes,
     victim_from_proto,
 )
 from services.worker.shell import MemberEvent
@@ -79,7 +79,6 @@ class Hub:
         self._device = device
         self.kv = Destinations()
         self.layers = Destinations()  # keyed (epoch, layer, source, 0)
-        self.spans = ExpectedSpans()  # of sequences that come by migrations
         self._receiving: set[tuple[Link, int]] = set()  # transfers that write into this worker's memory
         self._lock = Lock()
         self._heads: dict[Link, bytes] = {}  # of the batch that comes next on that link
@@ -142,33 +141,31 @@ class Hub:
                 self.post(RoomWithdrawn(Epoch(message.stream)))
             case Topic.MIGRATION:
                 self.post(MigrationTold(peer, migration_from_bytes(_whole(message)), link, now_s))
-            case Topic.MIGRATION_END:
-                self.post(self._end_of_migration(link, message, now_s))
-            case Topic.KV | Topic.LAYER | Topic.MIGRATION_KV:
+            case Topic.MIGRATION_KV:
+                self._last_kv(link, peer, message)
+            case Topic.KV | Topic.LAYER:
                 raise ValueError(f"{peer} sends {Topic(message.topic).name} as a message")
 
-    def _end_of_migration(self, link: Link, message: Message, at_s: float) -> HandedWithKv:
-        peer = WorkerId(link.peer_id)
-        migration_id, span = span_from_bytes(message.meta)
-        if message.tensor is None or not 0 < message.stream <= message.tensor.numel():
-            raise ValueError(f"{peer} ends migration {migration_id} without saying how")
-        kv_bytes = message.tensor.numel() - message.stream
-        handed = migration_from_bytes(message.tensor[kv_bytes:].numpy().tobytes())
-        if not isinstance(handed, Handed) or handed.migration_id != migration_id:
-            raise ValueError(f"{peer} ends migration {migration_id} with {type(handed).__name__}")
-        pieces = self.spans.take(peer, migration_id, span)
-        if pieces is not None and kv_bytes != (expected := sum(piece.nbytes for piece in pieces)):
-            raise ValueError(f"{peer} ends migration {migration_id} with {kv_bytes} bytes of {expected}")
-        return HandedWithKv(peer, link, handed, span, message.tensor[:kv_bytes], pieces, at_s)
+    def _last_kv(self, link: Link, peer: WorkerId, message: Message) -> None:
+        (piece,) = pieces_from_bytes(message.meta)
+        place, packed = self._place(piece, peer), message.tensor
+        if place is None:
+            return  # nobody waits for it
+        size, expected = 0 if packed is None else packed.numel(), sum(tensor.nbytes for tensor in place)
+        if size != expected:
+            raise ValueError(f"{peer} sends {piece} in {size} bytes of {expected}")
+        unpack = None if packed is None else partial(link.unpack, packed, place)
+        self.post(SpanLanded(peer, piece, delivered=True, unpack=unpack))
+
+    def _place(self, piece: Piece, giver: WorkerId) -> list[torch.Tensor] | None:
+        """None: nobody waits for it."""
+        return self.kv.take(key_of(piece, giver), piece.span.first_block, piece.span.last_block)
 
     def on_opening(self, link: Link, opening: Opening) -> Sequence[torch.Tensor] | Refusal:
         peer, epoch = WorkerId(link.peer_id), Epoch(link.epoch)
-        if opening.topic == Topic.KV:
-            named = pb.KvPieces.FromString(opening.meta).pieces
-            found = [self.kv.take((epoch, piece.sequence_id, peer, piece.first_layer)) for piece in named]
+        if opening.topic in (Topic.KV, Topic.MIGRATION_KV):
+            found = [self._place(piece, peer) for piece in pieces_from_bytes(opening.meta)]
             pieces = None if None in found else [tensor for part in found for tensor in part or ()]
-        elif opening.topic == Topic.MIGRATION_KV:
-            pieces = self.spans.take(peer, *span_from_bytes(opening.meta))
         else:
             pieces = self.layers.take((epoch, pb.LayerWanted.FromString(opening.meta).layer, peer, 0))
         if pieces is None:
@@ -184,14 +181,14 @@ class Hub:
             self._receiving.discard((link, opening.transfer))
         if opening.topic == Topic.KV:
             if delivered:
-                for piece in pb.KvPieces.FromString(opening.meta).pieces:
+                for piece in pieces_from_bytes(opening.meta):
                     self.post(Told(epoch, KvReceived(self._now(), epoch, piece.sequence_id, peer)))
             else:
                 self.post(Woken())
             return
         if opening.topic == Topic.MIGRATION_KV:
-            migration_id, span = span_from_bytes(opening.meta)
-            self.post(SpanLanded(migration_id, span if delivered else None))
+            for piece in pieces_from_bytes(opening.meta):
+                self.post(SpanLanded(peer, piece, delivered))
             return
         wanted = pb.LayerWanted.FromString(opening.meta)
         failure = "" if delivered else f"{peer}: {outcome.value}"

@@ -28,7 +28,6 @@ from services.worker.pipeline.events import (
     BatchArrived,
     CapacityTold,
     GrammarComes,
-    HandedWithKv,
     HandoverArrived,
     KvAsked,
     LayerArrived,
@@ -228,7 +227,7 @@ class GroupMember:
                 restoring.layer_asked(event)
             case LayerArrived() | LayerChecked():
                 restoring.layer_news(event)
-            case MigrationOrdered() | MigrationTold() | HandedWithKv() | SpanLanded() | SpanSent():
+            case MigrationOrdered() | MigrationTold() | SpanLanded() | SpanSent():
                 self._migrations.handle(event)
             case Woken():
                 pass  # see `poll`
@@ -330,6 +329,7 @@ class GroupMember:
         get_logger().error("the group is left", peer=peer, why=why, epoch=epoch)
         now_s, role = self._now(), self._role
         self.published.fail_open(f"{peer}: {why}")
+        self._migrations.abandon(f"{peer}: {why}")
         self._links.retire(Epoch(max(epoch, role.epoch) + 1))
         self._hub.kv.clear()
         nothing_is_sent = self._driver.abandon()
@@ -345,7 +345,7 @@ class GroupMember:
             epoch,
             progress,
             self._homecoming,
-            quiet=lambda: not self._hub.receives and nothing_is_sent(),
+            quiet=lambda: not self._hub.receives and nothing_is_sent() and self._migrations.idle,
             kept=role.layers,
             began_s=now_s,
         )

@@ -152,18 +152,19 @@ class Transitions:
 
     def migrate(self, request: pb.MigrateRequest) -> None:
         """Raises InvalidRequest: it makes no sense for this worker."""
-        source, target, me = request.source, request.target, self._member.me
-        if source.worker_id == target.worker_id or me not in (source.worker_id, target.worker_id):
-            raise InvalidRequest("target", f"{me} is not one of two workers: {source.worker_id}, {target.worker_id}")
+        me = self._member.me
+        source, target = [p.worker_id for p in request.source], [p.worker_id for p in request.target]
+        if not source or not target or (source + target).count(me) != 1:
+            raise InvalidRequest("target", f"{me} is not in one of two groups: {source}, {target}")
         if request.block_budget < 1 or not 0 < request.within_s <= _LONGEST_ORDER_S:
             raise InvalidRequest("block_budget, within_s", f"out of range: {request.block_budget}, {request.within_s}")
-        peer = target if source.worker_id == me else source
+        others = request.target if me in source else request.source
         self._post(
             MigrationOrdered(
                 epoch=Epoch(request.epoch),
-                source=WorkerId(source.worker_id),
-                target=WorkerId(target.worker_id),
-                peer_address=peer.data_address,
+                source=WorkerId(source[0]),
+                target=WorkerId(target[0]),
+                peers={WorkerId(other.worker_id): other.data_address for other in others},
                 block_budget=request.block_budget,
                 until_s=self._now() + request.within_s,
                 cause_id=request.cause_id,

@@ -1,21 +1,27 @@
 """What members of a group say to each other: plain types <-> protos/ballastpb/worker/v1/stage.proto."""
 
+from collections.abc import Iterable
 from enum import IntEnum
+from typing import Any
 
 from ballast.common.ids import Epoch, RequestId, WorkerId
 from ballast.common.sampling import Grammar, SamplingParams
 from ballast.rpc.codec import PRIORITY, SAMPLING, finish_from_proto, finish_to_proto
-from ballast.rpc.mapping import Mapper
+from ballast.rpc.mapping import Mapper, map_specially
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.batch import Batch, NewSequence, Slice, StepResult, SwapCopy, TokenLogprobs
 from services.worker.core.migration_messages import (
+    Give,
     Handed,
+    Keep,
+    Landed,
     Message,
-    MigrationId,
     Off,
     Offer,
-    Span,
+    Ready,
+    Stop,
+    Take,
     Taken,
     Want,
     Withdrawn,
@@ -23,6 +29,7 @@ from services.worker.core.migration_messages import (
 from services.worker.core.plan import Victim
 from services.worker.core.room import RoomSizes
 from services.worker.core.snapshot import SequenceSnapshot
+from services.worker.core.spans import Piece
 
 _COPY = Mapper(SwapCopy, pb.SwapCopy)
 
@@ -45,11 +52,10 @@ class Topic(IntEnum):
     BATCH_HEAD = 15  # a StageBatch that is too long to stand beside hidden states: they follow in a BATCH
     KV = 16  # transfers
     LAYER = 17
-    MIGRATION = 19  # a message
-    MIGRATION_KV = 20  # a transfer
+    MIGRATION = 19
+    MIGRATION_KV = 20  # transfers; or a message, with the last of a sequence's
     WAVE = 21  # a Roster that goes from stage to stage, in order with batches
     WAVE_DONE = 22  # no payload; the stream is the wave
-    MIGRATION_END = 27  # the last span of a migration, its bytes and then those of its MIGRATION; the stream: how many
     GRAMMAR = 30  # to the last stage: a request with it comes; SamplingParams with nothing else
 
 
@@ -234,58 +240,49 @@ def snapshot_from_proto(message: pb.SequenceState) -> SequenceSnapshot:
     )
 
 
+map_specially(SequenceSnapshot, pb.SequenceState, snapshot_to_proto, snapshot_from_proto)
+# What can be said of a migration, by the name of its field. Any: each record and message of its own type.
+_SAID: dict[str, Mapper[Any, Any]] = {
+    "offer": Mapper(Offer, pb.MigrationOffer),
+    "want": Mapper(Want, pb.MigrationWant),
+    "handed": Mapper(Handed, pb.MigrationHanded),
+    "taken": Mapper(Taken, pb.MigrationTaken),
+    "off": Mapper(Off, pb.MigrationOff),
+    "withdrawn": Mapper(Withdrawn, pb.MigrationWithdrawn),
+    "give": Mapper(Give, pb.MigrationGive),
+    "take": Mapper(Take, pb.MigrationTake),
+    "stop": Mapper(Stop, pb.MigrationStop),
+    "keep": Mapper(Keep, pb.MigrationKeep),
+    "ready": Mapper(Ready, pb.MigrationReady),
+    "landed": Mapper(Landed, pb.MigrationLanded),
+}
+_SAID_AS = {mapper.record_type: name for name, mapper in _SAID.items()}
+_PIECE = Mapper(Piece, pb.KvPiece)
+
+
 def migration_to_bytes(message: Message) -> bytes:
-    made = pb.Migration(migration_id=message.migration_id)
-    match message:
-        case Offer():
-            made.offer.CopyFrom(pb.MigrationOffer(sequence_id=message.sequence_id, token_count=message.token_count))
-        case Want():
-            made.want.CopyFrom(pb.MigrationWant(first_block=message.first_block, last_block=message.last_block))
-        case Handed():
-            made.handed.CopyFrom(snapshot_to_proto(message.snapshot))
-        case Taken():
-            made.taken.CopyFrom(pb.MigrationTaken(with_kv=message.with_kv))
-        case Withdrawn():
-            made.withdrawn.SetInParent()
-        case Off():
-            made.off = message.why
+    name = _SAID_AS[type(message)]
+    made = pb.Migration()
+    getattr(made, name).CopyFrom(_SAID[name].message(message))
     return made.SerializeToString()
 
 
 def migration_from_bytes(data: bytes) -> Message:
     """Raises ValueError for what no version of ours says."""
     made = pb.Migration.FromString(data)
-    migration_id = made.migration_id
-    match made.WhichOneof("said"):
-        case "offer":
-            return Offer(migration_id, made.offer.sequence_id, made.offer.token_count)
-        case "want":
-            return Want(migration_id, made.want.first_block, made.want.last_block)
-        case "handed":
-            return Handed(migration_id, snapshot_from_proto(made.handed))
-        case "taken":
-            return Taken(migration_id, made.taken.with_kv)
-        case "withdrawn":
-            return Withdrawn(migration_id)
-        case "off":
-            return Off(migration_id, made.off)
-        case _:
-            raise ValueError("a message of a migration that says nothing")
+    name = made.WhichOneof("said")
+    if name is None:
+        raise ValueError("a message of a migration that says nothing")
+    return _SAID[name].record(getattr(made, name))
 
 
-def span_to_bytes(migration_id: MigrationId, span: Span) -> bytes:
-    return pb.MigrationSpan(
-        migration_id=migration_id,
-        first_block=span.first_block,
-        last_block=span.last_block,
-        token_count=span.token_count,
-        last=span.last,
-    ).SerializeToString()
+def pieces_to_bytes(pieces: Iterable[Piece]) -> bytes:
+    """What names KV on its way."""
+    return pb.KvPieces(pieces=[_PIECE.message(piece) for piece in pieces]).SerializeToString()
 
 
-def span_from_bytes(data: bytes) -> tuple[MigrationId, Span]:
-    made = pb.MigrationSpan.FromString(data)
-    return made.migration_id, Span(made.first_block, made.last_block, made.token_count, made.last)
+def pieces_from_bytes(data: bytes) -> list[Piece]:
+    return [_PIECE.record(named) for named in pb.KvPieces.FromString(data).pieces]
 
 
 def _new_to_proto(new: NewSequence) -> pb.NewSequence:

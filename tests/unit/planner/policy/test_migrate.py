@@ -31,7 +31,7 @@ def moves(loads: dict[str, LoadReport], rules: MigrationRules = RULES) -> list[t
     members = [Member(WorkerId(w), Incarnation(1), f"{w}:1", 0, 4, loads[w].draining, f"{w}:2") for w in loads]
     layout = Layout(Epoch(3), 4, tuple(Group(GroupId(m.worker_id), (m,)) for m in members), "test")
     found = migrations(layout, {WorkerId(w): one for w, one in loads.items()}, rules)
-    return [(m.source.worker_id, m.target.worker_id, m.block_budget) for m in found]
+    return [(m.source.leader.worker_id, m.target.leader.worker_id, m.block_budget) for m in found]
 
 
 def test_the_least_free_gives_to_the_freest_until_both_are_even() -> None:
@@ -80,3 +80,23 @@ def test_without_the_policy_only_drains_move_requests() -> None:
 def test_who_runs_as_many_as_it_may_takes_nothing() -> None:
     full = replace(load(0, running=8), max_running_count=8)
     assert moves({"w1": load(96), "w2": full}) == []
+
+
+def test_a_pipeline_gives_and_takes_as_an_instance_does() -> None:
+    """It has the blocks that its leader says, and drains with any of its members."""
+
+    def found(pair: LoadReport, alone: LoadReport, *, follower_drains: bool = False) -> list[tuple[str, str]]:
+        members = [
+            Member(WorkerId("w1"), Incarnation(1), "w1:1", 0, 2, False, "w1:2"),
+            Member(WorkerId("w2"), Incarnation(1), "w2:1", 2, 4, follower_drains, "w2:2"),
+        ]
+        lone = Member(WorkerId("w3"), Incarnation(1), "w3:1", 0, 4, False, "w3:2")
+        groups = (Group(GroupId("w1"), tuple(members)), Group(GroupId("w3"), (lone,)))
+        loads = {WorkerId("w1"): pair, WorkerId("w2"): load(0, 0), WorkerId("w3"): alone}
+        made = migrations(Layout(Epoch(3), 4, groups, "test"), loads, RULES)
+        return [(move.source.leader.worker_id, move.target.leader.worker_id) for move in made]
+
+    assert found(load(96), load(0)) == [("w1", "w3")]
+    assert found(load(0), load(96)) == [("w3", "w1")]
+    assert found(load(10), load(10)) == []
+    assert found(load(10), load(10), follower_drains=True) == [("w1", "w3")]

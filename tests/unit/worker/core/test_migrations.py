@@ -1,6 +1,9 @@
 """Stories of a sequence that moves: what its source and its target make of it. Blocks of 4 tokens."""
 
-from ballast.common.ids import RequestId, WorkerId
+import itertools
+import random
+
+from ballast.common.ids import Epoch, RequestId, WorkerId
 from ballast.common.sampling import PriorityClass, SamplingParams
 from services.worker.core.arrivals import Arrivals
 from services.worker.core.departures import Departures
@@ -8,26 +11,56 @@ from services.worker.core.migration_messages import (
     PATIENCE_S,
     Adopt,
     DropOrphan,
-    Expect,
+    Give,
     HandAway,
     Handed,
+    Keep,
     Off,
     Offer,
-    Release,
     Report,
     Say,
-    SendSpan,
-    Span,
-    StopExpecting,
+    Stop,
+    Take,
     Taken,
     Want,
     Withdrawn,
 )
 from services.worker.core.snapshot import SequenceSnapshot
+from services.worker.core.spans import Hop, Span, Stage, hops
 from services.worker.policy.departure import Decoding, choose_departure
 
-W1, W2 = WorkerId("w1"), WorkerId("w2")
-SEQUENCE, MIGRATION = 5, 77
+W1, W2, W3 = WorkerId("w1"), WorkerId("w2"), WorkerId("w3")
+SEQUENCE, MIGRATION, EPOCH = 5, 77, Epoch(4)
+GIVERS = (Stage(W1, 0, 8),)
+TAKERS = (Stage(W2, 0, 8),)
+PAIR = (Stage(W2, 0, 5), Stage(W3, 5, 8))
+
+
+def give(*span: int, last: bool = False) -> Give:
+    return Give(MIGRATION, SEQUENCE, EPOCH, Span(*span, last=last), TAKERS)
+
+
+def hand_away(*span: int) -> HandAway:
+    return HandAway(W2, give(*span, last=True))
+
+
+def take(first_block: int, last_block: int) -> Take:
+    return Take(MIGRATION, SEQUENCE, EPOCH, first_block, last_block, GIVERS)
+
+
+def keep(token_count: int) -> Keep:
+    return Keep(MIGRATION, SEQUENCE, token_count)
+
+
+def offer(token_count: int, migration_id: int = MIGRATION) -> Offer:
+    return Offer(migration_id, SEQUENCE, token_count, GIVERS)
+
+
+OFFER = offer(22)
+
+
+def want(first_block: int, last_block: int, takers: tuple[Stage, ...] = TAKERS) -> Want:
+    return Want(MIGRATION, first_block, last_block, takers)
 
 
 def snapshot(sequence_id: int, computed_tokens: int) -> SequenceSnapshot:
@@ -62,13 +95,14 @@ def snapshot(sequence_id: int, computed_tokens: int) -> SequenceSnapshot:
 
 def leaving(token_count: int = 22) -> Departures:
     departures = Departures(4, 100)
-    (said,) = departures.begin(0.0, MIGRATION, SEQUENCE, W2, token_count)
-    assert said == Say(W2, Offer(MIGRATION, SEQUENCE, token_count))
+    chosen = Decoding(SEQUENCE, 1, token_count, token_count // 4 + 1)
+    (said,) = departures.begin(0.0, MIGRATION, W2, EPOCH, chosen, GIVERS)
+    assert said == Say(W2, offer(token_count))
     return departures
 
 
-def look(departures: Departures, at_s: float, token_count: int | None) -> list[object]:
-    commands = departures.look(at_s, lambda _: token_count)
+def look(departures: Departures, at_s: float, token_count: int | None, *, in_flight: bool = False) -> list[object]:
+    commands = departures.look(at_s, lambda _: token_count, lambda _: in_flight)
     departures.check()
     return list(commands)
 
@@ -86,14 +120,24 @@ def arrivals(room_blocks: int = 100) -> Arrivals:
 def copying() -> Arrivals:
     """Five blocks have come, and there is room for four more."""
     coming = arrivals()
-    expect, want = coming.offered(0.0, W1, Offer(MIGRATION, SEQUENCE, 22), "")
-    assert expect == Expect(MIGRATION, SEQUENCE, W1, 0, 8)  # 23 tokens and two blocks to spare
-    assert want == Say(W1, Want(MIGRATION, 0, 8))
-    expect, want = coming.landed(0.1, MIGRATION, Span(0, 5, 25))
-    assert expect == Expect(MIGRATION, SEQUENCE, W1, 5, 9)
-    assert want == Say(W1, Want(MIGRATION, 5, 9))
+    assert offered(coming, 0.0) == [take(0, 8)]  # 23 tokens and two blocks to spare
+    assert coming.ready(0.0, MIGRATION, W2) == [Say(W1, want(0, 8))]
+    assert landed(coming, 0.1, Span(0, 5, 25)) == [take(5, 9)]
+    assert coming.ready(0.1, MIGRATION, W2) == [Say(W1, want(5, 9))]
     coming.check()
     return coming
+
+
+def offered(
+    coming: Arrivals, at_s: float, made: Offer = OFFER, why_not: str = "", takers: tuple[Stage, ...] = TAKERS
+) -> list[object]:
+    return list(coming.offered(at_s, W1, EPOCH, made, takers, why_not))
+
+
+def landed(coming: Arrivals, at_s: float, span: Span | None, stage: WorkerId = W2) -> list[object]:
+    commands = coming.landed(at_s, MIGRATION, stage, span)
+    coming.check()
+    return list(commands)
 
 
 # ---------------------------------------------------------------- the source
@@ -102,12 +146,12 @@ def copying() -> Arrivals:
 def test_whole_blocks_go_ahead_and_the_rest_with_the_sequence() -> None:
     departures = leaving()
     assert look(departures, 0.1, 23) == []  # the target has not answered
-    departures.heard(0.2, W2, Want(MIGRATION, 0, 9))
-    assert look(departures, 0.2, 24) == [SendSpan(MIGRATION, SEQUENCE, W2, Span(0, 6, 24))]
+    departures.heard(0.2, W2, want(0, 9))
+    assert look(departures, 0.2, 24) == [give(0, 6, 24)]
     assert look(departures, 0.3, 25) == []
     departures.sent(0.3, MIGRATION, "")
-    departures.heard(0.4, W2, Want(MIGRATION, 6, 9))
-    assert look(departures, 0.4, 27) == [HandAway(MIGRATION, SEQUENCE, W2, Span(6, 7, 27, last=True))]
+    departures.heard(0.4, W2, want(6, 9))
+    assert look(departures, 0.4, 27) == [hand_away(6, 7, 27)]
     assert departures.leaving == frozenset()
     done = report(departures, list(departures.heard(0.45, W2, Taken(MIGRATION, True))))
     assert (done.moved, done.with_kv, done.rounds, done.copied_blocks, done.last_blocks) == (True, True, 1, 6, 1)
@@ -116,12 +160,12 @@ def test_whole_blocks_go_ahead_and_the_rest_with_the_sequence() -> None:
 
 def test_a_sequence_that_ends_or_gives_way_ends_its_migration() -> None:
     departures = leaving()
-    departures.heard(0.2, W2, Want(MIGRATION, 0, 9))
+    departures.heard(0.2, W2, want(0, 9))
     commands = look(departures, 0.3, None)
     assert isinstance(commands[0], Say)
     assert isinstance(commands[0].message, Off)
     assert not report(departures, commands).moved
-    assert departures.heard(0.4, W2, Want(MIGRATION, 0, 9)) == []  # too late
+    assert departures.heard(0.4, W2, want(0, 9)) == []  # too late
 
 
 def test_a_target_that_says_nothing_is_given_up() -> None:
@@ -132,10 +176,10 @@ def test_a_target_that_says_nothing_is_given_up() -> None:
 
 def test_leave_that_was_given_before_is_no_leave() -> None:
     departures = leaving()
-    departures.heard(0.2, W2, Want(MIGRATION, 0, 9))
+    departures.heard(0.2, W2, want(0, 9))
     look(departures, 0.2, 24)
-    departures.heard(0.3, W2, Want(MIGRATION, 0, 9))  # the same once more
-    departures.heard(0.3, W1, Want(MIGRATION, 6, 9))  # of somebody else
+    departures.heard(0.3, W2, want(0, 9))  # the same once more
+    departures.heard(0.3, W1, want(6, 9))  # of somebody else
     assert look(departures, 0.3, 25) == []
     assert departures.stale_total == 2
 
@@ -143,21 +187,21 @@ def test_leave_that_was_given_before_is_no_leave() -> None:
 def test_a_sequence_that_grows_as_fast_as_it_is_copied_stands_still_at_last() -> None:
     departures, tokens, first = leaving(), 24, 0
     for at in range(40):
-        departures.heard(at / 100, W2, Want(MIGRATION, first, tokens // 4 + 4))
+        departures.heard(at / 100, W2, want(first, tokens // 4 + 4))
         (command,) = look(departures, at / 100, tokens)
         if isinstance(command, HandAway):
-            assert command.span == Span(first, tokens // 4, tokens, last=True)
+            assert command.give.span == Span(first, tokens // 4, tokens, last=True)
             return
-        assert isinstance(command, SendSpan)
+        assert isinstance(command, Give)
         first, tokens = command.span.last_block, tokens + 8
     raise AssertionError("never")
 
 
 def test_a_last_span_that_cannot_be_sent_leaves_the_sequence_here() -> None:
     departures = leaving()
-    departures.heard(0.2, W2, Want(MIGRATION, 0, 9))
+    departures.heard(0.2, W2, want(0, 9))
     look(departures, 0.2, 24)
-    departures.heard(0.3, W2, Want(MIGRATION, 6, 9))
+    departures.heard(0.3, W2, want(6, 9))
     assert isinstance(look(departures, 0.4, 25)[0], HandAway)
     done = report(departures, list(departures.give_up(0.4, MIGRATION, "no link")))
     assert (done.moved, done.why) == (False, "no link")
@@ -166,7 +210,7 @@ def test_a_last_span_that_cannot_be_sent_leaves_the_sequence_here() -> None:
 
 def test_a_client_that_withdraws_too_late_is_told_to_the_target() -> None:
     departures = leaving(3)
-    departures.heard(0.2, W2, Want(MIGRATION, 0, 4))
+    departures.heard(0.2, W2, want(0, 4))
     assert isinstance(look(departures, 0.2, 3)[0], HandAway)
     assert departures.withdraw(SEQUENCE) == [Say(W2, Withdrawn(MIGRATION))]
     assert departures.withdraw(SEQUENCE) == []
@@ -181,11 +225,11 @@ def test_a_sequence_runs_when_its_state_and_its_last_blocks_are_here_whichever_c
         state, last = Handed(MIGRATION, snapshot(SEQUENCE, 26)), Span(5, 7, 26, last=True)
         if state_first:
             assert coming.heard(0.2, W1, state) == []
-            commands = coming.landed(0.2, MIGRATION, last)
+            commands = landed(coming, 0.2, last)
         else:
-            assert coming.landed(0.2, MIGRATION, last) == []
+            assert landed(coming, 0.2, last) == []
             commands = coming.heard(0.2, W1, state)
-        assert commands == [Adopt(state.snapshot, 26), Say(W1, Taken(MIGRATION, True))]
+        assert commands == [keep(26), Adopt(state.snapshot, 26), Say(W1, Taken(MIGRATION, True))]
         assert (coming.block_count, coming.running_count) == (0, 0)
         assert coming.heard(0.3, W1, state) == []  # the same once more
 
@@ -194,36 +238,36 @@ def test_a_hand_over_is_foreseen() -> None:
     """No step with much of a prompt in it is to begin that the sequence would have to wait for."""
     coming = arrivals()
     assert coming.prompt_limit_blocks(0.0) is None
-    coming.offered(1.0, W1, Offer(MIGRATION, SEQUENCE, 22), "")
+    offered(coming, 1.0)
     assert coming.prompt_limit_blocks(1.0) == 1  # all five blocks may come at once
     assert coming.prompt_limit_blocks(1.15) is None  # the link is slow
-    coming.landed(1.2, MIGRATION, Span(0, 3, 23))
+    landed(coming, 1.2, Span(0, 3, 23))
     assert coming.prompt_limit_blocks(1.2) is None  # two whole blocks are missing
-    coming.landed(1.3, MIGRATION, Span(3, 5, 26))
+    landed(coming, 1.3, Span(3, 5, 26))
     assert coming.prompt_limit_blocks(1.3) == 0
     assert coming.prompt_limit_blocks(1.7) == 1  # prompts have waited for long enough
-    coming.landed(1.7, MIGRATION, Span(5, 7, 26, last=True))
+    landed(coming, 1.7, Span(5, 7, 26, last=True))
     assert coming.prompt_limit_blocks(1.7) == 1
     coming.heard(1.7, W1, Handed(MIGRATION, snapshot(SEQUENCE, 26)))
     assert coming.prompt_limit_blocks(1.7) is None
-    coming.offered(2.0, W1, Offer(MIGRATION + 1, SEQUENCE, 7), "")
+    offered(coming, 2.0, offer(7, MIGRATION + 1))
     assert coming.prompt_limit_blocks(2.0) == 0
     coming.give_up_all("the layout changes")
     assert coming.prompt_limit_blocks(2.0) is None
 
 
 def test_what_has_no_room_is_refused_before_anything_moves() -> None:
-    (said,) = arrivals(5).offered(0.0, W1, Offer(MIGRATION, SEQUENCE, 22), "")
+    (said,) = offered(arrivals(5), 0.0)
     assert said == Say(W1, Off(MIGRATION, "full"))
-    (said,) = arrivals().offered(0.0, W1, Offer(MIGRATION, SEQUENCE, 22), "no time")
+    (said,) = offered(arrivals(), 0.0, why_not="no time")
     assert said == Say(W1, Off(MIGRATION, "no time"))
 
 
 def test_blocks_are_free_when_nothing_is_written_into_them_any_more() -> None:
     coming = copying()
-    assert coming.heard(0.2, W1, Off(MIGRATION, "it has ended")) == [StopExpecting(MIGRATION)]
+    assert coming.heard(0.2, W1, Off(MIGRATION, "it has ended")) == [Stop(MIGRATION)]
     assert coming.block_count == 9
-    assert coming.landed(0.3, MIGRATION, Span(5, 6, 26)) == [Release(SEQUENCE)]
+    assert landed(coming, 0.3, Span(5, 6, 26)) == [keep(0)]
     assert not len(coming)
 
 
@@ -231,8 +275,8 @@ def test_a_sequence_whose_last_blocks_do_not_come_is_computed_anew() -> None:
     coming = copying()
     state = Handed(MIGRATION, snapshot(SEQUENCE, 26))
     coming.heard(0.2, W1, state)
-    assert coming.landed(0.3, MIGRATION, None) == [
-        Release(SEQUENCE),
+    assert landed(coming, 0.3, None) == [
+        keep(0),
         Adopt(state.snapshot, 0),
         Say(W1, Taken(MIGRATION, False)),
     ]
@@ -241,25 +285,107 @@ def test_a_sequence_whose_last_blocks_do_not_come_is_computed_anew() -> None:
 def test_a_sequence_that_was_handed_over_is_taken_even_if_the_target_has_given_up() -> None:
     coming = copying()
     state = Handed(MIGRATION, snapshot(SEQUENCE, 26))
-    assert StopExpecting(MIGRATION) in coming.give_up_all("the layout changes")
+    assert Stop(MIGRATION) in coming.give_up_all("the layout changes")
     assert coming.heard(0.2, W1, state) == []  # something may yet be written into its blocks
-    assert coming.quiet(MIGRATION)[:2] == [Release(SEQUENCE), Adopt(state.snapshot, 0)]
+    assert landed(coming, 0.3, None)[:2] == [keep(0), Adopt(state.snapshot, 0)]
     coming = copying()
     coming.give_up_all("the layout changes")
-    assert coming.quiet(MIGRATION) == [Release(SEQUENCE)]
+    assert landed(coming, 0.3, None) == [keep(0)]
     assert coming.heard(0.2, W1, state) == [Adopt(state.snapshot, 0)]
     assert coming.heard(0.2, W1, state) == []
 
 
 def test_a_withdrawn_sequence_is_dropped_before_and_after_it_was_taken() -> None:
     coming = copying()
-    assert coming.heard(0.2, W1, Withdrawn(MIGRATION)) == [StopExpecting(MIGRATION)]
-    assert coming.quiet(MIGRATION) == [Release(SEQUENCE)]
+    assert coming.heard(0.2, W1, Withdrawn(MIGRATION)) == [Stop(MIGRATION)]
+    assert landed(coming, 0.3, None) == [keep(0)]
     coming = copying()
     coming.heard(0.2, W1, Handed(MIGRATION, snapshot(SEQUENCE, 26)))
-    coming.landed(0.2, MIGRATION, Span(5, 7, 26, last=True))
+    landed(coming, 0.2, Span(5, 7, 26, last=True))
     assert coming.heard(0.3, W1, Withdrawn(MIGRATION)) == [DropOrphan(SEQUENCE)]
     assert coming.heard(0.3, W1, Withdrawn(MIGRATION)) == []
+
+
+# ---------------------------------------------------------------- groups of several stages
+
+
+def test_what_travels_is_what_two_stages_have_in_common() -> None:
+    """Every layer goes from the stage that has it to the one that is to have it, once."""
+    assert hops(GIVERS, PAIR) == [Hop(W1, W2, 0, 5), Hop(W1, W3, 5, 8)]
+    assert hops(PAIR, GIVERS) == [Hop(W2, W1, 0, 5), Hop(W3, W1, 5, 8)]
+    for seed in range(300):
+        rng = random.Random(seed)
+        sides = [_cut(rng, name) for name in "ab"]
+        found = hops(*sides)
+        for layer in range(12):
+            ends = [next(s.worker_id for s in side if s.first_layer <= layer < s.last_layer) for side in sides]
+            assert [(hop.giver, hop.taker) for hop in found if hop.first_layer <= layer < hop.last_layer] == [
+                (ends[0], ends[1])
+            ]
+
+
+def _cut(rng: random.Random, name: str) -> list[Stage]:
+    borders = [0, *sorted(rng.sample(range(1, 12), rng.randint(0, 3))), 12]
+    return [Stage(WorkerId(f"{name}{i}"), *ends) for i, ends in enumerate(itertools.pairwise(borders))]
+
+
+def test_a_sequence_whose_last_token_is_on_its_way_is_not_handed_over_yet() -> None:
+    departures = leaving(3)
+    departures.heard(0.2, W2, want(0, 4))
+    assert look(departures, 0.2, 3, in_flight=True) == []
+    assert look(departures, 0.3, 4) == [hand_away(0, 1, 4)]
+
+
+def to_a_pair() -> Arrivals:
+    coming = arrivals()
+    assert offered(coming, 0.0, takers=PAIR) == [take(0, 8)]
+    assert coming.ready(0.1, MIGRATION, W2) == []
+    return coming
+
+
+def test_the_source_hears_when_all_stages_have_blocks_and_goes_on_when_all_have_their_layers() -> None:
+    coming = to_a_pair()
+    assert coming.ready(0.1, MIGRATION, W3) == [Say(W1, want(0, 8, PAIR))]
+    assert landed(coming, 0.2, Span(0, 5, 25), W3) == []
+    assert landed(coming, 0.2, Span(0, 5, 25), W3) == []  # it has said so
+    assert landed(coming, 0.3, Span(0, 5, 25), W2) == [take(5, 9)]
+    for stage in (W2, W3):
+        coming.ready(0.3, MIGRATION, stage)
+    state, last = Handed(MIGRATION, snapshot(SEQUENCE, 26)), Span(5, 7, 26, last=True)
+    assert landed(coming, 0.4, last, W2) == []
+    assert coming.heard(0.4, W1, state) == []
+    assert landed(coming, 0.4, last, W3) == [keep(26), Adopt(state.snapshot, 26), Say(W1, Taken(MIGRATION, True))]
+
+
+def test_a_stage_that_gets_nothing_ends_it_when_nothing_is_written_in_any() -> None:
+    """Before the hand-over the sequence stays where it is; afterwards it is computed anew."""
+    coming = to_a_pair()
+    assert landed(coming, 0.1, None, W3) == [Stop(MIGRATION)]  # it has no room
+    assert coming.block_count == 8
+    commands = landed(coming, 0.2, None, W2)
+    assert commands[0] == keep(0)
+    assert isinstance(commands[1], Say)
+    assert isinstance(commands[1].message, Off)
+    coming, state = to_a_pair(), Handed(MIGRATION, snapshot(SEQUENCE, 26))
+    coming.ready(0.1, MIGRATION, W3)
+    coming.heard(0.2, W1, state)
+    assert landed(coming, 0.2, None, W2) == [Stop(MIGRATION)]
+    assert landed(coming, 0.3, Span(0, 7, 26, last=True), W3) == [  # it had come before
+        keep(0),
+        Adopt(state.snapshot, 0),
+        Say(W1, Taken(MIGRATION, False)),
+    ]
+
+
+def test_a_group_that_is_lost_gives_back_what_has_not_been_handed_over() -> None:
+    coming, state = to_a_pair(), Handed(MIGRATION, snapshot(SEQUENCE, 26))
+    assert coming.abandon("w3 is gone") == [Say(W1, Off(MIGRATION, "w3 is gone"))]
+    assert landed(coming, 0.2, Span(0, 5, 25), W2) == []  # of the group before
+    coming = to_a_pair()
+    coming.ready(0.1, MIGRATION, W3)
+    coming.heard(0.2, W1, state)
+    assert coming.abandon("w3 is gone") == []  # it is replayed
+    assert coming.heard(0.3, W1, state) == []
 
 
 # ---------------------------------------------------------------- who goes
