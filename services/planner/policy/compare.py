@@ -23,7 +23,8 @@ from services.planner.policy.split import Splitter, SplitTolerance
 LASTS_S = (2.0, 15.0, 60.0)  # the futures: so long the present rate may go on
 _UNSURE = 1.1  # how much better than doing less has to be what is done
 _ANOTHER = 1.5  # machines are told apart by powers of this
-_STALL_S = 0.3  # a drop keeps what it moves so long from running
+# A drop keeps what it moves from running: so long, or until the KV has come over a card of 200 Gbps in both directions.
+_STALL_S, _EXCHANGED_BYTES_PER_S = 0.3, 25e9
 _LEAST_S, _MOST_S = 30.0, 120.0  # looked ahead: two stays of a request, within these
 # Groups are tuples, and may be thousands.
 _NAME, _USED, _WAITING = itemgetter(0), itemgetter(3), itemgetter(4)
@@ -361,8 +362,14 @@ class _Board:
             merged = recipe.pool.kind(recipe.taken(), recipe.count, tokens)
             capacity = float(self._capacity_blocks(recipe) * tokens)
             stages = recipe.pool.stages * recipe.size
-            found.append(replace(merged, stages=stages, capacity_tokens=capacity, stall_s=_STALL_S))
+            found.append(replace(merged, stages=stages, capacity_tokens=capacity, stall_s=self._stall_s(recipe)))
         return found
+
+    def _stall_s(self, recipe: Recipe) -> float:
+        """Each group of a merge keeps its part of the layers of all that runs: it sends the rest, and gets as much."""
+        held_bytes = recipe.taken().used_block_count * self.model.block_bytes * self.model.layer_count
+        each_bytes = 2 * held_bytes * (1 - 1 / recipe.size) / (recipe.size * recipe.count * recipe.pool.stages)
+        return max(_STALL_S, each_bytes / _EXCHANGED_BYTES_PER_S)
 
     def dissolved(self, restored: Mapping[GroupId, Sequence[int]]) -> list[Kind]:
         """Each member of these pipelines serves alone, and has its share of what runs there."""

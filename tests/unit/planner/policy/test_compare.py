@@ -8,7 +8,7 @@ import pytest
 from ballast.common.cost import CostModel
 from ballast.common.ids import GroupId, WorkerId
 from ballast.common.traffic import Pace, Traffic
-from services.planner.policy.compare import Running, Targets, compare, compare_restore
+from services.planner.policy.compare import Comparison, Running, Targets, compare, compare_restore
 from services.planner.policy.drop import plan_of
 from services.planner.policy.outlook import Future, Kind, Machine, bubbles, look_ahead, token_s
 from services.planner.policy.snapshot import GroupState, InstanceState, ModelShape, Snapshot
@@ -99,6 +99,51 @@ def test_where_prompts_fill_the_steps_nothing_is() -> None:
     found = compare(snapshot, running(snapshot, 10), CODE, PACE)
     assert found.chosen.merges == ()
     assert "nothing" in found.lines()[0]
+
+
+# Two minutes of chat that just fills the memory of four 80 GB machines; prompts take most of the steps.
+CHAT = Traffic(
+    queued_count=26,
+    queued_tokens=24_000,
+    recent_count=145,
+    minute_count=857,
+    minute_tokens=1_050_000,
+    calm_per_s=12.4,
+    ended_count=2766,
+    ended_tokens=506_000,
+    known_s=280.0,
+)
+CHAT_COST = CostModel(
+    attention_s=9.5e-9, token_s=1.4e-4, chunk_s=0.018, shared_s=0.018, prefix_s=1.4e-7, many_s=0.0, beyond_s=0.0
+)
+
+
+def test_what_has_to_be_exchanged_for_seconds_is_no_answer_to_a_burst_that_just_fills_the_memory() -> None:
+    """All else being equal, a fourth of the bytes for each token are a fourth of the time on their way."""
+
+    def found(part: int) -> Comparison:
+        shape = ModelShape(
+            layer_parameter_bytes=tuple(size // part for size in SHAPE.layer_parameter_bytes),
+            other_parameter_bytes=SHAPE.other_parameter_bytes // part,
+            block_tokens=SHAPE.block_tokens,
+            block_bytes=SHAPE.block_bytes // part,
+            extent_bytes=SHAPE.extent_bytes // part,
+        )
+        budget_bytes, names = (73 << 30) // part, list(map(GroupId, EIGHT[:4]))
+        blocks = shape.block_count(budget_bytes, 0, LAYERS)
+        layers = tuple(range(LAYERS))
+        groups = tuple(
+            GroupState(n, (InstanceState(WorkerId(n), budget_bytes, 0, LAYERS, layers),), blocks, blocks * 14 // 15, 0)
+            for n in names
+        )
+        load = Running(dict.fromkeys(names, 172), 256, 0, dict.fromkeys(names, 900))
+        return compare(Snapshot(shape, groups), load, CHAT, replace(PACE, cost=CHAT_COST))
+
+    light, heavy = found(4), found(1)
+    assert light.candidates[0] == heavy.candidates[0], "who does nothing sends nothing"
+    assert heavy.chosen.name == "nothing"
+    late, early = ({c.name: c.prediction for c in one.candidates}["2 pairs"] for one in (heavy, light))
+    assert late.ttft_p99_s > early.ttft_p99_s + 1.0
 
 
 def test_where_nobody_waits_nothing_is() -> None:
