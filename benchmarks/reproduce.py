@@ -1,6 +1,7 @@
 """The evaluation of KunServe (EuroSys '26) in one command, by simulation: figures, results, and a table of figures.
 
     python -m benchmarks.reproduce [--out out/reproduce] [--only longbench-14b,...] [--trace FILE]
+    python -m benchmarks.reproduce --write                # puts the last run's table into docs/reproduction.md
 
 Runs the scenarios under benchmarks/scenarios/kunserve, one policy after the other, in as many processes as there are
 cores (`--processes`), and writes
@@ -33,6 +34,7 @@ from ballast.bench.results import SLO_SCALES, BenchResult, ComparisonFacts, Poli
 from ballast.bench.study import read_study
 from ballast.bench.style import RC
 from ballast.common.errors import BallastError, ConfigError
+from benchmarks.quoting import quote
 from benchmarks.reproduction import lines_of, regime, table
 from sim.jobs.scenarios import job_of
 from sim.jobs.simulation import simulate, specs_of
@@ -40,6 +42,7 @@ from sim.scenario import Scenario, read_scenario
 
 SCENARIOS = Path(__file__).parent / "scenarios" / "kunserve"
 ABLATION = "ablation-14b"
+PAGE = Path("docs/reproduction.md")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +162,7 @@ def main() -> int:
     parser.add_argument("--compute-fraction", type=float, metavar="X", help="of the GPU's peak (0.45)")
     parser.add_argument("--rate-scale", type=float, default=1.0, metavar="X", help="times as many requests")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--write", action="store_true", help="puts the table of the runs in --out into docs/")
     args = parser.parse_args()
     try:
         return _reproduce(args)
@@ -175,7 +179,7 @@ def _reproduce(args: argparse.Namespace) -> int:
     names = args.only.split(",") if args.only else _known()
     if unknown := sorted(set(names) - set(_known())):
         raise ConfigError("--only", f"{', '.join(unknown)}: not known; there are {', '.join(_known())}")
-    runs = list(runs_of(names, args.trace, args.compute_fraction, args.rate_scale))
+    runs = [] if args.write else list(runs_of(names, args.trace, args.compute_fraction, args.rate_scale))
     with ProcessPoolExecutor(args.processes) as pool:
         futures = [pool.submit(carry_out, run, args.out) for run in runs]
         for done, future in enumerate(as_completed(futures), 1):
@@ -183,8 +187,12 @@ def _reproduce(args: argparse.Namespace) -> int:
             print(f"{done} of {len(runs)}: {path}, {seconds:.0f} s of processor time", flush=True)
     results = gathered(args.out)
     count = draw(args.out, results)
-    page = f"{table(lines_of(results))}\n\n{regime(results)}\n"
+    lines = lines_of(results)
+    met = sum(line.within for line in lines)
+    page = f"{met} of {len(lines)} lines are within 1.5 x.\n\n{table(lines)}\n\nUnder this load:\n\n{regime(results)}\n"
     (args.out / "table.md").write_text(page)
+    if args.write:
+        quote(PAGE, "reproduction", page)
     print(f"\n{page}\nwrote {args.out / 'table.md'} and {count} figures")
     return 0
 

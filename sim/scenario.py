@@ -65,6 +65,7 @@ class Scenario(BaseModel):
     network_gbps: float | None = Field(None, gt=0)  # of each GPU's card; None: of the catalogue
     time_scale: float = Field(1.0, gt=0)
     length_scale: float = Field(1.0, gt=0)
+    answer_scale: float | None = Field(None, gt=0)  # of answers, in place of length_scale
     limit: int | None = Field(None, ge=1)
     seed: int = 0
     deadline_s: float = Field(3600.0, gt=0)

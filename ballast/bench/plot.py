@@ -57,10 +57,7 @@ def plot_result(result: BenchResult, path: Path) -> None:
 
 def _title(result: BenchResult) -> str:
     trace = result.trace
-    title = (
-        f"{Path(trace.source).name}: {trace.request_count} requests,"
-        f" time x{trace.time_scale:g}, length x{trace.length_scale:g}"
-    )
+    title = f"{Path(trace.source).name}: {trace.request_count} requests, {trace.describe_scales()}"
     return title if result.complete else title + " (interrupted)"
 
 

@@ -147,13 +147,19 @@ class TraceInfo(_Strict):
     lengths: str = "of the trace"
     answer_scale: float | None = None
 
+    def describe_scales(self) -> str:
+        answers = "" if self.answer_scale is None else f", answers x{self.answer_scale:g}"
+        return f"time x{self.time_scale:g}, length x{self.length_scale:g}{answers}"
+
     def describe_lengths(self) -> str:
         if self.answer_scale is None:
             return f"{self.lengths}, x{self.length_scale:g}"
         return f"{self.lengths}, prompts x{self.length_scale:g}, answers x{self.answer_scale:g}"
 
     @staticmethod
-    def of(trace: Trace, *, time_scale: float, length_scale: float, limit: int | None) -> "TraceInfo":
+    def of(
+        trace: Trace, *, time_scale: float, length_scale: float, answer_scale: float | None = None, limit: int | None
+    ) -> "TraceInfo":
         """Facts of a trace that has been scaled by these factors."""
         return TraceInfo(
             source=trace.source,
@@ -164,6 +170,7 @@ class TraceInfo(_Strict):
             clamped_count=trace.clamped_count,
             time_scale=time_scale,
             length_scale=length_scale,
+            answer_scale=answer_scale,
             limit=limit,
             rate_scale=trace.rate_scale,
             lengths=trace.lengths,

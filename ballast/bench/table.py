@@ -23,9 +23,8 @@ def render(result: BenchResult) -> RenderableType:
 
 def _headline(result: BenchResult) -> str:
     trace = result.trace
-    scales = f"time x{trace.time_scale:g}, length x{trace.length_scale:g}"
     cut = f", {trace.clamped_count} cut to the maximum length" if trace.clamped_count else ""
-    return f"{trace.source}: {trace.request_count} requests over {trace.span_s:.1f} s ({scales}{cut})"
+    return f"{trace.source}: {trace.request_count} requests over {trace.span_s:.1f} s ({trace.describe_scales()}{cut})"
 
 
 def _latency_table(name: str, policy: PolicyResult, *, measured: bool) -> Table:

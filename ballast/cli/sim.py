@@ -35,6 +35,7 @@ _FIELDS = (
     "network_gbps",
     "time_scale",
     "length_scale",
+    "answer_scale",
     "limit",
     "seed",
     "deadline_s",
@@ -69,6 +70,7 @@ def add_parser(subparsers: Commands) -> None:
     parser.add_argument("--rate-scale", type=float, metavar="X", help="times as many requests, in the same pattern")
     parser.add_argument("--time-scale", type=float, metavar="X", help="times arrivals; 0.5: twice as fast")
     parser.add_argument("--length-scale", type=float, metavar="X", help="times input and output tokens")
+    parser.add_argument("--answer-scale", type=float, metavar="X", help="times output tokens, in place of that")
     parser.add_argument("--lengths", metavar="NAME", help="lengths of another data set, or of a file: longbench ...")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N requests of the trace")
     parser.add_argument("--seed", type=int, help="of everything that is drawn (0)")

@@ -50,6 +50,7 @@ def job_of(scenario: Scenario, *, check_every: int = 0) -> SimJob:
         stop_after_s=scenario.stop_after_s,
         time_scale=scenario.time_scale,
         length_scale=scenario.length_scale,
+        answer_scale=scenario.answer_scale,
         limit=scenario.limit,
     )
 
@@ -94,6 +95,7 @@ def trace_of(scenario: Scenario, max_model_len: int) -> Trace:
     return trace.scaled(
         time_scale=scenario.time_scale,
         length_scale=scenario.length_scale,
+        answer_scale=scenario.answer_scale,
         limit=scenario.limit,
         max_total_tokens=max_model_len,
     )

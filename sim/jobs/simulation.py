@@ -86,6 +86,7 @@ class SimJob:
     stop_after_s: float | None = None  # of the trace's time: a request that is there then stays open
     time_scale: float = 1.0
     length_scale: float = 1.0
+    answer_scale: float | None = None
     limit: int | None = None
 
 
@@ -301,7 +302,13 @@ def _result(job: SimJob, runs: Mapping[str, SimRun], created_unix_s: float) -> B
             max_model_len=model.max_model_len,
             vocab_size=model.vocab_size,
         ),
-        trace=TraceInfo.of(trace, time_scale=job.time_scale, length_scale=job.length_scale, limit=job.limit),
+        trace=TraceInfo.of(
+            trace,
+            time_scale=job.time_scale,
+            length_scale=job.length_scale,
+            answer_scale=job.answer_scale,
+            limit=job.limit,
+        ),
         policies=_policy_results(runs),
     )
 

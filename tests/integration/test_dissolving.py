@@ -28,7 +28,7 @@ LONG = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
 SHORT = replace(LONG, max_tokens=5)
 PROMPTS = [(3 + i, 9, 4 + 2 * i, 7) * 20 for i in range(6)]  # five whole blocks each
 WISHES = [Wish(prompt, LONG) for prompt in PROMPTS]
-PATIENCE = "services.worker.pipeline.leaving.LEAVES_WITHIN_S"
+PATIENCE = "services.worker.policy.leaving.LEAVES_WITHIN_S"
 
 
 @pytest.fixture(scope="module")

@@ -186,7 +186,7 @@ class History:
         self.tally = Tally()
 
     async def run(self) -> Tally:
-        with mock.patch("services.worker.pipeline.leaving.LEAVES_WITHIN_S", self._leaves_within_s):
+        with mock.patch("services.worker.policy.leaving.LEAVES_WITHIN_S", self._leaves_within_s):
             return await self._run()
 
     async def _run(self) -> Tally:

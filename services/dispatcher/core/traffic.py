@@ -1,6 +1,8 @@
 """How many requests come to this dispatcher, and how long answers are: counted, for the planner to look ahead by."""
 
+import math
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ballast.common.errors import InvariantViolation
@@ -8,6 +10,7 @@ from ballast.common.traffic import MINUTE_S, RECENT_S, WAIT_COUNTS, WINDOW_S, Tr
 
 _BIN_S = 2.0
 _BINS_PER_SPAN = int(RECENT_S / _BIN_S)
+_QUARTILE = 0.67  # standard deviations below the mean
 
 
 @dataclass(slots=True)
@@ -90,7 +93,7 @@ class TrafficCounter:
             recent_count=recent,
             minute_count=minute,
             minute_tokens=minute_tokens,
-            calm_per_s=sorted(spans)[len(spans) // 2] / RECENT_S,
+            calm_per_s=round(_calm(spans) / RECENT_S, 6),  # what is written is read again as it is
             ended_count=ended,
             ended_tokens=ended_tokens,
             known_s=known_s,
@@ -109,3 +112,11 @@ class TrafficCounter:
         indices = [one.index for one in self._bins]
         if indices != sorted(set(indices)) or len(indices) > WINDOW_S / _BIN_S:
             raise InvariantViolation(f"bins of traffic are out of order, or too many: {indices}")
+
+
+def _calm(counts: Sequence[int]) -> float:
+    """The mean count of calm spans, as long as these are a quarter: the lower quartile, and what chance keeps it below
+    the mean by. The median would be a burst's where it has lasted for half of the time that is known.
+    """
+    quartile = sorted(counts)[len(counts) // 4]
+    return quartile + _QUARTILE * math.sqrt(quartile)

@@ -1,7 +1,7 @@
 """A group that dissolves, as one of its members: it goes on beside the member's own until nothing is left in it.
 
 Nothing comes into it any more. What waits in it goes at once to one of the members, by its tokens; what runs goes on
-until it ends, or for `policy.leaving.LEAVES_WITHIN_S`, and then goes to a member with its KV. Meanwhile the leader
+until it ends, or until `policy.leaving.is_over`, and then goes to a member with its KV. Meanwhile the leader
 limits the group to what it still needs, and each stage gives the rest of its memory to its own blocks. Engine thread
 only.
 """
@@ -26,7 +26,7 @@ from services.worker.pipeline.handover import Handover
 from services.worker.pipeline.stage_runner import StageRunner
 from services.worker.pipeline.status import Progress
 from services.worker.pipeline.wire import Topic, room_to_bytes
-from services.worker.policy.leaving import LEAVES_WITHIN_S, tightened
+from services.worker.policy.leaving import is_over, looks_again_s, tightened
 from services.worker.policy.placement import MemberView, PlacementView, place
 
 
@@ -56,17 +56,21 @@ class Leaving:
         self.closed = False
         self.own_victims: tuple[Victim, ...] = ()  # leader, at its end: what stays here, with its KV
         self._first_blocks = self._limit = ground.book.block_count
-        self._ends_at_s = ground.now() + LEAVES_WITHIN_S
+        self._home_blocks = min(heir.block_count for heir in heirs)
+        self._began_s = ground.now()
+        self._hurried = False
 
     @property
     def wakes_at_s(self) -> float | None:
         """When `poll` wants to be called although nothing has happened. What is in flight then wakes it in landing."""
-        waits = self.role.leads and not self.closed and self._ground.now() < self._ends_at_s
-        return self._ends_at_s if waits else None
+        if not self.role.leads or self.closed or self._hurried:
+            return None
+        after_s = looks_again_s(self._ground.now() - self._began_s)
+        return None if after_s is None else self._began_s + after_s
 
     def give_way(self) -> None:
         """The next transition waits for its end."""
-        self._ends_at_s = min(self._ends_at_s, self._ground.now())
+        self._hurried = True
 
     def poll(self) -> bool:
         """Between two batches. True at its leader, once: no batch is in flight, and what was left is handed over."""
@@ -75,7 +79,7 @@ class Leaving:
         lane, now_s = self._ground.lane, self._ground.now()
         self._send_away(lane.may_leave(running=False), now_s)
         self._progress.victims_waiting = len(lane.sequences)
-        if lane.sequences and now_s < self._ends_at_s:
+        if lane.sequences and not lane.stopped and not self._is_over(now_s):
             self._tighten(now_s)
             return False
         if lane.sequences and not lane.stopped:
@@ -85,6 +89,10 @@ class Leaving:
         if lane.sequences:
             self._hand_over(lane.may_leave(running=True), now_s)
         return not lane.flights.to_remove
+
+    def _is_over(self, now_s: float) -> bool:
+        reserved, stages = self._ground.lane.reserved_block_count, len(self.role.stages)
+        return self._hurried or is_over(now_s - self._began_s, reserved, self._home_blocks, stages)
 
     def empty(self, lost: Collection[WorkerId]) -> None:
         """Its leader: those members are gone, and nothing can be computed in it any more."""

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ballast.bench import command
 from ballast.bench.plot import merged_spans, plot_result
 from ballast.bench.progress import ProgressDisplay, describe
 from ballast.bench.records import ReplayRun
 from ballast.bench.replay import Progress
 from ballast.bench.results import policy_result
 from ballast.bench.table import duration, render
+from ballast.cli.main import build_parser
 from ballast.common.errors import ConfigError
 from tests.unit.bench.samples import bench_result, bursty_run, dropped_run
 
@@ -117,9 +117,7 @@ def test_progress_on_a_terminal_and_in_a_log() -> None:
 
 
 def _parse(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers())
-    return parser.parse_args(["bench", "replay", *arguments])
+    return build_parser("bench").parse_args(["bench", "replay", *arguments])
 
 
 def test_command_names_the_trace_that_is_missing() -> None:

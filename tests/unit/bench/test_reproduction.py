@@ -1,12 +1,19 @@
 """What the table of a reproduction says about figures."""
 
+import random
+from dataclasses import replace
+
 import pytest
 
-from ballast.bench.traces import Trace
+from ballast.bench.lengths import lengths_of
+from ballast.bench.traces import Trace, TraceRequest
 from ballast.common.errors import ConfigError
+from benchmarks.reproduce import SCENARIOS
 from benchmarks.reproduction import CLAIMS, Claim, Line, table
-from sim.hardware import find_cluster, find_model
-from sim.jobs.simulation import SimJob, specs_of
+from sim.hardware import find_cluster, find_model, timings
+from sim.jobs.settled import Load, peak_demand, settled
+from sim.jobs.simulation import SimJob, instance_count, specs_of
+from sim.scenario import Scenario, read_scenario
 
 
 def line(value: float | None, low: float = 10.0, high: float = 20.0) -> Line:
@@ -91,3 +98,29 @@ def test_knobs_that_make_no_sense_are_told(word: str, told: str) -> None:
 def test_a_policy_is_named_once() -> None:
     with pytest.raises(ConfigError, match="named twice"):
         specs_of(job("drop", "drop"))
+
+
+def overload(scenario: Scenario, answer_scale: float) -> tuple[float, float]:
+    """Prompts' share of the steps in the burst, and the most KV that is wanted over the memory: a closed form."""
+    arrivals, model, cluster = scenario.arrivals, find_model(scenario.model), find_cluster(scenario.cluster)
+    assert arrivals is not None
+    assert scenario.lengths is not None
+    draw, rng = lengths_of(scenario.lengths).draw, random.Random(0)
+    drawn = [TraceRequest(0.0, *draw(rng)) for _ in range(2000)]
+    longer = [replace(one, output_tokens=round(one.output_tokens * answer_scale)) for one in drawn]
+    calm = Load.of(longer, arrivals.rate_per_s / instance_count(model, cluster))
+    burst = replace(calm, rate_per_s=calm.rate_per_s * arrivals.bursts[0].factor)
+    phases = ((150.0, calm), (arrivals.bursts[0].for_s, burst))
+    share = settled(model, cluster, timings(), burst).prompt_share
+    return share, peak_demand(model, cluster, timings(), phases)
+
+
+@pytest.mark.parametrize("name", ["burstgpt-14b", "sharegpt-14b", "longbench-14b", "longbench-72b", "long-14b"])
+def test_the_operating_point_follows_from_a_rule(name: str) -> None:
+    scenario = read_scenario(SCENARIOS / f"{name}.yaml")
+    chosen = scenario.answer_scale
+    assert chosen is not None
+    share, peak = overload(scenario, chosen)
+    assert 0.5 < share <= 0.56  # the most that leaves memory, not computing, to be what is short
+    assert peak > 1.0
+    assert overload(scenario, chosen - 0.5)[1] <= 1.0  # with answers half as much longer memory would suffice

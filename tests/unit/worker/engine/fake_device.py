@@ -9,7 +9,7 @@ import importlib
 import itertools
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from ballast.common.errors import ConfigError
 from ballast.common.sampling import SamplingParams
 from ballast.model.tiny import make_tiny
 from services.worker.core.batch import Batch, NewSequence, Slice, StepResult
@@ -30,7 +31,7 @@ from services.worker.engine.operations import FusedOperations, TorchOperations
 from services.worker.engine.parameters import Layout, end_parameters, layer_parameters, part_specs
 from services.worker.engine.runner import ModelRunner
 from services.worker.engine.sampler import Sampler
-from services.worker.memory.backend import ExtentRun
+from services.worker.memory.backend import ExtentRun, MemoryBackend
 from services.worker.memory.device import DeviceMemory
 from services.worker.memory.kv_cache import KvShape
 from services.worker.memory.tensors import TensorOperations
@@ -63,6 +64,12 @@ class FakeBackend(TensorOperations):
         self._end = 1 << 40
 
     def create(self, extent_bytes: int, count: int) -> None: ...
+
+    def export(self, first: int, count: int) -> list[int]:
+        raise ConfigError("device", "a fake one shares no memory")
+
+    def beside(self, files: Iterable[int]) -> MemoryBackend:
+        raise ConfigError("device", "a fake one shares no memory")
 
     def reserve(self, size_bytes: int) -> int:
         address, self._end = self._end, self._end + size_bytes
