@@ -27,7 +27,7 @@ class Traffic:
     recent_count: int = 0  # requests that came in the last RECENT_S
     minute_count: int = 0  # in the last MINUTE_S
     minute_tokens: int = 0  # prompt tokens of these
-    calm_per_s: float = 0.0  # requests, in the calm ones of the spans of RECENT_S in the last WINDOW_S
+    calm_per_s: float = 0.0  # requests; the median of spans of RECENT_S in WINDOW_S
     ended_count: int = 0  # answers that ended in the last WINDOW_S
     ended_tokens: int = 0  # tokens of these
     known_s: float = 0.0  # for so long it has been counted, at most WINDOW_S

@@ -1,6 +1,5 @@
 """How many requests come to this dispatcher, and how long answers are: counted, for the planner to look ahead by."""
 
-import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from ballast.common.traffic import MINUTE_S, RECENT_S, WAIT_COUNTS, WINDOW_S, Tr
 
 _BIN_S = 2.0
 _BINS_PER_SPAN = int(RECENT_S / _BIN_S)
-_QUARTILE = 0.67  # standard deviations below the mean
+_SPAN_COUNT = int(WINDOW_S / RECENT_S)
 
 
 @dataclass(slots=True)
@@ -93,7 +92,7 @@ class TrafficCounter:
             recent_count=recent,
             minute_count=minute,
             minute_tokens=minute_tokens,
-            calm_per_s=round(_calm(spans) / RECENT_S, 6),  # what is written is read again as it is
+            calm_per_s=_calm(spans) / RECENT_S,
             ended_count=ended,
             ended_tokens=ended_tokens,
             known_s=known_s,
@@ -114,9 +113,10 @@ class TrafficCounter:
             raise InvariantViolation(f"bins of traffic are out of order, or too many: {indices}")
 
 
-def _calm(counts: Sequence[int]) -> float:
-    """The mean count of calm spans, as long as these are a quarter: the lower quartile, and what chance keeps it below
-    the mean by. The median would be a burst's where it has lasted for half of the time that is known.
+def _calm(counts: Sequence[int]) -> int:
+    """The median of the spans in WINDOW_S, those before any was counted taken to be like the calmest tenth: a burst
+    would be calm else as soon as it has lasted for half of what is known.
     """
-    quartile = sorted(counts)[len(counts) // 4]
-    return quartile + _QUARTILE * math.sqrt(quartile)
+    ordered = sorted(counts)
+    unknown = [ordered[len(ordered) // 10]] * (_SPAN_COUNT - len(ordered))
+    return sorted([*ordered, *unknown])[_SPAN_COUNT // 2]
