@@ -30,6 +30,7 @@ _LEAST_STEP_S = 1e-6  # whatever the costs are that somebody tells
 PARTS = ((0.5, 0.25), (0.4, 0.7), (0.08, 0.94), (0.02, 0.99))
 _MOST_SHARING = 2.0  # the first prompt in line has half of every batch, however many there are
 _PRECISION_S = 0.005  # of a wait
+_HALVINGS = 40  # at most: waits beyond 10^12 s, of costs that somebody tells, are not that precise
 _NEARLY = 0.1  # of a request may be missing: flows have no last one
 
 
@@ -390,7 +391,9 @@ def _p99(waits: Mapping[float, float], own: Sequence[tuple[float, float]], usual
     wanted = 0.99 * seen[-1]
     own = own or [(0.0, 1.0)]
     low, high = 0.0, inline[-1] + max(own)[0]
-    while high - low > _PRECISION_S:
+    for _ in range(_HALVINGS):
+        if high - low <= _PRECISION_S:
+            break
         middle = (low + high) / 2
         within = 0.0
         for own_s, share in own:

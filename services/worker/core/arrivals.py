@@ -224,8 +224,8 @@ class Arrivals:
         arrival.progress_s = at_s
         if span is None or arrival.failed:
             return self._lose_kv(arrival)
-        if span.first_block != arrival.landed_blocks or span.last_block > arrival.block_count:
-            raise InvariantViolation(f"{span} has come for {arrival}")
+        if span.first_block != arrival.landed_blocks or not span.first_block <= span.last_block <= arrival.block_count:
+            return self._lose_kv(arrival)  # another span than was asked for
         arrival.landed_blocks = span.last_block
         self._note_missing(at_s, arrival, span.token_count)
         if span.last:

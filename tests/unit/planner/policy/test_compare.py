@@ -344,3 +344,10 @@ def test_bubbles_grow_with_the_stages() -> None:
     assert shares == sorted(shares)
     assert shares[0] == 0.0
     assert shares[-1] < 0.3
+
+
+def test_costs_that_nobody_can_have_take_no_longer_to_compare() -> None:
+    """Waits of so many seconds that no two numbers are a millisecond apart."""
+    snapshot = alone(["w0", "w1"], used=5, waiting=5)
+    endless = replace(PACE, cost=PACE.cost.scaled(1e18))
+    assert compare(snapshot, running(snapshot, 2), LONG, endless).chosen.name

@@ -3,6 +3,8 @@
 import itertools
 import random
 
+import pytest
+
 from ballast.common.ids import Epoch, RequestId, WorkerId
 from ballast.common.sampling import PriorityClass, SamplingParams
 from services.worker.core.arrivals import Arrivals
@@ -280,6 +282,13 @@ def test_a_sequence_whose_last_blocks_do_not_come_is_computed_anew() -> None:
         Adopt(state.snapshot, 0),
         Say(W1, Taken(MIGRATION, False)),
     ]
+
+
+@pytest.mark.parametrize("span", [Span(4, 6, 26), Span(5, 10, 40), Span(5, 4, 26)])
+def test_another_span_than_was_asked_for_ends_it(span: Span) -> None:
+    coming = copying()
+    assert landed(coming, 0.3, span) == [keep(0), Say(W1, Off(MIGRATION, "its KV has not come"))]
+    assert not len(coming)
 
 
 def test_a_sequence_that_was_handed_over_is_taken_even_if_the_target_has_given_up() -> None:
