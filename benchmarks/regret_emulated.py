@@ -26,6 +26,7 @@ from rich.console import Console
 from ballast.bench.emulation import why_void, with_effort
 from ballast.bench.overload import run_on
 from ballast.bench.policies import parse_policies
+from ballast.bench.progress import ProgressDisplay
 from ballast.bench.replay import ReplayOptions
 from ballast.bench.results import BenchResult, PolicyResult, policy_result, read_result, write_result
 from ballast.bench.session import ReplayJob
@@ -110,7 +111,9 @@ class Figures:
 
     @staticmethod
     def of(part: Part, result: PolicyResult) -> "Figures":
-        """Of a run that was stopped then: whoever had no first token counts with what it had waited."""
+        """The figures of a run that was stopped at the part's end: a request without a first token counts with what it
+        had waited.
+        """
         stop_s = part.until_s - part.from_s
         ends_s = [stop_s if r.first_token_s is None else r.first_token_s for r in result.requests]
         waits_s = [max(0.0, end_s - r.planned_s) for end_s, r in zip(ends_s, result.requests, strict=True)]
@@ -122,6 +125,10 @@ class Figures:
             tokens_per_s=result.output_token_count / stop_s,
             transitions=sum(t.kind is not None and t.at_s >= 0 for t in result.transitions),
         )
+
+    def told(self) -> str:
+        ttft = f"TTFT {self.ttft_p50_s:.2f}/{self.ttft_p99_s:.2f} s"
+        return f"{ttft}, TPOT {1e3 * self.tpot_p50_s:.0f} ms, {self.tokens_per_s:.0f} tokens/s"
 
     @staticmethod
     def median(of: "Sequence[Figures]") -> "Figures":
@@ -153,7 +160,9 @@ async def emulated(part: Part, traces: Path, policy: str, out: Path, log_dir: Pa
     replay = ReplayJob(trace=job.trace, options=options, policy=spec.label)
     settings = {"workers": workers, "gpu": emulation.gpu, "model": job.model.name}
     cluster = LocalCluster(emulation.info.path, workers=workers, flags=flags, log_dir=log_dir)
-    return with_effort(await run_on(cluster, spec, replay, console, settings, lambda _: None), log_dir)
+    with ProgressDisplay(console) as display:
+        result = await run_on(cluster, spec, replay, console, settings, display)
+    return with_effort(result, log_dir)
 
 
 class Runs:
@@ -166,7 +175,7 @@ class Runs:
         self._repetitions = repetitions
 
     def measure(self, traces: Path, console: Console) -> None:
-        """What is not there yet: one repetition of everything before the next."""
+        """Makes the runs that are not there yet, one repetition of everything before the next."""
         for number in range(self._repetitions):
             for part in self._parts:
                 for policy in self._policies:
@@ -178,8 +187,8 @@ class Runs:
                         if why := why_void(result):
                             path = path.with_suffix(".void")
                         write_result(path, result)
-                        figures = Figures.of(part, *result.policies.values())
-                        console.print(f"  {figures}; {result.config.cluster}{'; VOID: ' if why else ''}{why}")
+                        figures = Figures.of(part, *result.policies.values()).told()
+                        console.print(f"  {figures}{'; VOID: ' if why else ''}{why}")
 
     def simulate(self, traces: Path, console: Console) -> None:
         for part in self._parts:
@@ -189,10 +198,10 @@ class Runs:
                     figures = simulated(part, traces, policy)
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_text(json.dumps(asdict(figures)))
-                    console.print(f"{part.name} {policy} simulated: {asdict(figures)}")
+                    console.print(f"{part.name} {policy} simulated: {figures.told()}")
 
     def rows(self) -> "list[Row]":
-        """Of what was both measured and simulated."""
+        """One for each cell and policy that was both measured and simulated."""
         return [row for part in self._parts for policy in self._policies if (row := self._row(part, policy))]
 
     def _row(self, part: Part, policy: str) -> "Row | None":
@@ -246,7 +255,7 @@ def order(rows: Sequence[Row], of: Callable[[Row], Figures]) -> str:
 
 
 def same_order(rows: Sequence[Row]) -> bool:
-    """Nobody is clearly before another in one and clearly behind it in the other."""
+    """Whether no policy is clearly before another emulated, and clearly behind it simulated."""
     for one, other in itertools.combinations(rows, 2):
         waits = [(of(one).ttft_p99_s, of(other).ttft_p99_s) for of in (_emulated, _simulated)]
         signs = {a_s < b_s for a_s, b_s in waits if not _equal(a_s, b_s)}
@@ -339,10 +348,10 @@ def main() -> int:
         text = "\n".join([table(rows), "", *(f"- {line}" for line in summary(rows))])
         (given.out / "table.md").write_text(text + "\n")
         pairs = [(row.policy, row.emulated, row.simulated) for row in rows]
-        draw_emulated(pairs, given.out / "regret-emulated.png")
+        draw_emulated(pairs, GOALS, given.out / "regret-emulated.png")
         if given.write:
             quote(PAGE, "emulated", text)
-            draw_emulated(pairs, FIGURE)
+            draw_emulated(pairs, GOALS, FIGURE)
     except BallastError as error:
         print(error, file=sys.stderr)
         return 2

@@ -2,7 +2,7 @@
 
 # pyright: reportUnknownMemberType=false
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -62,7 +62,7 @@ def draw_predictions(found: Sequence[tuple[float, float]], path: Path) -> None:
 
 
 class Figures(Protocol):
-    """Of a run, emulated or simulated."""
+    """The figures of a run, emulated or simulated."""
 
     @property
     def ttft_p50_s(self) -> float: ...
@@ -72,14 +72,17 @@ class Figures(Protocol):
     def tpot_p50_s(self) -> float: ...
 
 
-def draw_emulated(found: Sequence[tuple[str, Figures, Figures]], path: Path) -> None:
-    """Policy, emulated and simulated figures: a panel for each figure, with the band that is the goal."""
+def draw_emulated(
+    found: Sequence[tuple[str, Figures, Figures]], goals: Mapping[str, tuple[str, float]], path: Path
+) -> None:
+    """A panel for each figure, with the band that is its goal.
+
+    Args:
+        found: Policy, emulated and simulated figures of each run.
+        goals: Of fields of figures: what they are called, and how far from the simulated one the other may be.
+    """
     looks = styles([(name, name.split(":")[0]) for name in dict.fromkeys(name for name, _, _ in found)])
-    panels = (
-        ("ttft_p50_s", "P50 TTFT", 0.2),
-        ("ttft_p99_s", "P99 TTFT", 0.4),
-        ("tpot_p50_s", "P50 time per token", 0.2),
-    )
+    panels = [(field, *goals[field]) for field in ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s")]
     with mpl.rc_context(RC):
         figure = Figure(figsize=(9.6, 3.7), layout="constrained")
         for axis, (field, title, most) in zip(figure.subplots(1, 3), panels, strict=True):

@@ -13,7 +13,7 @@ from ballast.bench.results import SLO_SCALES, BenchResult, PolicyResult
 
 _PLAIN, _OURS, _STATIC = "recompute", "drop", "static-pipeline"
 _WITHIN = 1.5
-_BURST_AT_S = 45.0  # in all scenarios
+BURST_AT_S = 45.0  # in all scenarios
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ def _full_s(policy: PolicyResult) -> float | None:
     series = policy.series
     most = max(series.kv_capacity_bytes)
     pairs = zip(series.at_s, series.kv_demand_bytes, strict=True)
-    return next((at_s - _BURST_AT_S for at_s, wanted in pairs if wanted > most), None)
+    return next((at_s - BURST_AT_S for at_s, wanted in pairs if wanted > most), None)
 
 
 def _stands(result: BenchResult) -> float | None:

@@ -25,7 +25,7 @@ _SAID = re.compile(r" emulated .*\bdue_s=([0-9.]+).* late_s=([0-9.]+).* lost_s=(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emulation:
-    """What is emulated, as far as a comparison has to know."""
+    """A machine that workers seem to be, with what a comparison asks of it."""
 
     info: CheckpointInfo  # of the model; its folder has what services want of a checkpoint
     gpu: str  # of an instance, for people
@@ -37,7 +37,7 @@ class Emulation:
     last_token: Callable[[Sequence[int], int], int]  # of the answer to a prompt, of that many tokens
 
     def speed(self, input_tokens: int, output_tokens: int, workers: int) -> Speed:
-        """What probes with such requests would find."""
+        """The paces that probes with such requests would measure."""
         few, full = _FEW, max(_FEW + 1, self.capacity_tokens // (input_tokens + output_tokens))
 
         def pace(count: int) -> Pace:
@@ -71,7 +71,7 @@ def with_settings(result: BenchResult, more: Mapping[str, str | float]) -> Bench
 
 
 def with_effort(result: BenchResult, log_dir: Path) -> BenchResult:
-    """Besides, by how much the steps of all workers were late, and lost time, as they say at the end.
+    """Adds by how much the steps of all workers were late, and lost time, as they say at the end.
 
     Raises:
         Unavailable: they have not.

@@ -74,6 +74,10 @@ class Layout:
                 )
 
 
+def worker_ids(layout: Layout) -> set[WorkerId]:
+    return {member.worker_id for group in layout.groups for member in group.members}
+
+
 def group_of(layout: Layout, worker_id: WorkerId) -> Group | None:
     return next((g for g in layout.groups if any(m.worker_id == worker_id for m in g.members)), None)
 

@@ -45,8 +45,8 @@ class LoadReport:
     kept_block_count: int = 0  # free ones that are for no newcomer while anything runs
     prompt_token_count: int = 0  # of prompts here, in no batch yet; one that runs counts as a full batch at most
     max_prompt_token_count: int = 0  # from so many on nobody is let in; 0: however many
-    # Of a leader whose group before dissolves: blocks that this group keeps to grow into. They count as used by its
-    # members, and nobody wants them.
+    # Of a leader whose group before dissolves: blocks that the group before keeps to grow into. They count as used by
+    # its members, and no request needs them.
     spare_block_count: int = 0
 
     @property

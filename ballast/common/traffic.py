@@ -43,7 +43,7 @@ class Traffic:
         return not (self.queued_count or self.minute_count or self.ended_count or self.calm_per_s)
 
     def prompt_quantile(self, share: float) -> float | None:
-        """Tokens; None: nobody came in the last minute."""
+        """The tokens that this share of the last minute's prompts does not exceed; None where there were no prompts."""
         return _quantile(self.prompt_counts, share, _LENGTHS)
 
 
@@ -129,7 +129,7 @@ class Served:
     """Waits and times of tokens between two looks at the traffic."""
 
     first_count: int  # requests that had their first token
-    ttft_p99_s: float | None  # of these requests; None: there are none
+    ttft_p99_s: float | None  # of these requests; None where there are none
     tpot_s: float | None  # mean over the tokens after the first ones
 
 

@@ -87,9 +87,9 @@ def test_a_comparison_on_emulated_workers_keeps_arrivals_and_lengths(tmp_path: P
     machine = ["--engine", "emulated", "--profile", "A100-40G", "--model", "Qwen2.5-14B", "--workers", "2"]
     what = ["--policies", "recompute", "--workloads", str(trace), "--repetitions", "1", "--out", str(out)]
     done = run("ballast.cli.main", "bench", "overload", *machine, *what)
-    if "void" in done.stdout:  # this machine does something else
+    if "void" in done.stdout:
         assert done.returncode == 1
-        return
+        pytest.skip("this machine does something else, so the run was void")
     assert done.returncode == 0, done.stdout + done.stderr
     result = read_result(out / "runs" / "steps" / "recompute.0.json")
     [policy] = result.policies.values()

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, fields
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
-from ballast.common.layout import Group, Layout
+from ballast.common.layout import Group, Layout, worker_ids
 from ballast.common.model import ModelInfo
 from services.planner.core.claims import newer, rebuild
 from services.planner.core.conductor import Conductor, ConductorRules, Ground
@@ -585,17 +585,11 @@ class PlannerCore:
             self.in_flight.check()
             if self.in_flight.epoch <= self.layout.epoch:
                 raise InvariantViolation(f"epoch {self.in_flight.epoch} is planned after {self.layout.epoch}")
-        if not self.active and (self.in_flight is not None or self.roster.known):
-            raise InvariantViolation("a standby planner plans")
+        if not self.active and (self.in_flight is not None or self.roster.known or self.conductor.busy):
+            raise InvariantViolation("a standby planner plans, or conducts a transition")
         at_rest = self.active and self._read and self.in_flight is None and self._plan_at_s == math.inf
         if at_rest and not self._reading and self._wanted()[0] != self.layout.groups:
             raise InvariantViolation(f"at rest in epoch {self.layout.epoch}, but {self._wanted()[0]} is wanted")
-        if not self.active and self.conductor.busy:
-            raise InvariantViolation("a standby planner conducts a transition")
-
-
-def worker_ids(layout: Layout) -> set[WorkerId]:
-    return {member.worker_id for group in layout.groups for member in group.members}
 
 
 def _difference(own: ModelInfo, cluster: ModelInfo | None) -> str:

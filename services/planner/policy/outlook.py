@@ -206,7 +206,7 @@ class _Flow:
         self.used += count * mean_tokens
 
     def advance(self, prefix: float, prompt: float, answer: float, dt: float) -> tuple[float, float, float, float]:
-        """Gives requests that had their first token, tokens made, and requests preempted with their tokens."""
+        """Returns requests that had their first token, tokens made, and of what was preempted requests and tokens."""
         cost, batches, running, prefills = self.cost, self.instances, self.running, self.prefills
         used, uncomputed = self.used, self.uncomputed
         self.busy = 0.0

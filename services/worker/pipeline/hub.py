@@ -153,6 +153,7 @@ class Hub:
             return  # nobody waits for it
         size, expected = 0 if packed is None else packed.numel(), sum(tensor.nbytes for tensor in place)
         if size != expected:
+            self.post(SpanLanded(peer, piece, delivered=False))  # its place is taken: nothing else would tell of it
             raise ValueError(f"{peer} sends {piece} in {size} bytes of {expected}")
         unpack = None if packed is None else partial(link.unpack, packed, place)
         self.post(SpanLanded(peer, piece, delivered=True, unpack=unpack))
@@ -170,6 +171,9 @@ class Hub:
             pieces = self.layers.take((epoch, pb.LayerWanted.FromString(opening.meta).layer, peer, 0))
         if pieces is None:
             return Refusal("nobody waits for this")
+        if opening.total_bytes != (expected := sum(tensor.nbytes for tensor in pieces)):
+            self.on_transfer_end(link, opening, Outcome.REFUSED)  # likewise
+            raise ValueError(f"{peer} sends {opening.total_bytes} bytes of {expected}")
         with self._lock:
             self._receiving.add((link, opening.transfer))
         return pieces

@@ -167,6 +167,8 @@ class Channel:
         except OSError as error:
             raise RankLost(f"{self._name}: {error or type(error).__name__}") from error
         if len(files) != count:
+            for file in files:
+                os.close(file)
             raise RankLost(f"{self._name}: {count} files were sent, and {len(files)} could be opened here")
         return files
 

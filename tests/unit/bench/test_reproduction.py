@@ -9,7 +9,7 @@ from ballast.bench.lengths import lengths_of
 from ballast.bench.traces import Trace, TraceRequest
 from ballast.common.errors import ConfigError
 from benchmarks.reproduce import SCENARIOS
-from benchmarks.reproduction import CLAIMS, Claim, Line, table
+from benchmarks.reproduction import BURST_AT_S, CLAIMS, Claim, Line, table
 from sim.hardware import find_cluster, find_model, timings
 from sim.jobs.settled import Load, peak_demand, settled
 from sim.jobs.simulation import SimJob, instance_count, specs_of
@@ -115,7 +115,9 @@ def overload(scenario: Scenario, answer_scale: float) -> tuple[float, float]:
     return share, peak_demand(model, cluster, timings(), phases)
 
 
-@pytest.mark.parametrize("name", ["burstgpt-14b", "sharegpt-14b", "longbench-14b", "longbench-72b", "long-14b"])
+@pytest.mark.parametrize(
+    "name", ["ablation-14b", "burstgpt-14b", "sharegpt-14b", "longbench-14b", "longbench-72b", "long-14b"]
+)
 def test_the_operating_point_follows_from_a_rule(name: str) -> None:
     scenario = read_scenario(SCENARIOS / f"{name}.yaml")
     chosen = scenario.answer_scale
@@ -124,3 +126,10 @@ def test_the_operating_point_follows_from_a_rule(name: str) -> None:
     assert 0.5 < share <= 0.56  # the most that leaves memory, not computing, to be what is short
     assert peak > 1.0
     assert overload(scenario, chosen - 0.5)[1] <= 1.0  # with answers half as much longer memory would suffice
+
+
+def test_bursts_begin_when_figures_count_from() -> None:
+    for path in SCENARIOS.glob("*.yaml"):
+        arrivals = read_scenario(path).arrivals
+        assert arrivals is not None
+        assert arrivals.bursts[0].at_s == BURST_AT_S, path.stem
