@@ -1,11 +1,12 @@
 """A group that dissolves, as one of its members: it goes on beside the member's own until nothing is left in it.
 
 Nothing comes into it any more. What waits in it goes at once to one of the members, by its tokens; what runs goes on
-until it ends, or until `policy.leaving.is_over`, and then goes to a member with its KV. Meanwhile the leader
+until it ends, or until `policy.leaving.over_at_s`, and then goes to a member with its KV. Meanwhile the leader
 limits the group to what it still needs, and each stage gives the rest of its memory to its own blocks. Engine thread
 only.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ballast.common.ids import Epoch, WorkerId
@@ -26,7 +27,7 @@ from services.worker.pipeline.handover import Handover
 from services.worker.pipeline.stage_runner import StageRunner
 from services.worker.pipeline.status import Progress
 from services.worker.pipeline.wire import Topic, room_to_bytes
-from services.worker.policy.leaving import is_over, looks_again_s, tightened
+from services.worker.policy.leaving import over_at_s, tightened
 from services.worker.policy.placement import MemberView, PlacementView, place
 
 
@@ -57,7 +58,8 @@ class Leaving:
         self.own_victims: tuple[Victim, ...] = ()  # leader, at its end: what stays here, with its KV
         self._first_blocks = self._limit = ground.book.block_count
         self._home_blocks = min(heir.block_count for heir in heirs)
-        self._began_s = ground.now()
+        self._began_s = self._left_s = ground.now()
+        self._left_count = math.inf  # that had not left it then
         self._hurried = False
 
     @property
@@ -65,8 +67,8 @@ class Leaving:
         """When `poll` wants to be called although nothing has happened. What is in flight then wakes it in landing."""
         if not self.role.leads or self.closed or self._hurried:
             return None
-        after_s = looks_again_s(self._ground.now() - self._began_s)
-        return None if after_s is None else self._began_s + after_s
+        at_s = self._over_at_s()
+        return at_s if at_s > self._ground.now() else None
 
     def give_way(self) -> None:
         """The next transition waits for its end."""
@@ -78,8 +80,10 @@ class Leaving:
             return False
         lane, now_s = self._ground.lane, self._ground.now()
         self._send_away(lane.may_leave(running=False), now_s)
-        self._progress.victims_waiting = len(lane.sequences)
-        if lane.sequences and not lane.stopped and not self._is_over(now_s):
+        self._progress.victims_waiting = count = len(lane.sequences)
+        if count < self._left_count:
+            self._left_count, self._left_s = count, now_s
+        if count and not (lane.stopped or self._hurried or now_s >= self._over_at_s()):
             self._tighten(now_s)
             return False
         if lane.sequences and not lane.stopped:
@@ -90,9 +94,9 @@ class Leaving:
             self._hand_over(lane.may_leave(running=True), now_s)
         return not lane.flights.to_remove
 
-    def _is_over(self, now_s: float) -> bool:
+    def _over_at_s(self) -> float:
         reserved, stages = self._ground.lane.reserved_block_count, len(self.role.stages)
-        return self._hurried or is_over(now_s - self._began_s, reserved, self._home_blocks, stages)
+        return over_at_s(self._began_s, self._left_s, reserved, self._home_blocks, stages)
 
     def empty(self, lost: Collection[WorkerId]) -> None:
         """Its leader: those members are gone, and nothing can be computed in it any more."""

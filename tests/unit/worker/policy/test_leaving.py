@@ -1,6 +1,6 @@
 import pytest
 
-from services.worker.policy.leaving import is_over, looks_again_s, tightened
+from services.worker.policy.leaving import over_at_s, tightened
 
 
 @pytest.mark.parametrize(
@@ -25,14 +25,15 @@ def test_the_smallest_group_gives_up_block_by_block() -> None:
     assert [tightened(5, 5, reserved, 1, 128) for reserved in (3, 2, 1)] == [5, 4, 3]
 
 
-def test_what_has_no_room_in_the_members_goes_on_for_longer() -> None:
-    """Of a pair whose members have 1,000 blocks each; a fourth of that is for what they run already."""
-    assert not is_over(9.9, reserved_blocks=0, home_blocks=1000, stage_count=2)
-    assert is_over(10.0, reserved_blocks=750, home_blocks=1000, stage_count=2)
-    assert not is_over(29.9, reserved_blocks=751, home_blocks=1000, stage_count=2)
-    assert is_over(30.0, reserved_blocks=2000, home_blocks=1000, stage_count=2)
-    assert is_over(10.0, reserved_blocks=1500, home_blocks=1000, stage_count=4)
-
-
-def test_time_alone_ends_it_twice() -> None:
-    assert [looks_again_s(at_s) for at_s in (0.0, 9.9, 10.0, 29.9, 30.0)] == [10.0, 10.0, 30.0, 30.0, None]
+@pytest.mark.parametrize(
+    ("reserved", "stages", "at_s"),
+    [
+        (0, 2, 110.0),
+        (750, 2, 110.0),  # 375 for each of two members, beside 375 that it gives; a fourth is for what it runs already
+        (751, 2, 170.0),
+        (2000, 2, 170.0),
+        (1500, 4, 110.0),
+    ],
+)
+def test_what_has_no_room_in_the_members_goes_on_while_requests_leave(reserved: int, stages: int, at_s: float) -> None:
+    assert over_at_s(100.0, 140.0, reserved, home_blocks=1000, stage_count=stages) == at_s
