@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout
+from ballast.common.transition import TransitionKind
 from ballast.service.logs import silence
 from services.planner.core import messages as p
 from services.planner.core.stages import Stage
@@ -39,6 +40,7 @@ _STORY_S = 9.0  # requests come for so long, in two bursts
 _HEALED_WITHIN_S = 60.0
 _PATIENCE_S = 300.0  # the longest is over by then: one slow worker that is left, and swaps
 _LONGEST_S = {Stage.COMMITTING: 25.0, Stage.EXCHANGING: 40.0, Stage.ABORTING: 20.0}  # of a trouble, and some more
+_LEAVES_S = 100.0  # a restore without room at home exchanges for as long as requests leave its groups
 _LOOK_S = 0.25
 _GLANCE_S = 0.05
 
@@ -228,6 +230,8 @@ def _check_stages(world: World) -> None:
     """What is in the way passes, and is told: no transition waits for what never comes, until a deadline ends it."""
     for record in (record for node in world.planners.values() for record in node.records):
         for stage, longest_s in _LONGEST_S.items():
+            if stage is Stage.EXCHANGING and record.journal.kind is TransitionKind.RESTORE:
+                longest_s = _LEAVES_S
             took_s = record.seconds_in(stage)
             assert took_s < longest_s, f"epoch {record.epoch} ({record.journal.kind}): {stage} for {took_s:.1f} s"
 
