@@ -101,7 +101,8 @@ class WorkerSettings(ServiceSettings):
 
     # How it ends.
     shutdown_timeout_s: float = Field(30.0, ge=0)
-    """Seconds that running requests get to finish when the worker is stopped."""
+    """Seconds that running requests get to finish, and the others of its pipeline to do without it, when the worker is
+    stopped."""
     step_timeout_s: float = Field(60.0, gt=0)
     """Seconds of one engine step after which the worker is not ready."""
 

@@ -23,7 +23,6 @@ from services.worker.core.batch import Batch, NewSequence, SequenceId, StepResul
 from services.worker.core.events import (
     BatchWanted,
     Command,
-    Drained,
     DrainRequested,
     Emit,
     Event,
@@ -41,6 +40,7 @@ from services.worker.core.events import (
 )
 from services.worker.core.worker import WorkerCore
 from services.worker.output_stream import OutputStream
+from services.worker.policy.ending import may_end
 from services.worker.policy.telling import is_due
 
 INBOX_EVENTS = 1024
@@ -93,6 +93,11 @@ class Member(Protocol):
     @property
     def wakes_at_s(self) -> float | None:
         """When `poll` wants to be called although nothing has happened."""
+        ...
+
+    @property
+    def pipeline_request_count(self) -> int | None:
+        """Requests in the pipeline of which this worker holds a part, or is about to; None: there is none."""
         ...
 
     def handle(self, event: MemberEvent) -> list[Command | StepOutcome]: ...
@@ -161,6 +166,7 @@ class WorkerShell:
         self._stopping = False
         self._stop_asked = asyncio.Event()
         self._draining = False
+        self._idle_since_s = math.inf  # drained, and nothing runs in the pipeline that it is in
         self._loop: asyncio.AbstractEventLoop | None = None
         self.drained = asyncio.Event()
 
@@ -199,7 +205,7 @@ class WorkerShell:
         self._inbox.put(None)
 
     def drain(self) -> None:
-        """Nothing new from now on; `drained` is set when the last request has ended."""
+        """Nothing new from now on; `drained` is set when nobody needs this worker any more."""
         if not self._draining:
             self._draining = True
             self._inbox.put(DrainRequested(time.monotonic()))
@@ -321,12 +327,21 @@ class WorkerShell:
                 break  # alone: what has come in meanwhile is looked at after each step
         busy = self._core.has_work or self._core.in_flight_count
         self._busy_since_s = time.monotonic() if busy else None
-        if events or stepping or commands:
+        if events or stepping or commands or self._is_drained():
             self._tell(events, commands)
 
     def _tell(self, events: Sequence[Event | MemberEvent], commands: Sequence[Command]) -> None:
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._on_turn, self._told(events, commands))
+
+    def _is_drained(self) -> bool:
+        """Nobody needs this worker any more."""
+        if not self._core.is_drained:
+            return False
+        now_s = time.monotonic()
+        count = None if self._member is None else self._member.pipeline_request_count
+        self._idle_since_s = math.inf if count else min(self._idle_since_s, now_s)
+        return may_end(count, now_s - self._idle_since_s)
 
     def _load(self) -> LoadReport:
         newest = 0 if self._member is None else self._member.newest_epoch
@@ -363,7 +378,7 @@ class WorkerShell:
             seen_handles={event.key.stream_id: event.key.handle for event in events if isinstance(event, Submitted)},
             emits=[command for command in commands if isinstance(command, Emit)],
             report=self._load(),
-            drained=any(isinstance(command, Drained) for command in commands),
+            drained=self._is_drained(),
             lost=any(isinstance(command, StreamsLost) for command in commands),
         )
 

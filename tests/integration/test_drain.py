@@ -1,12 +1,18 @@
 """What drains gives what runs there to others, and no token changes."""
 
 import asyncio
+import signal
+import uuid
+from dataclasses import replace
 from pathlib import Path
 
 from ballast.client import AsyncClient
 from ballast.client.types import ClusterStatus
 from ballast.common.sampling import SamplingParams
 from ballast.model.tiny import make_tiny
+from ballast.rpc.channel import open_channel
+from ballastpb.planner.v1 import planner_pb2 as pb
+from ballastpb.planner.v1 import planner_pb2_grpc
 from tests.support.cluster import running_cluster, until
 from tests.support.reference import reference_greedy_batch
 
@@ -49,3 +55,43 @@ def test_running_requests_leave_a_worker_that_drains(tmp_path: Path) -> None:
         answers = cluster.run(story())
     reference = reference_greedy_batch(model, PROMPTS, [len(answer) for answer in answers], "float64")
     assert answers == [list(one.token_ids) for one in reference]
+
+
+def test_a_stage_that_is_told_to_end_goes_when_its_pipeline_has_been_dissolved(tmp_path: Path) -> None:
+    model = make_tiny("llama", tmp_path / "tiny", max_len=1024)
+    flags = {"worker": ["--dtype", "float64"], "planner": ["--overload-policy", "recompute"]}
+    prompts, sampling = PROMPTS[:3], replace(ENDLESS, max_tokens=250)
+
+    def shape(status: ClusterStatus) -> list[list[str]]:
+        groups = status.layout.groups if status.layout is not None else ()
+        return [[member.worker_id for member in group.members] for group in groups]
+
+    with running_cluster(model, workers=2, device_memory_bytes=16 << 20, flags=flags) as cluster:
+
+        async def story() -> tuple[list[list[int]], list[pb.Transition]]:
+            local = cluster.cluster
+            async with AsyncClient(local.address) as client, open_channel(local.address) as channel:
+                planner = planner_pb2_grpc.PlannerServiceStub(channel)
+                names = ["worker-0", "worker-1"]
+                await planner.Drop(pb.DropRequest(worker_ids=names, request_id=uuid.uuid4().hex), timeout=30.0)
+                await until(client, lambda now: shape(now) == [names])
+                asked = [
+                    asyncio.create_task(client.generate(token_ids=prompt, sampling=sampling, deadline_s=120))
+                    for prompt in prompts
+                ]
+                await until(client, lambda now: now.running_request_count == len(prompts))
+                stage = local.kill("worker", 1, signal.SIGTERM)
+                await until(client, lambda now: shape(now) == [["worker-0"]])
+                answers = [list((await answer).token_ids) for answer in asked]
+                assert await stage.child.wait(30.0)
+                assert stage.child.returncode == 0
+                listed = await planner.ListTransitions(pb.ListTransitionsRequest(), timeout=30.0)
+                return answers, list(listed.transitions)
+
+        answers, transitions = cluster.run(story())
+    reference = reference_greedy_batch(model, prompts, [250] * len(prompts), "float64")
+    assert answers == [list(one.token_ids) for one in reference]
+    assert [(t.kind, t.phase, t.reason) for t in transitions] == [
+        ("restore", "done", "drain: restore"),
+        ("drop", "done", "operator: worker-0+worker-1"),
+    ]

@@ -253,7 +253,7 @@ class WorkerMachine(RuleBasedStateMachine):
         self.driver.assert_empty()
         totals = self.driver.core.totals
         assert totals.refused + sum(totals.endings.values()) == len(self.prompts)
-        assert self.driver.drained_count == int(self.draining)
+        assert self.driver.core.is_drained == self.draining
 
 
 TestWorker = WorkerMachine.TestCase

@@ -18,7 +18,6 @@ from services.worker.core.events import (
     BlockCopy,
     CapacityChanged,
     Command,
-    Drained,
     Emit,
     Ending,
     Event,
@@ -185,7 +184,6 @@ class Driver:
         self.received: dict[SequenceKey, Received] = {}
         self.sampling: dict[SequenceKey, SamplingParams] = {}
         self.executed: list[Execute] = []
-        self.drained_count = 0
         self.copied_alone = False  # the last batch computed nothing
         self._handles: Iterator[int] = count(1)
 
@@ -206,8 +204,6 @@ class Driver:
                     assert not command.batch.slices
                     self.engine.run(Execute(command.batch, (), (), command.copies))
                     self.copied_alone = bool(command.copies)
-                case Drained():
-                    self.drained_count += 1
                 case _:
                     raise AssertionError(f"unexpected: {command}")
         return commands

@@ -157,11 +157,18 @@ class Conductor:
             return [NothingDone("overload", why, event.required_bytes, event.cause_id)]
         if self._gives_memory_up:
             self._again_until_s, self._again_bytes = event.at_s + _LOOK_FOR_S, event.required_bytes
+            if self._must_end and self.holds_layout:
+                return []
             return self._steps(AbortWanted(event.at_s, "demand is back"), event.at_s, event.cause_id)
         if self.busy or isinstance(self._wish, DropWish):
             return []
         self._again_until_s, self._again_bytes = event.at_s + _LOOK_FOR_S, event.required_bytes
         return self._take(DropWish("overload", event.cause_id, required_bytes=event.required_bytes), event.at_s)
+
+    @property
+    def _must_end(self) -> bool:
+        """A member waits for it to leave, however large the demand is."""
+        return self.record is not None and self.record.by == "drain"
 
     @property
     def _gives_memory_up(self) -> bool:

@@ -141,6 +141,8 @@ def merged_by_hand(base: Layout, names: Sequence[WorkerId], epoch: Epoch, why: s
         raise NoSurvey(f"not in the layout: {', '.join(strangers)}")
     if len(set(names)) != len(names) or not 1 < len(names) <= base.layer_count:
         raise NoSurvey(f"a group takes 2 to {base.layer_count} different workers, got {', '.join(names)}")
+    if leave := [w for w in names if of[w].draining]:
+        raise NoSurvey(f"about to leave: {', '.join(leave)}")
     parts = [w for w in names if of[w].last_layer - of[w].first_layer < base.layer_count]
     if parts:
         raise NoSurvey(f"not all layers are held by {', '.join(parts)}; restore first")

@@ -401,11 +401,6 @@ class Emit:
 
 
 @dataclass(frozen=True, slots=True)
-class Drained:
-    """Draining, and the last sequence has ended. Said once."""
-
-
-@dataclass(frozen=True, slots=True)
 class WithdrawnTooLate:
     """A client has withdrawn, and another worker has had its sequence since a moment ago."""
 
@@ -417,4 +412,4 @@ class StreamsLost:
     """Close the stream of every dispatcher; batches that were in flight do not come back."""
 
 
-Command = Execute | Removed | HandedOver | Emit | Drained | WithdrawnTooLate | StreamsLost
+Command = Execute | Removed | HandedOver | Emit | WithdrawnTooLate | StreamsLost

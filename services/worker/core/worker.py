@@ -26,7 +26,6 @@ from services.worker.core.events import (
     BatchWanted,
     CapacityChanged,
     Command,
-    Drained,
     DrainRequested,
     Event,
     Execute,
@@ -99,7 +98,6 @@ class WorkerCore:
         self._outbox = residents.outbox
         self._first_sequence_id = self._last_sequence_id = first_sequence_id
         self._draining = False
-        self._drained = False
         self._progress_at_s = 0.0  # last completed step, or end of the last idle time
         self._steps_total = 0
         self._prompt_tokens_total = 0
@@ -172,9 +170,6 @@ class WorkerCore:
         if self._withdrawn_too_late is not None:
             commands.append(WithdrawnTooLate(self._withdrawn_too_late))
             self._withdrawn_too_late = None
-        if self._draining and not self._drained and self._is_empty:
-            self._drained = True
-            commands.append(Drained())
         if lost:
             commands.append(StreamsLost())
         if execute is not None:
@@ -232,9 +227,12 @@ class WorkerCore:
         return busy
 
     @property
-    def _is_empty(self) -> bool:
+    def is_drained(self) -> bool:
+        """It takes nothing new, and no request wants anything of it any more."""
         residents = self._residents
-        return not (residents.live or residents.orphans or any(lane.is_occupied for lane in self._lanes))
+        return self._draining and not (
+            residents.live or residents.orphans or any(lane.is_occupied for lane in self._lanes)
+        )
 
     # ---------------------------------------------------------------- what the outside may look at
 

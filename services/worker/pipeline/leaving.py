@@ -70,6 +70,10 @@ class Leaving:
         at_s = self._over_at_s()
         return at_s if at_s > self._ground.now() else None
 
+    @property
+    def request_count(self) -> int:
+        return len(self._ground.book.sequence_ids)
+
     def give_way(self) -> None:
         """The next transition waits for its end."""
         self._hurried = True

@@ -148,6 +148,13 @@ class GroupMember:
         return None if leaving is None else leaving.wakes_at_s
 
     @property
+    def pipeline_request_count(self) -> int | None:
+        leaving, count = self._driver.leaving, len(self._ground.book.sequence_ids)
+        if leaving is not None:
+            return count + leaving.request_count
+        return count if self._role.stages or self._driver.under_way else None
+
+    @property
     def memory(self) -> DeviceMemory:
         return self._memory
 

@@ -473,6 +473,21 @@ def test_a_member_that_drains_takes_its_group_apart_first() -> None:
     assert [g.leader.draining for g in planner.core.layout.groups] == [False, True]
 
 
+def test_an_overload_keeps_no_member_that_is_to_leave() -> None:
+    planner = Planner()
+    planner.start("w0", "w1")
+    planner.drop("w0", "w1")
+    planner.go_through("w0", "w1")
+    planner.tell(InstanceDraining(planner.now_s, "c", WorkerId("w1"), Incarnation(1)))
+    planner.wait(3.0)
+    planner.tell(OverloadRaised(planner.now_s, "c2", 4 * EXTENT))
+    planner.go_through("w0", "w1")
+    assert planner.journal[-1] is Stage.DONE
+    assert planner.shape == ["w0[0:4]", "w1[0:4]"]
+    planner.tell(DropRequested(planner.now_s, "c3", "x", worker_ids=(WorkerId("w0"), WorkerId("w1"))))
+    assert [c.why for c in planner.said if isinstance(c, RefuseChange)] == ["about to leave: w1"]
+
+
 def test_a_restore_by_hand_asks_nobody_about_load() -> None:
     planner = Planner()
     planner.start("w0", "w1")

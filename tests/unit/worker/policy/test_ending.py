@@ -1,0 +1,10 @@
+"""When a worker that drains may end."""
+
+from services.worker.policy.ending import may_end
+
+
+def test_a_pipeline_keeps_its_stages_until_it_is_dissolved_or_given_up() -> None:
+    assert may_end(None, 0.0)
+    assert not may_end(0, 1.0)
+    assert not may_end(3, 0.0)
+    assert may_end(0, 60.0)  # no planner dissolves it, and nothing runs in it
