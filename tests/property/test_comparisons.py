@@ -44,14 +44,9 @@ def _traffics(draw: st.DrawFn) -> Traffic:
 def _loaded(draw: st.DrawFn) -> tuple[Snapshot, Running]:
     count = draw(st.integers(1, 5))
     snapshot = singles(count, model(8), used=[draw(st.sampled_from([0, 1, 99, 100, 10**9])) for _ in range(count)])
-    names = [group.group_id for group in snapshot.groups]
-    running = Running(
-        counts={name: draw(_COUNTS) for name in names},
-        max_running_count=draw(st.sampled_from([1, 256, 2**31])),
-        waiting_count=draw(_COUNTS),
-        uncomputed_tokens={name: draw(_COUNTS) for name in names},
-    )
-    return snapshot, running
+    groups = (g._replace(running_count=draw(_COUNTS), uncomputed_tokens=draw(_COUNTS)) for g in snapshot.groups)
+    running = Running(max_running_count=draw(st.sampled_from([1, 256, 2**31])), waiting_count=draw(_COUNTS))
+    return Snapshot(snapshot.model, tuple(groups)), running
 
 
 @settings(max_examples=60, deadline=None)

@@ -184,19 +184,11 @@ def _compared(
     """None: nobody knows how fast instances are, or what clients want. `restored`: see `compare_restore`."""
     if load.pace is None or not load.traffic.known_s:
         return None
-    names = [group.group_id for group in snapshot.groups]
-    led = [load.workers[group.members[0].worker_id] for group in snapshot.groups]
+    led = [load.workers[group[1][0][0]] for group in snapshot.groups]
     running = Running(
-        counts=dict(zip(names, map(attrgetter("running_count"), led), strict=True)),
         max_running_count=max(1, min(map(attrgetter("max_running_count"), led))),
         waiting_count=sum(map(attrgetter("waiting_count"), led)),
         slowness=load.slowness,
-        uncomputed_tokens={
-            name: tokens
-            for name, one in zip(names, led, strict=True)
-            if one.prompt_token_count
-            and (tokens := one.prompt_token_count - one.waiting_block_count * one.block_tokens) > 0
-        },
     )
     if restored is not None:
         return compare_restore(snapshot, running, load.traffic, load.pace, restored)

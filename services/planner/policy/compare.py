@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, repeat
+from itertools import accumulate
 from operator import add, itemgetter
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ _ANOTHER = 1.5  # machines are told apart by powers of this
 _STALL_S, _EXCHANGED_BYTES_PER_S = 0.3, 25e9
 _LEAST_S, _MOST_S = 30.0, 120.0  # looked ahead: two stays of a request, within these
 # Groups are tuples, and may be thousands.
-_NAME, _USED, _WAITING = itemgetter(0), itemgetter(3), itemgetter(4)
+_NAME, _, _BLOCKS, _USED, _WAITING, _RUNNING, _UNCOMPUTED = map(itemgetter, range(7))
 _PRIOR_COUNT, _PRIOR_TOKENS = 2, 128  # answers that nobody has seen, lest the first one says all
 
 
@@ -41,12 +41,10 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """What runs on the groups of a snapshot, by group."""
+    """What runs on the groups of a snapshot together, and on what."""
 
-    counts: dict[GroupId, int]
     max_running_count: int  # of an instance
     waiting_count: int  # in workers' queues
-    uncomputed_tokens: Mapping[GroupId, int] = field(default_factory=dict[GroupId, int])  # of prompts of those that run
     slowness: Mapping[WorkerId, float] = field(default_factory=dict[WorkerId, float])  # of machines unlike the pace
 
 
@@ -156,7 +154,7 @@ def _futures(snapshot: Snapshot, running: Running, traffic: Traffic) -> list[Fut
         prompt = (traffic.queued_tokens + queued) / waiting
     spread = [traffic.prompt_quantile(quantile) for _, quantile in PARTS]
     used = sum(map(_USED, snapshot.groups)) * block_tokens
-    running_count = sum(running.counts.values())
+    running_count = sum(map(_RUNNING, snapshot.groups))
     answer_tokens = _answer_tokens(traffic, running_count, max(0.0, used - running_count * prompt))
     return [
         Future(
@@ -226,10 +224,8 @@ class _Pool:
         by_name = sorted(groups, key=_NAME)
         loads = list(map(add, map(_USED, by_name), map(_WAITING, by_name)))
         self.ordered = [by_name[i] for i in sorted(range(len(loads)), key=loads.__getitem__, reverse=True)]
-        names, _, blocks, used, _ = zip(*self.ordered, strict=True) if groups else ((),) * 5
-        counts = map(running.counts.get, names, repeat(0))
-        uncomputed = map(running.uncomputed_tokens.get, names, repeat(0))
-        self._columns = [list(accumulate(column, initial=0)) for column in (blocks, counts, used, uncomputed)]
+        summed = (_BLOCKS, _RUNNING, _USED, _UNCOMPUTED)  # as `_Sums` has them
+        self._columns = [list(accumulate(map(column, self.ordered), initial=0)) for column in summed]
 
     def first(self, count: int) -> _Sums:
         """Of so many with most load."""

@@ -4,7 +4,6 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from operator import itemgetter
 from typing import NamedTuple
 
 from ballast.common.errors import InvariantViolation
@@ -74,6 +73,8 @@ class GroupState(NamedTuple):
     block_count: int
     used_block_count: int
     waiting_block_count: int
+    running_count: int = 0
+    uncomputed_tokens: int = 0  # of prompts of those that run
 
     @property
     def load_blocks(self) -> int:
@@ -88,24 +89,13 @@ class Snapshot:
     def check(self) -> None:
         """Raise InvariantViolation unless every group holds and executes a complete copy within its budgets."""
         _check_model(self.model)
-        whole, budget_bytes = (), -1  # held, and fine, of a member that serves alone
-        names = list[WorkerId]()
         for group in self.groups:
-            _, members, blocks, used, waiting = group
-            if len(members) == 1 and blocks >= 0 and used >= 0 and waiting >= 0:
-                name, budget, first, last, held = members[0]
-                names.append(name)
-                if held is whole and budget == budget_bytes and first == 0 and last == self.model.layer_count:
-                    continue
-                _check_group(self.model, group)
-                whole, budget_bytes = held, budget
-            else:
-                _check_group(self.model, group)
-                names += [member.worker_id for member in members]
-        if len(set(names)) != len(names):
-            twice = next(name for name, count in Counter(names).items() if count > 1)
-            raise InvariantViolation(f"{twice} stands in two places of the snapshot")
-        if len(set(map(itemgetter(0), self.groups))) != len(self.groups):
+            _check_group(self.model, group)
+        names = Counter(member.worker_id for group in self.groups for member in group.members)
+        for name, count in names.items():
+            if count > 1:
+                raise InvariantViolation(f"{name} stands in two places of the snapshot")
+        if len({group.group_id for group in self.groups}) != len(self.groups):
             raise InvariantViolation("two groups of the snapshot have the same id")
 
 

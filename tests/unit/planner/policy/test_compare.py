@@ -41,8 +41,9 @@ def alone(names: Sequence[str], used: int, waiting: int = 0) -> Snapshot:
     return Snapshot(SHAPE, tuple(groups))
 
 
-def running(snapshot: Snapshot, each: int, waiting: int = 0) -> Running:
-    return Running({group.group_id: each for group in snapshot.groups}, 256, waiting)
+def running(snapshot: Snapshot, each: int) -> Snapshot:
+    """So many requests on each group."""
+    return replace(snapshot, groups=tuple(group._replace(running_count=each) for group in snapshot.groups))
 
 
 def kind(stages: int, count: int, blocks: int, requests: float, used: float) -> Kind:
@@ -76,7 +77,7 @@ CODE = replace(
 
 def test_where_memory_is_short_groups_are_merged() -> None:
     snapshot = alone(EIGHT, BLOCKS - 5)
-    found = compare(snapshot, running(snapshot, 24, 4), LONG, PACE)
+    found = compare(running(snapshot, 24), Running(256, 4), LONG, PACE)
     assert len(found.chosen.merges) >= 2
     nothing = found.candidates[0]
     assert nothing.merges == ()
@@ -89,14 +90,14 @@ def test_the_first_burst_that_a_cluster_sees_is_no_reason_to_despair() -> None:
     first = Traffic(
         queued_count=200, queued_tokens=135_000, recent_count=300, minute_count=350, calm_per_s=20.0, known_s=12.0
     )
-    found = compare(snapshot, running(snapshot, 50, 2), replace(first, minute_tokens=236_000), PACE)
+    found = compare(running(snapshot, 50), Running(256, 2), replace(first, minute_tokens=236_000), PACE)
     assert len(found.chosen.merges) >= 2
     assert found.chosen.prediction.ttft_p99_s < 60.0
 
 
 def test_where_prompts_fill_the_steps_nothing_is() -> None:
     snapshot = alone(EIGHT, BLOCKS // 2)
-    found = compare(snapshot, running(snapshot, 10), CODE, PACE)
+    found = compare(running(snapshot, 10), Running(256, 0), CODE, PACE)
     assert found.chosen.merges == ()
     assert "nothing" in found.lines()[0]
 
@@ -133,11 +134,18 @@ def test_what_has_to_be_exchanged_for_seconds_is_no_answer_to_a_burst_that_just_
         blocks = shape.block_count(budget_bytes, 0, LAYERS)
         layers = tuple(range(LAYERS))
         groups = tuple(
-            GroupState(n, (InstanceState(WorkerId(n), budget_bytes, 0, LAYERS, layers),), blocks, blocks * 14 // 15, 0)
+            GroupState(
+                n,
+                (InstanceState(WorkerId(n), budget_bytes, 0, LAYERS, layers),),
+                blocks,
+                blocks * 14 // 15,
+                0,
+                172,
+                900,
+            )
             for n in names
         )
-        load = Running(dict.fromkeys(names, 172), 256, 0, dict.fromkeys(names, 900))
-        return compare(Snapshot(shape, groups), load, CHAT, replace(PACE, cost=CHAT_COST))
+        return compare(Snapshot(shape, groups), Running(256, 0), CHAT, replace(PACE, cost=CHAT_COST))
 
     light, heavy = found(4), found(1)
     assert light.candidates[0] == heavy.candidates[0], "who does nothing sends nothing"
@@ -149,7 +157,7 @@ def test_what_has_to_be_exchanged_for_seconds_is_no_answer_to_a_burst_that_just_
 def test_where_nobody_waits_nothing_is() -> None:
     snapshot = alone(EIGHT, BLOCKS // 4)
     calm = replace(LONG, queued_count=0, queued_tokens=0, recent_count=10, minute_count=60, minute_tokens=30_000)
-    found = compare(snapshot, running(snapshot, 5), calm, PACE)
+    found = compare(running(snapshot, 5), Running(256, 0), calm, PACE)
     assert found.chosen.name == "nothing"
     assert found.chosen.prediction.ttft_p99_s < 1.0
     assert found.chosen.prediction.tpot_s == pytest.approx(0.03, rel=0.3)
@@ -157,7 +165,7 @@ def test_where_nobody_waits_nothing_is() -> None:
 
 def test_what_is_chosen_is_what_is_planned() -> None:
     snapshot = alone(EIGHT, BLOCKS - 5)
-    chosen = compare(snapshot, running(snapshot, 24, 4), LONG, PACE).chosen
+    chosen = compare(running(snapshot, 24), Running(256, 4), LONG, PACE).chosen
     plan = plan_of(snapshot, chosen.merges, 1)
     assert sorted(tuple(sorted(g.group_id for g in group.merged)) for group in plan.groups) == sorted(
         tuple(sorted(merge)) for merge in chosen.merges
@@ -167,8 +175,7 @@ def test_what_is_chosen_is_what_is_planned() -> None:
 
 
 def test_unlike_machines_are_judged_by_their_own_pace_and_merged_with_their_like() -> None:
-    snapshot = alone(EIGHT, BLOCKS - 5)
-    load = running(snapshot, 24, 4)
+    snapshot, load = running(alone(EIGHT, BLOCKS - 5), 24), Running(256, 4)
     slow = {WorkerId(name): 3.0 for name in EIGHT[:4]}
     alike, unlike = (compare(snapshot, one, LONG, PACE) for one in (load, replace(load, slowness=slow)))
     assert unlike.candidates[0].prediction.tpot_s > 1.3 * alike.candidates[0].prediction.tpot_s
@@ -180,8 +187,8 @@ def test_unlike_machines_are_judged_by_their_own_pace_and_merged_with_their_like
 
 
 def test_the_only_one_of_its_kind_may_be_merged_with_others() -> None:
-    snapshot = alone(["w0", "w1"], BLOCKS - 5)
-    load = replace(running(snapshot, 24, 4), slowness={WorkerId("w0"): 3.0})
+    snapshot = running(alone(["w0", "w1"], BLOCKS - 5), 24)
+    load = Running(256, 4, slowness={WorkerId("w0"): 3.0})
     assert [one.name.split()[:2] for one in compare(snapshot, load, LONG, PACE).candidates] == [
         ["nothing"],
         ["1", "pair"],
@@ -213,26 +220,25 @@ def test_parameters_come_back_when_that_makes_nobody_wait() -> None:
     snapshot = pairs(BLOCKS // 4)
     restored = {group.group_id: (BLOCKS, BLOCKS) for group in snapshot.groups}
     calm = replace(LONG, queued_count=0, queued_tokens=0, recent_count=10, minute_count=60, minute_tokens=30_000)
-    assert compare_restore(snapshot, running(snapshot, 6), calm, PACE, restored).chosen.name == "give back 4"
+    assert compare_restore(running(snapshot, 6), Running(256, 0), calm, PACE, restored).chosen.name == "give back 4"
 
 
 def test_parameters_stay_away_while_the_burst_goes_on() -> None:
     snapshot = pairs(3 * BLOCKS // 2)
     restored = {group.group_id: (BLOCKS, BLOCKS) for group in snapshot.groups}
-    found = compare_restore(snapshot, running(snapshot, 48), replace(LONG, queued_count=0), PACE, restored)
+    found = compare_restore(running(snapshot, 48), Running(256, 0), replace(LONG, queued_count=0), PACE, restored)
     assert found.chosen.name == "stay"
     assert found.chosen.loss < found.candidates[1].loss
 
 
 def test_a_target_that_is_met_is_not_bettered() -> None:
-    snapshot = alone(EIGHT, BLOCKS - 5)
-    load = running(snapshot, 24, 4)
-    assert compare(snapshot, load, LONG, PACE, Targets(ttft_s=1000.0)).chosen.merges == ()
+    snapshot = running(alone(EIGHT, BLOCKS - 5), 24)
+    assert compare(snapshot, Running(256, 4), LONG, PACE, Targets(ttft_s=1000.0)).chosen.merges == ()
 
 
 def test_an_empty_cluster_makes_no_trouble() -> None:
     snapshot = alone(["w0", "w1"], 0)
-    found = compare(snapshot, running(snapshot, 0), Traffic(known_s=1.0), PACE)
+    found = compare(running(snapshot, 0), Running(256, 0), Traffic(known_s=1.0), PACE)
     assert found.chosen.name == "nothing"
 
 
@@ -315,7 +321,7 @@ def test_what_a_long_prompt_takes_anyway_is_no_reason_to_drop() -> None:
     snapshot = alone(EIGHT, BLOCKS // 3)
     lengths = (0,) * 28 + (40,)  # some 7,500 tokens each
     agents = replace(LONG, queued_count=0, queued_tokens=0, recent_count=6, minute_count=40, minute_tokens=300_000)
-    found = compare(snapshot, running(snapshot, 3), replace(agents, prompt_counts=lengths, calm_per_s=0.6), PACE)
+    found = compare(running(snapshot, 3), Running(256, 0), replace(agents, prompt_counts=lengths, calm_per_s=0.6), PACE)
     assert found.chosen.name == "nothing"
     assert found.chosen.prediction.ttft_p99_s > 7500 * COST.beyond_s
 
@@ -350,4 +356,4 @@ def test_costs_that_nobody_can_have_take_no_longer_to_compare() -> None:
     """Waits of so many seconds that no two numbers are a millisecond apart."""
     snapshot = alone(["w0", "w1"], used=5, waiting=5)
     endless = replace(PACE, cost=PACE.cost.scaled(1e18))
-    assert compare(snapshot, running(snapshot, 2), LONG, endless).chosen.name
+    assert compare(running(snapshot, 2), Running(256, 0), LONG, endless).chosen.name
