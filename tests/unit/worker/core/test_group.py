@@ -66,6 +66,28 @@ def test_while_others_wait_as_many_batches_more_may_be_in_flight_as_the_policy_a
     assert not leader.core.has_work  # nobody waits: one for each stage
 
 
+def test_a_microbatch_is_not_kept_small_for_those_that_wait_until_prompts_before_them_are_computed() -> None:
+    views: list[PipelineView] = []
+
+    def form(view: PipelineView) -> Share:
+        views.append(view)
+        return [(0, view.max_batch_tokens)]
+
+    prompt = tuple([1] * 16)
+    policy = Microbatching(form)
+    leader = Leader(stages=2, max_running_count=8, max_batch_tokens=8, block_count=64, microbatching=policy)
+    for number in range(8):
+        leader.submit(f"r{number}", prompt)
+    leader.batch()
+    load = leader.core.load(leader.at_s, MEMORY)
+    assert load.waiting_count
+    assert load.prompt_token_count >= load.max_prompt_token_count - 8
+    assert views[-1].waiting_count == 0
+    leader.feed(CapacityChanged(leader.at_s, leader.core.lane.reserved_block_count))
+    leader.batch()
+    assert views[-1].waiting_count == load.waiting_count
+
+
 def test_results_come_in_the_order_of_the_batches() -> None:
     leader = Leader(stages=2, max_running_count=4, max_batch_tokens=4)
     leader.submit("a")
