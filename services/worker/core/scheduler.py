@@ -213,10 +213,10 @@ class Scheduler:
             return False
         return sequence.state is SequenceState.SWAPPED or self.prompt_tokens < self.max_prompt_tokens
 
-    def _lacks_room_count(self) -> int:
-        """Of what waits; 0 if that could run, and only prompts that came before it have to be computed first."""
+    def _lacks_room(self) -> bool:
+        """What waits would not fit; it does not wait only until prompts that came before it are computed."""
         head = self._head() if self.waiting_count else None
-        return 0 if head is None or self._admits(self.need(head)) else self.waiting_count
+        return head is not None and not self._admits(self.need(head))
 
     def _admits(self, need_block_count: int) -> bool:
         block_count = self._limited_block_count
@@ -356,10 +356,11 @@ class Scheduler:
             self.stage_count,
             landed_step_id,
             self._limits.max_batch_tokens,
-            self._lacks_room_count(),
+            self.waiting_count,
             candidates,
             in_flight_count,
             self._most_prompt_tokens(decode_count, prompt_tokens),
+            self._lacks_room(),
         )
         plan = Plan([], [], preempted)
         for index, count in self._microbatching(view):

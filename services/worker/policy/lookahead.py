@@ -17,9 +17,9 @@ from services.worker.policy.splitting import Work, added_s, cut
 
 MIN_CHUNK_TOKENS = 16  # a smaller piece of a prompt costs more than the balance that it brings
 _PREFILL = 0.25  # of a full microbatch, so much prefill is in it however many decodes there are
-# Trips through the pipeline that the prompts which run are spread over while others wait. Where requests are let in as
-# others end, 8 takes bubbles from 18 to 10 % on two stages and from 28 to 13 % on four compared with 1, and the mean
-# time to the first token from 6.2 to 5.8 s (a model in virtual time; 4 is between, 16 no better).
+# Trips through the pipeline that the prompts which run are spread over while others wait for room. Where requests are
+# let in as others end, 8 takes bubbles from 18 to 10 % on two stages and from 28 to 13 % on four compared with 1, and
+# the mean time to the first token from 6.2 to 5.8 s (a model in virtual time; 4 is between, 16 no better).
 _RESERVE = 8
 # Of the average. Less makes microbatches of more equal cost, and more of them: with 0.4 two stages had as few bubbles,
 # and 2 % more to execute (benchmarks/results: pipeline bubbles).
@@ -122,12 +122,12 @@ class _Former:
         return chunks
 
     def _prefill_part_s(self) -> float:
-        """What goes beside a stage's share of the decodes. While others wait, the prompts that run are spread over
-        more microbatches than are in flight: who ends lets new ones in bit by bit, and without a reserve there would
-        be microbatches with much prefill and some with none.
+        """What goes beside a stage's share of the decodes. While others wait for room, the prompts that run are spread
+        over more microbatches than are in flight: requests that end let new ones in bit by bit, and without a reserve
+        there would be microbatches with much prefill and some with none.
         """
         view, full_s = self._view, self._full_s()
-        batch_count = self._count * (_RESERVE if view.waiting_count else 1)
+        batch_count = self._count * (_RESERVE if view.lacks_room else 1)
         # Where each microbatch has decodes, they pay what it costs at least.
         have_decodes = self._decode_count >= self._count
         least_s = 0.0 if have_decodes else self._least_s / _OVERHEAD

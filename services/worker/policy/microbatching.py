@@ -27,10 +27,11 @@ class PipelineView(NamedTuple):
     stage_count: int
     landed_step_id: int  # later batches are in flight
     max_batch_tokens: int
-    waiting_count: int  # sequences that have been let into no microbatch yet: there are not enough blocks or places
+    waiting_count: int  # sequences that have been let into no microbatch yet
     candidates: Sequence[Candidate]  # in order of service
     in_flight_count: int = 0  # microbatches; fewer than there are stages, or one of those ahead is asked for
     max_prompt_tokens: int = sys.maxsize  # of all prompts in a microbatch
+    lacks_room: bool = False  # those that wait lack blocks or places; else only prompts before them are to be computed
 
 
 Share = list[tuple[int, int]]  # (index of the candidate, tokens, at least 1)

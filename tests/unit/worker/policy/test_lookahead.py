@@ -24,9 +24,9 @@ def decode(context: int, step_id: int = 0) -> Candidate:
 
 
 def view(
-    stages: int, candidates: list[Candidate], tokens: int = 512, waiting: int = 0, flying: int = 0
+    stages: int, candidates: list[Candidate], tokens: int = 512, waiting: int = 0, flying: int = 0, full: bool = False
 ) -> PipelineView:
-    return PipelineView(stages, LANDED, tokens, waiting, candidates, flying)
+    return PipelineView(stages, LANDED, tokens, waiting, candidates, flying, lacks_room=full)
 
 
 def cost_s(seen: PipelineView, share: Share) -> float:
@@ -101,16 +101,16 @@ def test_a_microbatch_with_prefill_has_its_share_of_decodes_beside_it() -> None:
     assert max(costs) / min(costs) < 1.15
 
 
-def test_prompts_are_spread_further_while_others_wait() -> None:
+def test_prompts_are_spread_further_while_others_wait_for_room() -> None:
     candidates = [*(decode(300) for _ in range(40)), prompt(600)]
-    eager, patient = FORM(view(2, candidates)), FORM(view(2, candidates, waiting=3))
+    eager, patient = (FORM(view(2, candidates, waiting=3, full=full)) for full in (False, True))
     assert dict(patient)[40] < dict(eager)[40] / 2
 
 
-def test_a_short_prompt_gets_on_among_decodes_while_others_wait() -> None:
+def test_a_short_prompt_gets_on_among_decodes_while_others_wait_for_room() -> None:
     """Its share of each microbatch is less than the smallest piece."""
     crowd = [decode(100) for _ in range(20)]
-    share = FORM(view(2, [*crowd, prompt(100)], waiting=3))
+    share = FORM(view(2, [*crowd, prompt(100)], waiting=3, full=True))
     assert share[-1] == (20, MIN_CHUNK_TOKENS)
 
 
@@ -194,11 +194,11 @@ COSTS = st.builds(
 )
 
 
-@given(st.lists(CANDIDATES, max_size=30), st.integers(2, 8), st.integers(30, 600), st.integers(0, 1), COSTS)
+@given(st.lists(CANDIDATES, max_size=30), st.integers(2, 8), st.integers(30, 600), st.integers(0, 2), COSTS)
 def test_whatever_there_is_a_microbatch_is_one_that_can_be_run(
     candidates: list[Candidate], stages: int, tokens: int, waiting: int, cost: CostModel
 ) -> None:
-    seen = view(stages, candidates, tokens, waiting)
+    seen = view(stages, candidates, tokens, waiting, full=waiting > 1)
     share = lookahead(lambda: cost)(seen)
     assert share == lookahead(lambda: cost)(seen)
     assert len({i for i, _ in share}) == len(share)
