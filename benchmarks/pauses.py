@@ -1,10 +1,13 @@
-"""What becomes of a cluster when a member of a pipeline stops for a while, without any connection being reset.
+"""What becomes of a cluster when a member of a pipeline is silent for a while, without any connection being reset.
 
     python -m benchmarks.pauses --seconds 2 4 6 9 12 20 60 inf --workers 2 3
 
 Two workers are made a pair by hand. One of them, its leader or its other stage, is stopped (SIGSTOP) and goes on later,
 under load or idle. Then every living worker has to be in the layout again, alone or in the pair, as what it is: a drop
 and a restore have to succeed, every answer has to be what it was before, and none may take longer than the limit.
+
+With `--faults in out both` it is in a black hole instead: what is sent to it is lost, what it sends, or both, of
+everything or (`links-in` ...) of the links between workers alone. See benchmarks/holes.py for what that takes.
 """
 
 import argparse
@@ -32,16 +35,20 @@ from ballast.model.tiny import make_tiny
 from ballast.rpc.channel import open_channel
 from ballastpb.planner.v1 import planner_pb2 as pb
 from ballastpb.planner.v1 import planner_pb2_grpc
+from benchmarks.holes import Hole, HoledCluster
 
 LIMIT_S = 20.0  # of a request
 RECOVERY_S = 15.0  # from the event, or its end
 _PROMPTS = tuple(tuple(3 + (5 * i + 7 * j) % 400 for j in range(6 + 5 * i)) for i in range(6))
 _EVERY_S = 0.2  # a request
 _CHANGE_S = 60.0  # within which a drop or a restore has to end
+_LINKS = ("links-in", "links-out", "links-both")
+_FAULTS = ("pause", "in", "out", "both", *_LINKS)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
+    fault: str  # of _FAULTS
     victim: str  # leader or stage
     pause_s: float  # inf: it never goes on
     workers: int
@@ -49,7 +56,26 @@ class Case:
 
     def __str__(self) -> str:
         length = "for ever" if math.isinf(self.pause_s) else f"{self.pause_s:g} s"
-        return f"{self.victim} of a pair, {self.workers} workers, {'load' if self.loaded else 'idle'}, {length}"
+        load = "load" if self.loaded else "idle"
+        return f"{self.fault} {self.victim} of a pair, {self.workers} workers, {load}, {length}"
+
+    @property
+    def victim_number(self) -> int:
+        return 0 if self.victim == "leader" else 1
+
+    @property
+    def lasts(self) -> bool:
+        return math.isinf(self.pause_s)
+
+    def living(self) -> list[str]:
+        """Who serves in the end. Without its links a worker can serve alone."""
+        gone = self.lasts and self.fault not in _LINKS
+        return [f"worker-{i}" for i in range(self.workers) if not (gone and i == self.victim_number)]
+
+    def partners(self) -> list[str]:
+        """Two who can make a pair in the end, if there are two."""
+        able = [f"worker-{i}" for i in range(self.workers) if not (self.lasts and i == self.victim_number)]
+        return able[:2] if len(able) > 1 else []
 
 
 @dataclass(slots=True)
@@ -80,9 +106,10 @@ class Found:
 
 
 class Scene:
-    def __init__(self, cluster: LocalCluster, case: Case) -> None:
+    def __init__(self, cluster: LocalCluster, case: Case, hole: Hole | None) -> None:
         self._cluster = cluster
         self._case = case
+        self._hole = hole
         self._client = AsyncClient(cluster.address)
         self._channel: grpc.aio.Channel = open_channel(cluster.address)
         self._planner = planner_pb2_grpc.PlannerServiceStub(self._channel)
@@ -99,16 +126,14 @@ class Scene:
             await self._change(drop=pair)
             async with self._load() if case.loaded else contextlib.nullcontext():
                 await asyncio.sleep(1.0)
-                victim = 0 if case.victim == "leader" else 1
-                self._cluster.kill("worker", victim, signal.SIGSTOP)
+                self._silence()
                 event_s = time.monotonic()
-                if not math.isinf(case.pause_s):
+                if not case.lasts:
                     await self._watch_for(case.pause_s)
-                    self._cluster.kill("worker", victim, signal.SIGCONT)
+                    self._heal()
                     event_s = time.monotonic()
-                living = [f"worker-{i}" for i in range(case.workers) if i != victim or not math.isinf(case.pause_s)]
-                await self._recover(living, event_s)
-                await self._check_changes(living)
+                await self._recover(case.living(), event_s)
+                await self._check_changes(case.living(), case.partners())
             if not case.loaded:
                 await asyncio.gather(*(self._ask(i) for i in range(len(_PROMPTS))))
         finally:
@@ -116,13 +141,26 @@ class Scene:
             await self._channel.close()
         return self.found
 
-    async def _check_changes(self, living: Sequence[str]) -> None:
-        if self._shape(await self._client.status()) != self._lone(living):
-            self.found.restored = await self._succeeds(drop=None)
-            self.found.dropped = len(living) < 2 or await self._succeeds(drop=living[:2])
+    def _silence(self) -> None:
+        victim = self._case.victim_number
+        if self._hole is None:
+            self._cluster.kill("worker", victim, signal.SIGSTOP)
         else:
-            self.found.dropped = len(living) < 2 or await self._succeeds(drop=living[:2])
-            self.found.restored = len(living) < 2 or await self._succeeds(drop=None)
+            self._hole.open(self._cluster.processes["worker"][victim])
+
+    def _heal(self) -> None:
+        if self._hole is None:
+            self._cluster.kill("worker", self._case.victim_number, signal.SIGCONT)
+        else:
+            self._hole.close()
+
+    async def _check_changes(self, living: Sequence[str], partners: Sequence[str]) -> None:
+        if self._shape(await self._client.status()) != sorted(living):
+            self.found.restored = await self._succeeds(drop=None)
+            self.found.dropped = not partners or await self._succeeds(drop=partners)
+        else:
+            self.found.dropped = not partners or await self._succeeds(drop=partners)
+            self.found.restored = not partners or await self._succeeds(drop=None)
 
     # ------------------------------------------------------------ requests
 
@@ -161,10 +199,6 @@ class Scene:
                 over.set()
 
     # ------------------------------------------------------------ the layout
-
-    @staticmethod
-    def _lone(names: Sequence[str]) -> list[str]:
-        return sorted(names)
 
     def _shape(self, status: ClusterStatus) -> list[str]:
         groups = status.layout.groups if status.layout is not None else ()
@@ -229,7 +263,10 @@ class Scene:
 
 
 async def run_case(case: Case, model: Path, logs: Path) -> Found:
-    cluster = LocalCluster(
+    pauses = case.fault == "pause"
+    lost, links = case.fault.removeprefix("links-"), case.fault in _LINKS
+    hole = None if pauses else Hole(case.victim_number, lost, links=links)
+    cluster = (LocalCluster if pauses else HoledCluster)(
         model,
         workers=case.workers,
         device_memory_bytes=16 << 20,
@@ -238,13 +275,18 @@ async def run_case(case: Case, model: Path, logs: Path) -> Found:
         stop_timeout_s=2.0,
     )
     async with cluster:
-        return await Scene(cluster, case).run()
+        try:
+            return await Scene(cluster, case, hole).run()
+        finally:
+            if hole is not None:
+                hole.close()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--seconds", type=float, nargs="+", default=[2, 4, 6, 9, 12, 20, 60, math.inf])
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--faults", nargs="+", choices=_FAULTS, default=["pause"])
     parser.add_argument("--victims", nargs="+", choices=("leader", "stage"), default=["leader", "stage"])
     parser.add_argument("--load", choices=("idle", "load", "both"), default="both")
     parser.add_argument("--logs", type=Path, default=Path("out/pauses"))
@@ -253,9 +295,11 @@ def main() -> int:
     failures = 0
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny("llama", Path(folder) / "tiny", max_len=512)
-        for victim, seconds, workers, loaded in itertools.product(args.victims, args.seconds, args.workers, loads):
-            case = Case(victim, seconds, workers, loaded)
-            logs = args.logs / f"{victim}-{seconds:g}-{workers}-{'load' if loaded else 'idle'}"
+        for fault, victim, seconds, workers, loaded in itertools.product(
+            args.faults, args.victims, args.seconds, args.workers, loads
+        ):
+            case = Case(fault, victim, seconds, workers, loaded)
+            logs = args.logs / f"{fault}-{victim}-{seconds:g}-{workers}-{'load' if loaded else 'idle'}"
             found = asyncio.run(run_case(case, model, logs))
             why = found.why_not()
             failures += bool(why)

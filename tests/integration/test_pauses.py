@@ -21,9 +21,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "case",
     [
-        Case("stage", 5.0, 2, loaded=True),  # longer than a worker's lease, shorter than what breaks a link
-        Case("leader", 13.0, 3, loaded=True),
-        Case("leader", math.inf, 2, loaded=False),
+        Case("pause", "stage", 5.0, 2, loaded=True),  # longer than a worker's lease, shorter than what breaks a link
+        Case("pause", "leader", 13.0, 3, loaded=True),
+        Case("pause", "leader", math.inf, 2, loaded=False),
     ],
     ids=str,
 )
