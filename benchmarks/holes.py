@@ -1,6 +1,6 @@
-"""What a worker sends, what is sent to it, or both, is lost, and no connection is reset: a black hole, by iptables.
+"""A black hole around a worker: what it sends, what is sent to it, or both, is lost, and no connection is reset.
 
-It takes root and a network of its own, lest rules stay behind on this machine:
+It is made by iptables, which takes root, and a network of its own, lest this machine lose its own rules:
 
     unshare -n sh -c 'ip link set lo up; exec python -m benchmarks.pauses --faults in out both'
 
@@ -19,6 +19,7 @@ from ballast.local.cluster import LocalCluster, Service, ServiceProcess
 
 _FIRST_GROUP = 7000
 _FIRST_DATA_PORT, _MOST_WORKERS = 20_000, 16
+_RULE_S = 10.0
 _MARK = "1"  # of the connections that the worker takes part in
 
 
@@ -37,16 +38,22 @@ class HoledCluster(LocalCluster):
 
 
 class Hole:
-    """Around one worker. Open from `open` to `close`; it has to be made before the worker connects to others.
+    """A hole around one worker, there from `open` to `close`; it has to be made before the worker connects to others.
 
     Args:
+        worker: Its number in the cluster.
         lost: "in", what is sent to it; "out", what it sends; or "both".
         links: Only the links between workers; else everything.
+
+    Raises:
+        ConfigError: not root, no iptables, or a network that others use.
     """
 
     def __init__(self, worker: int, lost: str, *, links: bool) -> None:
         if os.geteuid() or shutil.which("iptables") is None:
             raise ConfigError("faults", "black holes take root and iptables; see benchmarks/holes.py")
+        if any(stats.isup for name, stats in psutil.net_if_stats().items() if name != "lo"):
+            raise ConfigError("faults", "this is no network of its own; `unshare -n` makes one: benchmarks/holes.py")
         group = str(_FIRST_GROUP + worker)
         self._owner = ["-m", "owner", "--gid-owner", group]
         self._others = ["-m", "owner", "!", "--gid-owner", group]
@@ -82,4 +89,4 @@ def _family(pid: int) -> list[psutil.Process]:
 
 
 def _iptables(*words: str) -> None:
-    subprocess.run(["iptables", "-w", *words], check=True)
+    subprocess.run(["iptables", "-w", *words], check=True, timeout=_RULE_S)

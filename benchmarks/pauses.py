@@ -28,7 +28,7 @@ import grpc.aio
 
 from ballast.client import AsyncClient
 from ballast.client.types import ClusterStatus
-from ballast.common.errors import BallastError
+from ballast.common.errors import BallastError, ConfigError
 from ballast.common.sampling import SamplingParams
 from ballast.local.cluster import LocalCluster
 from ballast.model.tiny import make_tiny
@@ -68,12 +68,12 @@ class Case:
         return math.isinf(self.pause_s)
 
     def living(self) -> list[str]:
-        """Who serves in the end. Without its links a worker can serve alone."""
+        """The workers that serve in the end. One without its links can serve alone."""
         gone = self.lasts and self.fault not in _LINKS
         return [f"worker-{i}" for i in range(self.workers) if not (gone and i == self.victim_number)]
 
     def partners(self) -> list[str]:
-        """Two who can make a pair in the end, if there are two."""
+        """Two workers that can make a pair in the end, if there are two."""
         able = [f"worker-{i}" for i in range(self.workers) if not (self.lasts and i == self.victim_number)]
         return able[:2] if len(able) > 1 else []
 
@@ -240,6 +240,8 @@ class Scene:
         async with asyncio.timeout(_CHANGE_S):
             while True:
                 request_id = uuid.uuid4().hex
+                if drop is None and not any("+" in group for group in self._shape(await self._client.status())):
+                    return  # its members left the pair by themselves meanwhile
                 try:
                     if drop is None:
                         begun = await self._planner.Restore(pb.RestoreRequest(request_id=request_id), timeout=_CHANGE_S)
@@ -300,7 +302,10 @@ def main() -> int:
         ):
             case = Case(fault, victim, seconds, workers, loaded)
             logs = args.logs / f"{fault}-{victim}-{seconds:g}-{workers}-{'load' if loaded else 'idle'}"
-            found = asyncio.run(run_case(case, model, logs))
+            try:
+                found = asyncio.run(run_case(case, model, logs))
+            except ConfigError as error:
+                parser.error(str(error))
             why = found.why_not()
             failures += bool(why)
             answers = f"{found.right} right, {found.wrong} wrong, {len(found.failed)} failed"

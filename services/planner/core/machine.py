@@ -18,7 +18,7 @@ layers, and come back once they have all of them.
 """
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
@@ -66,7 +66,8 @@ from services.planner.core.messages import (
     WriteSettled,
 )
 from services.planner.core.reason import explain
-from services.planner.core.roster import Roster
+from services.planner.core.record import TransitionRecord
+from services.planner.core.roster import Roster, difference
 from services.planner.core.stages import Stage
 from services.planner.core.transition import Journal
 from services.planner.policy.replicate import Partial, keep_pipelines
@@ -138,10 +139,10 @@ class PlannerCore:
         return max(self.layout.epoch, newest.epoch) if newest is not None and newest.stage.over else self.layout.epoch
 
     def handle(self, event: Event) -> list[Command]:
-        was_busy = self.conductor.busy
+        record = self.conductor.record
         commands = self._apply(event)
-        if was_busy and not self.conductor.busy:
-            self._transition_ended(event.at_s)
+        if record is not None and not self.conductor.busy:
+            self._transition_ended(event.at_s, record)
         self._take_up_claims(event.at_s)
         self._compare(event)
         commands += self._act(event.at_s, event.cause_id)
@@ -296,8 +297,11 @@ class PlannerCore:
             self._plan_at_s = min(self._plan_at_s, event.at_s)
         return [Publish(self.layout, event.cause_id), *self._answer_drains()]
 
-    def _transition_ended(self, at_s: float) -> None:
-        self._odd_since_s = dict.fromkeys(self._odd_since_s, at_s)
+    def _transition_ended(self, at_s: float, ended: TransitionRecord) -> None:
+        # What one found that changed nothing stays: an operator may ask again and again for what is taken back.
+        before_s = ended.began_at_s if ended.journal.base.groups == self.layout.groups else -math.inf
+        odd = self._odd_since_s.items()
+        self._odd_since_s = {w: since_s if -math.inf < since_s < before_s else at_s for w, since_s in odd}
         self._replan(at_s)
         if self._wanted()[0] == self.layout.groups:
             self.conductor.failed = ()
@@ -343,7 +347,7 @@ class PlannerCore:
         same_life = before is not None and before.placeable.incarnation == event.incarnation
         told = same_life and before is not None and before.model == known.model
         if not told and self.roster.serves_another_model(event.worker_id):
-            why = _difference(event.model, self.roster.model)
+            why = difference(event.model, self.roster.model)
             commands.append(RejectInstance(event.worker_id, event.incarnation, why, event.cause_id))
         if known.placeable.draining and not event.draining:
             # It was to drain and does not know: the planner before had no time to tell it, or it was not to be reached.
@@ -590,10 +594,3 @@ class PlannerCore:
         at_rest = self.active and self._read and self.in_flight is None and self._plan_at_s == math.inf
         if at_rest and not self._reading and self._wanted()[0] != self.layout.groups:
             raise InvariantViolation(f"at rest in epoch {self.layout.epoch}, but {self._wanted()[0]} is wanted")
-
-
-def _difference(own: ModelInfo, cluster: ModelInfo | None) -> str:
-    if cluster is None:
-        return "the model of the cluster is not known"
-    names = [f.name for f in fields(ModelInfo) if getattr(own, f.name) != getattr(cluster, f.name)]
-    return "; ".join(f"{name} is {getattr(own, name)}, the cluster has {getattr(cluster, name)}" for name in names)

@@ -5,7 +5,7 @@ Rule 2: it leaves only by word of the monitor. A broken connection to the monito
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Incarnation, WorkerId
@@ -188,3 +188,11 @@ def _is_there(known: Known, group: Group, worker_id: WorkerId) -> bool:
 
 def _stages(group: Group) -> tuple[tuple[WorkerId, Incarnation, int, int], ...]:
     return tuple((m.worker_id, m.incarnation, m.first_layer, m.last_layer) for m in group.members)
+
+
+def difference(own: ModelInfo, cluster: ModelInfo | None) -> str:
+    """In what a model is another than the cluster's, for people."""
+    if cluster is None:
+        return "the model of the cluster is not known"
+    names = [f.name for f in fields(ModelInfo) if getattr(own, f.name) != getattr(cluster, f.name)]
+    return "; ".join(f"{name} is {getattr(own, name)}, the cluster has {getattr(cluster, name)}" for name in names)

@@ -214,7 +214,7 @@ class Scheduler:
         return sequence.state is SequenceState.SWAPPED or self.prompt_tokens < self.max_prompt_tokens
 
     def _lacks_room(self) -> bool:
-        """What waits would not fit; it does not wait only until prompts that came before it are computed."""
+        """Whether what waits would not fit; else it waits only until prompts that came before it are computed."""
         head = self._head() if self.waiting_count else None
         return head is not None and not self._admits(self.need(head))
 
@@ -235,9 +235,7 @@ class Scheduler:
 
     def _head(self) -> Sequence | None:
         """First in the order of service, of those that wait and those that are swapped out."""
-        waiting = (
-            next((next(iter(line.values())) for line in self._waiting if line), None) if self.waiting_count else None
-        )
+        waiting = next((next(iter(line.values())) for line in self._waiting if line), None)
         away = min(self.swap.away, key=_order, default=None) if len(self.swap) else None
         if waiting is None or away is None:
             return waiting or away

@@ -7,6 +7,7 @@ from services.planner.core.messages import (
     Call,
     CallMember,
     Command,
+    RestoreRequested,
     SnapshotBegan,
     SnapshotEnded,
     StoredLayout,
@@ -206,6 +207,24 @@ def test_a_member_that_has_left_takes_its_pipeline_out_of_the_layout() -> None:
     planner.wait(3.0)
     assert planner.shape == ["w2[0:4]"]
     assert prepared(planner) == {"w0", "w1"}
+
+
+def test_members_that_left_are_believed_while_an_operator_asks_again_and_again() -> None:
+    """Each restore is refused by them and taken back at once; that changes nothing, and does not make them wait."""
+    planner, _ = paired("w2")
+    for worker in ("w0", "w1"):
+        planner.says(worker, alone(planner, worker))
+    began_s = planner.now_s
+    for number in range(60):
+        planner.tell(RestoreRequested(planner.now_s, "c", f"x{number}"))
+        if planner.core.conductor.busy:
+            planner.answer(Phase.FAILED, "w0", why="it is alone")
+            planner.answer(Phase.ABORTED, "w0", "w1")
+        planner.wait(0.05)
+        if "w0[0:2]+w1[2:4]" not in planner.shape:
+            break
+    assert planner.now_s < began_s + 2.5
+    assert "w0[0:2]+w1[2:4]" not in planner.shape
 
 
 def test_what_was_said_before_a_transition_says_nothing_about_its_end() -> None:
