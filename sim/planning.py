@@ -1,6 +1,7 @@
 """Planners in virtual time, and what they ask of workers."""
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -63,6 +64,7 @@ class PlannerNode:
         self.published: list[Epoch] = []  # of layouts, as watchers hear them
         self.nothing_done: list[tuple[float, p.NothingDone]] = []
         self.foretold: list[Foretold] = []  # of which is known what came
+        self.decides_until_s = math.inf  # from then on it reads no loads, so that nothing is changed any more
         self.name = name
         self._clock = clock = site.clock
         self._state = state = site.state
@@ -209,7 +211,11 @@ class PlannerNode:
         self._clock.after(self._delays.rpc_s, b"planner hears", arrive)
 
     def _read_loads(self, cause_id: str) -> None:
-        self._ask_loads(lambda load, why: self.feed(p.LoadsRead(self._clock.now_s, cause_id, load, why)))
+        def hear(load: p.ClusterLoad, why: str) -> None:
+            if self._clock.now_s < self.decides_until_s:
+                self.feed(p.LoadsRead(self._clock.now_s, cause_id, load, why))
+
+        self._ask_loads(hear)
 
     def _ask_loads(self, hear: Callable[[p.ClusterLoad, str], None]) -> None:
         """`hear` gets what the leading monitor says, or why it says nothing."""

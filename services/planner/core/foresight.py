@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from ballast.common.ids import Epoch
 from ballast.common.traffic import Served, Traffic, served_between
-from services.planner.policy.compare import Comparison
+from services.planner.policy.compare import Comparison, Targets
 from services.planner.policy.outlook import Prediction
 
 _KEPT = 64
@@ -25,6 +25,7 @@ class Foretold:
     predicted: Prediction
     nothing: Prediction  # of the candidate that changes nothing
     horizon_s: float
+    targets: Targets
     at_s: float
     epoch: Epoch | None  # of the transition; None: nothing was changed
     before: Traffic
@@ -67,9 +68,10 @@ class Ledger:
             return
         if len(self.open) >= _KEPT:
             return
-        nothing = compared.candidates[0].prediction
+        nothing, horizon_s, targets = compared.candidates[0].prediction, compared.horizon_s, compared.targets
         chosen = compared.chosen
-        self.open.append(Foretold(chosen.name, chosen.prediction, nothing, compared.horizon_s, at_s, epoch, traffic))
+        foretold = Foretold(chosen.name, chosen.prediction, nothing, horizon_s, targets, at_s, epoch, traffic)
+        self.open.append(foretold)
 
     def asks(self, at_s: float) -> bool:
         """Whether the traffic is wanted now."""

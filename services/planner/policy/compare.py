@@ -75,7 +75,8 @@ class Judged:
 class Comparison:
     chosen: Judged
     candidates: tuple[Judged, ...]  # the one that changes nothing first
-    horizon_s: float  # what is predicted is about who waits, and who comes within it
+    horizon_s: float  # what is predicted is about what waits, and what comes within it
+    targets: Targets  # by which candidates were judged, the one of TPOT too
 
     def lines(self) -> list[str]:
         """For people: what was predicted of each."""
@@ -91,7 +92,7 @@ def compare(
     least = min(one.loss for one in judged)
     good = [one for one in judged if one.loss <= least + math.log(_UNSURE)]
     chosen = min(good, key=lambda one: one.change_count)
-    return Comparison(chosen, tuple(judged), judge.horizon_s)
+    return Comparison(chosen, tuple(judged), judge.horizon_s, judge.targets)
 
 
 def compare_restore(
@@ -111,7 +112,7 @@ def compare_restore(
     stay = judge.judge("stay", judge.board.kinds(None))
     whole = judge.judge(f"give back {len(restored)}", judge.board.dissolved(restored))
     chosen = whole if whole.loss <= stay.loss + math.log(_UNSURE) else stay
-    return Comparison(chosen, (stay, whole), judge.horizon_s)
+    return Comparison(chosen, (stay, whole), judge.horizon_s, judge.targets)
 
 
 class _Judge:
@@ -123,20 +124,22 @@ class _Judge:
         self._machine = Machine(pace=pace, layer_count=layer_count, max_running_count=running.max_running_count)
         self._futures = _futures(snapshot, running, traffic)
         calm = _calm(self._machine, self.board.kinds(None), self._futures[0])
-        self._ttft_s = max(targets.ttft_s, calm.prompt_s)
-        self._tpot_s = targets.tpot_s or calm.token_s
-        stays_s = 2 * self._futures[0].answer_tokens * self._tpot_s
+        tpot_s = targets.tpot_s or calm.token_s
+        self.targets = Targets(ttft_s=max(targets.ttft_s, calm.prompt_s), tpot_s=tpot_s)
+        stays_s = 2 * self._futures[0].answer_tokens * tpot_s
         self.horizon_s = min(_MOST_S, max(_LEAST_S, stays_s))
 
     def judge(self, name: str, kinds: Sequence[Kind], recipe: "Recipe | None" = None) -> Judged:
         predicted = [look_ahead(self._machine, kinds, future, self.horizon_s) for future in self._futures]
-        losses = [_loss(one, self._ttft_s, self._tpot_s) for one in predicted]
+        losses = [loss_of(one.ttft_p99_s, one.tpot_s, self.targets) for one in predicted]
         loss = math.fsum(losses) / len(losses)
         return Judged(name, recipe, predicted[len(predicted) // 2], loss if math.isfinite(loss) else math.inf)
 
 
-def _loss(prediction: Prediction, ttft_s: float, tpot_s: float) -> float:
-    return math.log(max(prediction.ttft_p99_s, ttft_s) / ttft_s) + math.log(max(prediction.tpot_s, tpot_s) / tpot_s)
+def loss_of(ttft_p99_s: float, tpot_s: float, targets: Targets) -> float:
+    """0: all is good enough."""
+    ttft, tpot = targets.ttft_s, targets.tpot_s or tpot_s
+    return math.log(max(ttft_p99_s, ttft) / ttft) + math.log(max(tpot_s, tpot) / tpot)
 
 
 def _futures(snapshot: Snapshot, running: Running, traffic: Traffic) -> list[Future]:

@@ -8,14 +8,18 @@ from sim.results import SimRun
 COUNT, WITHIN_S = 353, 12.0  # what the dashboard's button sends to four A100 with 40 GB
 
 
-def run(policy: str) -> SimRun:
+def burst_job(policy: str) -> SimJob:
     requests = tuple(TraceRequest(WITHIN_S * i / COUNT, 675, 451) for i in range(COUNT))
-    job = SimJob(
+    return SimJob(
         trace=Trace(source="burst", format="made", requests=requests),
         model=find_model("Qwen2.5-14B"),
         cluster=find_cluster("4xA100-40G"),
         policies=(policy,),
     )
+
+
+def run(policy: str) -> SimRun:
+    job = burst_job(policy)
     ((_, rules),) = specs_of(job)
     return world_of(job, rules).run()
 

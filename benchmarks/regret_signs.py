@@ -1,0 +1,162 @@
+"""Whether each change of the layout was better than to leave it: simulated twice, with the change and without.
+
+    python -m benchmarks.regret_signs --traces DIR [--out out/regret-signs] [--cells 'think*,chat-13b*'] [--draws 1]
+
+Each cell of the grid runs with drop; then once more for each drop and each restore that its planner decided, the same
+up to that instant, with nothing decided from there on. Judged are the requests that waited then or came until the
+prediction ended, by the planner's own loss, with its own targets. A request that is still open two minutes after that
+time has waited till then.
+
+A drop is taken where it foretells a loss at least a tenth less. It counts where both runs differ by more than that
+tenth, and is right where the one with the drop is better. A restore is taken unless it foretells a loss a tenth more,
+so that most foretell no difference: those are shown, and counted by themselves.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ballast.common.errors import BallastError, ConfigError
+from benchmarks.regret_cells import CELLS, job_of
+from benchmarks.regret_rules import OURS
+from services.planner.core.foresight import Foretold
+from services.planner.policy.compare import loss_of
+from sim.jobs.simulation import SimJob, specs_of, world_of
+from sim.results import RequestRecord, SimRun
+from sim.world import World
+
+_AFTER_S = 120.0  # simulated behind the time that is judged
+_DECIDES = math.log(1.1)
+
+
+def without(job: SimJob, foretold: Foretold, zero_s: float) -> SimRun:
+    """The same run, in which this was not decided, nor anything afterwards."""
+    assert foretold.settled_at_s is not None
+    world = _world(replace(job, stop_after_s=foretold.settled_at_s - zero_s + _AFTER_S))
+    world.planner.decides_until_s = foretold.at_s
+    return world.run()
+
+
+def came(records: Sequence[RequestRecord], begin_s: float, end_s: float, until_s: float) -> tuple[float, float] | None:
+    """P99 TTFT and mean TPOT, in seconds, of what waited at the first instant or came until the second, and of all
+    tokens between them. None: too little to say. What waits at `until_s` is taken to have waited so long.
+    """
+    waits_s, tokens, took_s = list[float](), 0, 0.0
+    for record in records:
+        times = np.asarray(record.token_times_s)
+        first_s = float(times[0]) if len(times) else until_s
+        if record.arrival_s < end_s and first_s >= begin_s:
+            waits_s.append(min(first_s, until_s) - record.arrival_s)
+        within = (times[1:] >= begin_s) & (times[1:] < end_s)
+        tokens += int(within.sum())
+        took_s += float(np.diff(times)[within].sum())
+    if not waits_s or not tokens:
+        return None
+    return float(np.quantile(waits_s, 0.99)), took_s / tokens
+
+
+def judged(run: SimRun, other: SimRun, foretold: Foretold) -> Mapping[str, Any] | None:
+    """One change, foretold and real. None: nothing came that could be compared."""
+    assert foretold.settled_at_s is not None
+    begin_s, end_s = foretold.at_s - run.zero_s, foretold.settled_at_s - run.zero_s
+    found = [came(one.records, begin_s, end_s, end_s + _AFTER_S) for one in (run, other)]
+    if None in found:
+        return None
+    losses = [loss_of(*one, foretold.targets) for one in found if one is not None]
+    told = [loss_of(one.ttft_p99_s, one.tpot_s, foretold.targets) for one in (foretold.predicted, foretold.nothing)]
+    return {
+        "change": foretold.decision,
+        "at_s": begin_s,
+        "lasts_s": end_s - begin_s,
+        "with": found[0],
+        "without": found[1],
+        "gain": losses[1] - losses[0],  # logarithms of factors
+        "foretold_gain": told[1] - told[0],
+    }
+
+
+def signs_of(name: str, traces: Path, draw: int) -> list[Mapping[str, Any]]:
+    job = job_of(CELLS[name], traces, OURS, draw)
+    run = _world(job).run()
+    changes = [one for one in run.foretold if one.epoch is not None and one.settled_at_s is not None]
+    found = [judged(run, without(job, one, run.zero_s), one) for one in changes]
+    return [{"cell": name, "draw": draw, **one} for one in found if one is not None]
+
+
+def told(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each change, and what all say together; of drops and of restores, too."""
+    lines = [
+        f"{one['cell']:20} {one['draw']} at {one['at_s']:6.1f} s {one['change']:16} with {one['with'][0]:7.2f} s"
+        f" {1e3 * one['with'][1]:4.0f} ms, without {one['without'][0]:7.2f} s {1e3 * one['without'][1]:4.0f} ms:"
+        f" {math.exp(one['gain']):6.2f} x, foretold {math.exp(one['foretold_gain']):6.2f} x"
+        for one in found
+    ]
+    decided = [one for one in found if abs(one["foretold_gain"]) > _DECIDES]
+    others = [one for one in found if abs(one["foretold_gain"]) <= _DECIDES]
+    for what, some in (("foretold to differ by more than a tenth", decided), ("foretold to differ by less", others)):
+        cases = [one for one in some if abs(one["gain"]) > _DECIDES]
+        right = sum((one["gain"] > 0.0) == (one["foretold_gain"] > 0.0) for one in cases)
+        better = sum(one["gain"] > 0.0 for one in cases)
+        share = f" ({right / len(cases):.0%}; goal 95 %)" if cases and some is decided else ""
+        lines.append(
+            f"{what}: {len(some)} changes, {len(cases)} did differ by more than a tenth; better with the change in"
+            f" {better}, the sign as foretold in {right}{share}"
+        )
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("out/regret-signs"))
+    parser.add_argument("--cells", default="*", help="names or patterns, separated by commas")
+    parser.add_argument("--draws", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
+    given = parser.parse_args()
+    cells = [name for name in CELLS if any(fnmatch(name, pattern) for pattern in given.cells.split(","))]
+    try:
+        if not cells:
+            raise ConfigError("--cells", f"fits none of {', '.join(CELLS)}")
+        found = _measure(cells, given.traces, given.draws, given.processes)
+    except BallastError as error:
+        print(error, file=sys.stderr)
+        return 2
+    text = "\n".join(told(found))
+    given.out.mkdir(parents=True, exist_ok=True)
+    (given.out / "signs.json").write_text(json.dumps(found, indent=1))
+    (given.out / "signs.txt").write_text(text + "\n")
+    print(text)
+    return 0
+
+
+def _measure(cells: Sequence[str], traces: Path, draws: int, processes: int) -> list[Mapping[str, Any]]:
+    began_s, found = time.monotonic(), list[Mapping[str, Any]]()
+    with ProcessPoolExecutor(processes) as pool:
+        asked = {pool.submit(partial(signs_of, cell, traces, d)): (cell, d) for cell in cells for d in range(draws)}
+        for count, future in enumerate(as_completed(asked), 1):
+            cell, draw = asked[future]
+            found += future.result()
+            at_s = time.monotonic() - began_s
+            print(f"{at_s:5.0f} s {count}/{len(asked)} {cell} {draw}", file=sys.stderr, flush=True)
+    return sorted(found, key=lambda one: (one["cell"], one["draw"], one["at_s"]))
+
+
+def _world(job: SimJob) -> World:
+    [(_, rules)] = specs_of(job)
+    return world_of(job, rules)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

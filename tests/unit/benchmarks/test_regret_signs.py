@@ -1,0 +1,54 @@
+"""A run with a change of the layout beside the same run without."""
+
+from array import array
+from dataclasses import replace
+
+from ballast.bench.traces import TraceRequest
+from benchmarks.regret_signs import came, judged, told, without
+from sim.jobs.simulation import specs_of, world_of
+from sim.results import RequestRecord
+from tests.unit.sim.test_first_burst import burst_job
+
+
+def record(arrival_s: float, *token_times_s: float) -> RequestRecord:
+    return RequestRecord(0, "r", 10, 10, arrival_s, array("d", token_times_s))
+
+
+def test_what_waits_at_the_first_instant_or_comes_until_the_second_is_judged() -> None:
+    before, waiting, late = record(0.0, 1.0, 2.0, 4.0, 9.0), record(1.0, 6.0), record(8.0, 8.5)
+    assert came([before, waiting, late], 3.0, 7.0, 20.0) == (5.0, 2.0)
+
+
+def test_what_is_never_served_has_waited_till_the_end() -> None:
+    assert came([record(0.0, 1.0, 4.0), record(2.0)], 3.0, 7.0, 20.0) == (18.0, 3.0)
+
+
+def test_where_nothing_came_nothing_is_said() -> None:
+    assert came([record(0.0, 1.0, 2.0)], 3.0, 7.0, 20.0) is None
+
+
+def test_without_a_drop_the_run_is_the_same_until_then_and_drops_nothing() -> None:
+    job = burst_job("drop")
+    later = TraceRequest(150.0, 20, 20)  # when it comes, what followed the drop is known
+    job = replace(job, trace=replace(job.trace, requests=(*job.trace.requests, later)))
+    [(_, rules)] = specs_of(job)
+    run = world_of(job, rules).run()
+    drop = next(one for one in run.foretold if one.epoch is not None)
+    other = without(job, drop, run.zero_s)
+    assert not other.transitions
+    assert run.transitions
+    until_s = drop.at_s - run.zero_s
+    for one, two in zip(run.records, other.records, strict=True):
+        earlier = [[t for t in r.token_times_s if t < until_s] for r in (one, two)]
+        assert earlier[0] == earlier[1]
+    found = judged(run, other, drop)
+    assert found is not None
+    assert found["gain"] > 0.0
+    assert "the sign as foretold in 1 (100%" in told([{"cell": "c", "draw": 0, **found}])[-2]
+
+
+def test_changes_of_which_no_difference_was_foretold_have_no_sign() -> None:
+    one = {"cell": "c", "draw": 0, "change": "give back 1", "at_s": 1.0, "with": (1.0, 0.1), "without": (2.0, 0.1)}
+    lines = told([{**one, "gain": 0.7, "foretold_gain": 0.01}])
+    assert lines[-2].startswith("foretold to differ by more than a tenth: 0 changes")
+    assert lines[-1].startswith("foretold to differ by less: 1 changes, 1 did")
