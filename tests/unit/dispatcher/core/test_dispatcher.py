@@ -503,6 +503,47 @@ def test_who_waits_is_asked_back_as_often_as_another_one_has_room_with_ever_more
     assert asked_at_s == pytest.approx([0.1, 0.2, 0.4, 0.8, 0.8, 0.8, 0.8, 0.8], abs=0.06)
 
 
+def preempted_on_a() -> Story:
+    """Request "late" has four tokens from worker a, when that one lacks memory; worker b has room."""
+    story = waiting_on_a()
+    story.step("a", {"late": [1, 2, 3, 4]}, report=FULL)
+    story.step("b", report=load())
+    return story
+
+
+def test_what_was_preempted_is_asked_back_when_another_one_has_room_and_goes_on_there() -> None:
+    story = preempted_on_a()
+    handle = story.handle_of("late")
+    story.now_s = 0.9
+    assert not story.step("a", report=crowded()).of(AbortOnWorker), "a token may come yet"
+    story.now_s = 1.1
+    assert story.step("a", report=crowded()).of(AbortOnWorker) == [AbortOnWorker(key("a"), handle)]
+    given_back = story.step("a", {"late": [5]}, endings=[Ending(handle, FinishReason.CANCELLED)], report=FULL)
+    [place] = given_back.of(Place)
+    assert (place.worker, tuple(place.output_token_ids)) == (key("b"), (1, 2, 3, 4, 5))
+    assert story.core.replay_count == 0
+    assert story.core.recall_count == 1
+
+
+def test_what_gives_tokens_is_not_asked_back() -> None:
+    story = preempted_on_a()
+    for token_id in range(40):
+        story.now_s += 0.1
+        assert not story.step("a", {"late": [token_id]}, report=crowded()).of(AbortOnWorker)
+
+
+def test_what_computes_its_tokens_anew_is_given_time() -> None:
+    story = preempted_on_a()
+    story.now_s = 1.1
+    story.step("a", report=crowded())
+    story.step("a", endings=[Ending(story.handle_of("late"), FinishReason.CANCELLED)], report=FULL)
+    story.step("a", report=load())
+    story.now_s = 9.0
+    assert not story.step("b", report=crowded()).of(AbortOnWorker)
+    story.now_s = 9.2
+    assert len(story.step("b", report=crowded()).of(AbortOnWorker)) == 1
+
+
 def test_who_was_asked_back_and_has_ended_meanwhile_is_not_begun_again() -> None:
     story = waiting_on_a()
     story.now_s = 0.2
