@@ -156,6 +156,7 @@ class _Flow:
         "busy",
         "capacity",
         "cost",
+        "free",
         "group_count",
         "instances",
         "left_over",
@@ -188,6 +189,7 @@ class _Flow:
         self.prefills: float = min(kind.running_count, kind.uncomputed_tokens / future.prompt_tokens)
         self.running: float = kind.running_count - self.prefills
         self.busy: float = 0.0  # of the last step, with prompts
+        self.free: float = 0.0  # requests that could still be let in, in this step
         # Of requests that had their first token, and what they have seen: prompts beside theirs, and decodes.
         self.seen: float = 0.0
         self.seen_busy: float = 0.0
@@ -196,6 +198,7 @@ class _Flow:
 
     def room(self, until_s: float, mean_tokens: float) -> float:
         """Requests that it could let in, in a step that ends then."""
+        self.free = 0.0
         if until_s <= self.stall_s:
             return 0.0
         room = self.admitted - self.left_over * mean_tokens - self.used
@@ -204,10 +207,13 @@ class _Flow:
         places = self.places - self.running - self.prefills
         if room < places:
             places = room
-        return places if places > 0.0 else 0.0
+        if places > 0.0:
+            self.free = places
+        return self.free
 
     def let_in(self, count: float, mean_tokens: float) -> None:
         tokens = count * mean_tokens
+        self.free -= count
         self.prefills += count
         self.uncomputed += tokens
         self.used += tokens
@@ -330,25 +336,23 @@ def _spread(flows: Sequence[_Flow], until_s: float, count: float, mean_tokens: f
         let = min(flows[0].room(until_s, mean_tokens), count)
         flows[0].let_in(let, mean_tokens)
         return let
-    free, instances, left = list[tuple[_Flow, float]](), 0, count
+    left, instances = count, 0
     for flow in flows:
-        room = flow.room(until_s, mean_tokens)
-        if room > 0.0:
-            free.append((flow, room))
+        if flow.room(until_s, mean_tokens) > 0.0:
             instances += flow.instances
     for _ in flows:
-        if left <= 0.0 or not free:
+        if left <= 0.0 or not instances:
             break
-        share, roomy, free, instances = left / instances, free, [], 0
-        for flow, room in roomy:
+        share, instances = left / instances, 0
+        for flow in flows:
             here = share * flow.instances
-            if here < room:
-                free.append((flow, room - here))
-                instances += flow.instances
+            if here >= flow.free:
+                here = flow.free
             else:
-                here = room
-            flow.let_in(here, mean_tokens)
-            left -= here
+                instances += flow.instances
+            if here > 0.0:
+                flow.let_in(here, mean_tokens)
+                left -= here
     return count - left
 
 
