@@ -110,10 +110,14 @@ def token_s(cost: CostModel, decodes: float, context: float, chunk: float, prefi
         context: Tokens whose KV these read.
         chunk: Tokens of a prompt in each microbatch, behind a prefix of so many.
     """
-    tokens, begins = decodes + chunk, 1.0 if chunk else 0.0
-    pairs = context + prefix * chunk + chunk * chunk / 2
-    seconds = cost.attention_s * pairs + cost.prefix_s * (context + prefix * begins) + cost.token_s * tokens
-    seconds += (cost.chunk_s - cost.shared_s) * (decodes + begins) + cost.shared_s
+    tokens = sequences = decodes
+    pairs = read = context
+    if chunk:
+        tokens, sequences = decodes + chunk, decodes + 1.0
+        pairs, read = context + prefix * chunk + chunk * chunk / 2, context + prefix
+    shared_s = cost.shared_s
+    seconds = cost.attention_s * pairs + cost.prefix_s * read + cost.token_s * tokens
+    seconds += (cost.chunk_s - shared_s) * sequences + shared_s
     if tokens > KNEE_TOKENS:
         seconds += cost.beyond_s * (tokens - KNEE_TOKENS)
     if tokens > 1:
@@ -152,6 +156,7 @@ class _Flow:
         "busy",
         "capacity",
         "cost",
+        "free",
         "group_count",
         "instances",
         "left_over",
@@ -184,6 +189,7 @@ class _Flow:
         self.prefills: float = min(kind.running_count, kind.uncomputed_tokens / future.prompt_tokens)
         self.running: float = kind.running_count - self.prefills
         self.busy: float = 0.0  # of the last step, with prompts
+        self.free: float = 0.0  # requests that could still be let in, in this step
         # Of requests that had their first token, and what they have seen: prompts beside theirs, and decodes.
         self.seen: float = 0.0
         self.seen_busy: float = 0.0
@@ -192,24 +198,31 @@ class _Flow:
 
     def room(self, until_s: float, mean_tokens: float) -> float:
         """Requests that it could let in, in a step that ends then."""
+        self.free = 0.0
         if until_s <= self.stall_s:
             return 0.0
-        by_memory = self.admitted - self.left_over * mean_tokens - self.used
-        by_memory /= mean_tokens if mean_tokens > 1.0 else 1.0
+        room = self.admitted - self.left_over * mean_tokens - self.used
+        if mean_tokens > 1.0:
+            room /= mean_tokens
         places = self.places - self.running - self.prefills
-        room = by_memory if by_memory < places else places
-        return room if room > 0.0 else 0.0
+        if room < places:
+            places = room
+        if places > 0.0:
+            self.free = places
+        return self.free
 
     def let_in(self, count: float, mean_tokens: float) -> None:
+        tokens = count * mean_tokens
+        self.free -= count
         self.prefills += count
-        self.uncomputed += count * mean_tokens
-        self.used += count * mean_tokens
+        self.uncomputed += tokens
+        self.used += tokens
 
     def advance(self, prefix: float, prompt: float, answer: float, dt: float) -> tuple[float, float, float, float]:
         """Returns requests that had their first token, tokens made, and of what was preempted requests and tokens."""
         cost, batches, running, prefills = self.cost, self.instances, self.running, self.prefills
         used, uncomputed = self.used, self.uncomputed
-        self.busy = 0.0
+        self.busy = share = 0.0
         if running + prefills <= 0.0:
             return 0.0, 0.0, 0.0, 0.0
         held = used - uncomputed if used > uncomputed else 0.0
@@ -221,9 +234,9 @@ class _Flow:
         took_s = token_s(cost, decodes, context, 0.0, 0.0)
         begun = prefills
         if uncomputed > 0.0:
-            chunk, done = self.max_batch_tokens - decodes, 0.0
-            if uncomputed / batches < chunk:
-                chunk = uncomputed / batches
+            chunk, each, done = self.max_batch_tokens - decodes, uncomputed / batches, 0.0
+            if each < chunk:
+                chunk = each
             if chunk > 0.0:
                 full_s = token_s(cost, decodes, context, chunk, prefix)
                 could = chunk * batches * dt / full_s
@@ -237,11 +250,13 @@ class _Flow:
         if running > 0.0:  # those that end are older, and so larger, than the mean
             if ended > running:
                 ended = running
-            mean = held / running
-            used -= ended * min(mean * 2, max(mean, prompt + answer))
+            mean, size = held / running, prompt + answer
+            if not size > mean:
+                size = mean
+            used -= ended * (size if size < mean * 2 else mean * 2)
         if begun > 0.0:
             self.seen += begun
-            self.seen_busy += begun * self.busy
+            self.seen_busy += begun * share
             self.seen_decodes += begun * decodes
             self.seen_context += begun * context
         used += made
@@ -260,17 +275,19 @@ class _Flow:
 def look_ahead(machine: Machine, kinds: Sequence[Kind], future: Future, horizon_s: float) -> Prediction:
     dt = horizon_s / STEPS
     prompt, answer = future.prompt_tokens, max(1.0, future.answer_tokens)
+    prefix = prompt / 2
     flows = [_Flow(kind, machine, future) for kind in kinds]
     waiting, waiting_tokens = future.waiting_count, future.waiting_tokens
     away, away_tokens = 0.0, 0.0  # preempted, and wait to go on
     came, first, ready_s = [waiting + math.fsum(flow.prefills for flow in flows)], [0.0], [0.0]
-    tokens = request_s = 0.0
+    tokens = request_s = until_s = with_token = 0.0
+    so_far = came[0]
     for step in range(_TAIL * STEPS):
-        at_s, until_s = step * dt, (step + 1) * dt
-        arrived = 0.0
-        if step < STEPS:
+        at_s, until_s = until_s, (step + 1) * dt
+        arrived, is_within = 0.0, step < STEPS
+        if is_within:
             arrived = (future.rate_per_s if at_s < future.lasts_s else future.calm_per_s) * dt
-        elif first[-1] >= came[-1] - _NEARLY:
+        elif with_token >= so_far - _NEARLY:
             break
         waiting += arrived
         waiting_tokens += arrived * prompt
@@ -286,22 +303,26 @@ def look_ahead(machine: Machine, kinds: Sequence[Kind], future: Future, horizon_
         started = last_s = 0.0
         for flow in flows:
             begin_s = flow.stall_s if flow.stall_s > at_s else at_s
-            if step < STEPS:
+            if is_within:
                 request_s += flow.running * dt
             if begin_s >= until_s:
                 continue
-            begun, made, gone, gone_tokens = flow.advance(prompt / 2, prompt, answer, until_s - begin_s)
+            begun, made, gone, gone_tokens = flow.advance(prefix, prompt, answer, until_s - begin_s)
             started += begun
             if begun > 0.0:
-                last_s = max(last_s, begin_s + flow.busy * (until_s - begin_s))
-            if step < STEPS:
+                ready = begin_s + flow.busy * (until_s - begin_s)
+                if ready > last_s:
+                    last_s = ready
+            if is_within:
                 tokens += made
             away += gone
             away_tokens += gone_tokens
-        if step < STEPS:
+        if is_within:
             request_s += away * dt
-        came.append(came[-1] + arrived)
-        first.append(min(came[-1], first[-1] + started))
+        so_far += arrived
+        with_token = min(so_far, with_token + started)
+        came.append(so_far)
+        first.append(with_token)
         ready_s.append(last_s)
     waits = _waits(came, first, ready_s, dt)
     usual_s = max((_own_s(flow, prompt) for flow in flows if flow.seen > 0.0), default=0.0)
@@ -315,23 +336,22 @@ def _spread(flows: Sequence[_Flow], until_s: float, count: float, mean_tokens: f
         let = min(flows[0].room(until_s, mean_tokens), count)
         flows[0].let_in(let, mean_tokens)
         return let
-    rooms = [flow.room(until_s, mean_tokens) for flow in flows]
-    left = count
+    left, instances = count, 0
+    for flow in flows:
+        if flow.room(until_s, mean_tokens) > 0.0:
+            instances += flow.instances
     for _ in flows:
-        instances = 0
-        for flow, room in zip(flows, rooms, strict=True):
-            if room > 0.0:
-                instances += flow.instances
         if left <= 0.0 or not instances:
             break
-        share = left / instances
-        for i, flow in enumerate(flows):
+        share, instances = left / instances, 0
+        for flow in flows:
             here = share * flow.instances
-            if here > rooms[i]:
-                here = rooms[i]
+            if here >= flow.free:
+                here = flow.free
+            else:
+                instances += flow.instances
             if here > 0.0:
                 flow.let_in(here, mean_tokens)
-                rooms[i] -= here
                 left -= here
     return count - left
 
@@ -342,15 +362,16 @@ def _waits(came: Sequence[float], first: Sequence[float], ready_s: Sequence[floa
     `ready_s`: by when those who had their first token in a step had it, if there was less to do than time.
     """
     waits: dict[float, float] = {}
-    j, before = 0, 0.0
+    j, before, last = 0, 0.0, len(first) - 1
     for i, until in enumerate(came[: STEPS + 1]):
         count, before = until - before, until
         if count <= 0.0:
             continue
-        while j < len(first) - 1 and first[j] < until - _NEARLY:
+        nearly = until - _NEARLY
+        while j < last and first[j] < nearly:
             j += 1
         wait = 0.0
-        if first[j] < until - _NEARLY:
+        if first[j] < nearly:
             wait = (len(first) - i) * dt * 1.5
         elif j > i:
             part = min(1.0, (until - first[j - 1]) / (first[j] - first[j - 1]))
