@@ -1,4 +1,4 @@
-"""What becomes of requests when KV memory runs short: `--overload-policy`, told to every service alike."""
+"""What becomes of requests when KV memory runs short: `--overload-policy`, of planner and workers."""
 
 from enum import StrEnum
 
