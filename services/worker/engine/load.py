@@ -165,8 +165,7 @@ def load_engine(
         raise ConfigError("attention_backend", why)
     if attention_backend != "auto" and index is None:
         raise ConfigError("attention_backend", f"{attention_backend} computes on GPUs, with device {device} use auto")
-    # FlashInfer plans each step on the host, for buffers of its own.
-    recorded = None if enforce_eager or attention_backend == "flashinfer" else largest
+    recorded = None if enforce_eager else largest
     needs = MemoryNeeds.of(config, layout, run_dtype, block_tokens)
     if index is not None and backend is None:
         meter, beside_bytes = CudaMeter(index), 0
@@ -301,9 +300,9 @@ def _assemble(
         attention = _attention(device, config, dtype, attention_backend)
     sampler = Sampler(config.vocab_size, config.eos_token_ids, device, grammars, native)
     graphs, record = None, recorder(device)
-    if recorded is not None and record is not None and peers is None:  # NCCL's launches are not recorded
+    # What FlashInfer plans on the host for each step is not recorded, and NCCL's launches are not.
+    if recorded is not None and record is not None and peers is None and isinstance(attention, CudaAttention):
         assert isinstance(model, Model)
-        assert isinstance(attention, CudaAttention)
         graphs = DecodeGraphs(
             model,
             attention,
