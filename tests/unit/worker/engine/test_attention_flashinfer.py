@@ -3,6 +3,7 @@
 import importlib
 import inspect
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from ballast.common.errors import ConfigError
 from ballast.model.tiny import make_tiny
 from services.worker.core.batch import Slice
 from services.worker.engine import load
-from services.worker.engine.attention import CpuAttention
+from services.worker.engine.attention import AttentionBackend, CpuAttention
 from services.worker.engine.attention_flashinfer import FlashInferAttention, installed, require_version
 from services.worker.engine.load import load_engine
 from services.worker.engine.model_config import ModelConfig, read_model_config
@@ -26,8 +27,17 @@ from tests.support.engine import GREEDY, BlockPool, Job, generate
 from tests.unit.worker.engine.fake_flashinfer import DECODE, PREFILL, SIGNATURES, VERSION, FakeFlashInfer, printed
 
 BLOCKS, CPU = 200, torch.device("cpu")
+Heads = tuple[int, int, int]  # of queries, of keys and values, dimensions
 LOGPROBS = replace(GREEDY, logprobs=1)
 MIXED = [(7, 1), (0, 12), (15, 1), (9, 6), (90, 1), (130, 33), (16, 16)]
+
+
+def cases(test: Callable[..., None]) -> Callable[..., None]:
+    steps = [[(0, 1), (15, 1), (16, 1), (60, 1)], [(0, 9), (0, 100), (37, 64), (15, 2)], MIXED]
+    test = pytest.mark.parametrize("shares", steps, ids=["decodes", "chunks", "mixed"])(test)
+    test = pytest.mark.parametrize("heads", [(8, 2, 64), (6, 6, 64), (7, 1, 128), (10, 2, 64)], ids=str)(test)
+    test = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)(test)
+    return pytest.mark.parametrize("block_tokens", [4, 16])(test)
 
 
 def packed_of(shares: list[tuple[int, int]], block_tokens: int) -> tuple[PackedStep, torch.Tensor]:
@@ -43,39 +53,52 @@ def packed_of(shares: list[tuple[int, int]], block_tokens: int) -> tuple[PackedS
     return Packer(block_tokens).pack(slices, tables), owned_BT
 
 
-@pytest.mark.parametrize(
-    "shares", [[(0, 1), (15, 1), (16, 1), (60, 1)], [(0, 9), (0, 100), (37, 64), (15, 2)], MIXED], ids=str
-)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 64), (6, 6, 64), (7, 1, 128), (10, 2, 64)])
-@pytest.mark.parametrize(("dtype", "atol"), [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("block_tokens", [4, 16])
-def test_what_flashinfer_is_told_gives_what_the_cpu_gives(
-    shares: list[tuple[int, int]],
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    atol: float,
-    block_tokens: int,
-) -> None:
+class Case:
     """NaN in every slot that no sequence owns."""
-    torch.manual_seed(0)
-    packed, owned_BT = packed_of(shares, block_tokens)
-    kv_B2TKH = torch.randn(BLOCKS, 2, block_tokens, kv_heads, head_dim).to(dtype)
-    kv_B2TKH.transpose(1, 2)[~owned_BT] = float("nan")
-    qkv = torch.randn(packed.row_count, heads + 2 * kv_heads, head_dim).to(dtype)
-    q_TNH, k_TKH, v_TKH = qkv.split([heads, kv_heads, kv_heads], 1)
-    outputs: list[torch.Tensor] = []
-    caches: list[torch.Tensor] = []
-    for backend in (
-        CpuAttention(heads, kv_heads, head_dim, dtype),
-        FlashInferAttention(heads, kv_heads, head_dim, dtype, CPU, FakeFlashInfer()),
-    ):
-        caches.append(kv_B2TKH.clone())
-        outputs.append(torch.empty(packed.row_count, heads, head_dim, dtype=dtype))
-        backend.prepare(packed).run(caches[-1], q_TNH, k_TKH, v_TKH, outputs[-1])
-    torch.testing.assert_close(outputs[1], outputs[0], atol=atol, rtol=0)
-    torch.testing.assert_close(caches[1], caches[0], atol=0, rtol=0, equal_nan=True)
+
+    def __init__(self, shares: list[tuple[int, int]], heads: Heads, dtype: torch.dtype, block_tokens: int) -> None:
+        torch.manual_seed(0)
+        self.heads, self.dtype = heads, dtype
+        query_heads, kv_heads, head_dim = heads
+        self.packed, owned_BT = packed_of(shares, block_tokens)
+        self.kv_B2TKH = torch.randn(BLOCKS, 2, block_tokens, kv_heads, head_dim).to(dtype)
+        self.kv_B2TKH.transpose(1, 2)[~owned_BT] = float("nan")
+        self.qkv = torch.randn(self.packed.row_count, query_heads + 2 * kv_heads, head_dim).to(dtype)
+
+    def check(self, backend: AttentionBackend, device: torch.device) -> None:
+        (out, cache), (wanted, filled) = (
+            self._run(backend, device),
+            self._run(CpuAttention(*self.heads, self.dtype), CPU),
+        )
+        atol = 2e-3 if self.dtype == torch.float16 else 2e-2
+        torch.testing.assert_close(out, wanted, atol=atol, rtol=0)
+        torch.testing.assert_close(cache, filled, atol=0, rtol=0, equal_nan=True)
+
+    def _run(self, backend: AttentionBackend, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        query_heads, kv_heads, head_dim = self.heads
+        cache = self.kv_B2TKH.clone().to(device)
+        out = torch.empty(self.packed.row_count, query_heads, head_dim, dtype=self.dtype, device=device)
+        q, k, v = self.qkv.to(device).split([query_heads, kv_heads, kv_heads], 1)
+        backend.prepare(self.packed).run(cache, q, k, v, out)
+        return out.cpu(), cache.cpu()
+
+
+@cases
+def test_what_flashinfer_is_told_gives_what_the_cpu_gives(
+    shares: list[tuple[int, int]], heads: Heads, dtype: torch.dtype, block_tokens: int
+) -> None:
+    double = FlashInferAttention(*heads, dtype, CPU, FakeFlashInfer())
+    Case(shares, heads, dtype, block_tokens).check(double, CPU)
+
+
+@pytest.mark.gpu
+@cases
+def test_on_a_gpu_it_gives_what_the_cpu_gives(
+    shares: list[tuple[int, int]], heads: Heads, dtype: torch.dtype, block_tokens: int
+) -> None:
+    pytest.importorskip("flashinfer")
+    device = torch.device("cuda")
+    Case(shares, heads, dtype, block_tokens).check(FlashInferAttention(*heads, dtype, device), device)
 
 
 class Watched:
@@ -156,7 +179,7 @@ def test_an_engine_says_the_same_with_flashinfer_and_nothing_is_recorded(
             asked = zip(prompts, forced, strict=True)
             runs.append([Job(i, prompt, 12, LOGPROBS, forced=old) for i, (prompt, old) in enumerate(asked)])
             generate(engine, runs[-1], at_once=3, chunk_tokens=20)
-    # Tokens of nearly equal probability may change places in float16, and are as probable then; 0.02 is what the GPU's tests allow.
+    # Tokens of nearly equal probability may change places, and are as probable then: as the GPU's tests have it.
     greatest = [[each.logprob for job in jobs for each in job.logprobs if each is not None] for jobs in runs]
     assert len(greatest[0]) == 60
     torch.testing.assert_close(*map(torch.tensor, greatest), atol=0.02, rtol=0)
