@@ -15,12 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from services.worker.core.batch import Slice
-from services.worker.engine.attention_cuda import CudaAttention, CudaAttentionStep
+from services.worker.engine.attention import AttentionBackend
+from services.worker.engine.attention_cuda import CudaAttention, GpuAttentionStep
+from services.worker.engine.attention_flashinfer import FlashInferAttention
 from services.worker.engine.packing import Packer
 from services.worker.memory.cuda import BindingsDriver
 from services.worker.memory.gpus import gpu_uuids
@@ -36,6 +39,11 @@ class Part:
     name: str
     proves: str
     tests: tuple[str, ...]
+    package: str | None = None  # without which there is nothing to prove
+
+    @property
+    def applies(self) -> bool:
+        return self.package is None or find_spec(self.package) is not None
 
 
 PARTS = (
@@ -52,6 +60,12 @@ PARTS = (
             "tests/unit/worker/engine/test_attention_cuda.py::test_kernel_equals_cpu",
             "tests/unit/worker/engine/test_fused_kernels.py::test_on_the_device_they_give_what_torch_gives",
         ),
+    ),
+    Part(
+        "flashinfer",
+        "attention by FlashInfer gives what the CPU gives, in bfloat16 and float16",
+        ("tests/unit/worker/engine/test_attention_flashinfer.py::test_on_a_gpu_it_gives_what_the_cpu_gives",),
+        package="flashinfer",
     ),
     Part(
         "golden",
@@ -175,22 +189,30 @@ def copies(device: torch.device) -> Iterator[tuple[str, float]]:
 
 
 def decodes(device: torch.device) -> Iterator[tuple[str, float]]:
-    """GB/s of keys and values that attention reads, of a layer with 32 heads and 8 KV heads of 128."""
+    """GB/s of keys and values that attention reads, of a layer with 32 heads and 8 KV heads of 128; by FlashInfer as
+    well, where it is installed.
+    """
     heads, kv_heads, head_dim, block_tokens = 32, 8, 128, 16
-    attention = CudaAttention(heads, kv_heads, head_dim, torch.bfloat16, device)
+    heads_of = (heads, kv_heads, head_dim, torch.bfloat16, device)
+    backends: dict[str, AttentionBackend] = {"attention": CudaAttention(*heads_of)}
+    if find_spec("flashinfer") is not None:
+        backends["FlashInfer's attention"] = FlashInferAttention(*heads_of)
     for sequences, context in ((1, 1024), (1, 16384), (1, 131072), (8, 16384), (64, 2048)):
         width = context // block_tokens
         tables = [tuple(range(i * width, (i + 1) * width)) for i in range(sequences)]
         slices = [Slice(i, context - 1, (1,), True) for i in range(sequences)]
-        step = attention.prepare(Packer(block_tokens).pack(slices, tables))
+        packed = Packer(block_tokens).pack(slices, tables)
         kv = torch.zeros(sequences * width, 2, block_tokens, kv_heads, head_dim, dtype=torch.bfloat16, device=device)
         q = torch.zeros(sequences, heads, head_dim, dtype=torch.bfloat16, device=device)
-        attend = partial(_attend, step, kv, q)
-        attend()  # which may compile
-        yield f"attention of {sequences} decodes over {context:,} tokens each", kv.nbytes / median_us(attend) / 1e3
+        for name, backend in backends.items():
+            step = backend.prepare(packed)
+            assert isinstance(step, GpuAttentionStep)
+            attend = partial(_attend, step, kv, q)
+            attend()  # which may compile
+            yield f"{name} of {sequences} decodes over {context:,} tokens each", kv.nbytes / median_us(attend) / 1e3
 
 
-def _attend(step: CudaAttentionStep, kv: torch.Tensor, q: torch.Tensor) -> None:
+def _attend(step: GpuAttentionStep, kv: torch.Tensor, q: torch.Tensor) -> None:
     step.attend(kv, q, torch.empty_like(q))
     torch.cuda.synchronize(q.device)
 
@@ -237,7 +259,8 @@ def main() -> int:
     rates: list[tuple[str, float]] = []
     for measure in (copies, decodes):
         rates += measure(torch.device("cuda", 0))
-    verdicts = [prove(part) for part in PARTS if arguments.only is None or part.name in arguments.only]
+    wanted = [part for part in PARTS if arguments.only is None or part.name in arguments.only]
+    verdicts = [prove(part) for part in wanted if part.applies]
     text = page(header, verdicts, costs, rates)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(text)

@@ -44,6 +44,7 @@ _WORKER_FLAGS = {
     "--device": "cpu (default), cuda (a GPU for each worker) or cuda:N",
     "--tensor-parallel-size": "ranks of each worker, on as many devices",
     "--gpu-memory-utilization": "share of each GPU, where --device-memory-bytes says nothing (default: 0.9)",
+    "--attention-backend": "on a GPU: auto, triton or flashinfer",
     "--max-model-len": "longest prompt and answer together, in tokens",
     "--max-num-seqs": "requests that run at once in a worker",
     "--max-num-batched-tokens": "tokens of one engine step",

@@ -122,6 +122,7 @@ def load(settings: WorkerSettings, devices: Sequence[str] = ()) -> Kit:
         largest=Largest(settings.max_num_batched_tokens, settings.max_num_seqs),
         links_bytes=links_bytes,
         enforce_eager=settings.enforce_eager,
+        attention_backend=settings.attention_backend,
     )
     devices = devices or (settings.device,)
     log = RankLog(settings.worker_id or "worker", settings.log_level, settings.log_format)

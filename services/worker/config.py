@@ -51,6 +51,9 @@ class WorkerSettings(ServiceSettings):
     """Share of a GPU's memory for everything, where --device-memory-bytes does not say what parameters and KV get."""
     enforce_eager: bool = False
     """On a GPU, launch every kernel by itself instead of recording the steps of decodes as CUDA graphs."""
+    attention_backend: Literal["auto", "triton", "flashinfer"] = "auto"
+    """On a GPU, whose kernels compute attention: Ballast's own (triton) or those of FlashInfer, an extra, with which
+    --enforce-eager is implied. auto: triton, since FlashInfer has not been run on a GPU by us."""
     block_size: int = Field(16, ge=1, le=1024)
     """Tokens of one KV block."""
     max_model_len: int | None = Field(None, ge=2)

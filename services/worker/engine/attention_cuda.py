@@ -4,6 +4,7 @@ Importable without triton and without a device; constructing `CudaAttention` say
 """
 
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -73,7 +74,7 @@ class CudaAttention:
                 np.concatenate([decode_tiles, *self._chunk_tiles(step)]).astype(np.int32),
                 joins.astype(np.int32),
                 _tables(step),
-                _k_rows(step),
+                key_rows(step),
             ],
             self._device,
         )
@@ -117,7 +118,7 @@ class CudaAttention:
         padded = [
             _padded(decode_tiles.astype(np.int32), len(tiles), 0),
             _padded(joins.astype(np.int32), len(blank.joins), 0),
-            _padded(_k_rows(step), len(blank.k_rows_T), -1),
+            _padded(key_rows(step), len(blank.k_rows_T), -1),
         ]
         # A table may have blocks for what comes after the longest context: none of them is read.
         tables, *given = upload([_tables(step)[:, : blank.tables.shape[1]].copy(), *padded], self._device)
@@ -158,15 +159,14 @@ class CudaAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CudaAttentionStep:
-    kernel: Any
-    join: Any
-    launches: tuple[tuple[torch.Tensor, Mapping[str, Any]], ...]  # tiles, and what the kernel is compiled for
-    joins: torch.Tensor  # no rows: no context is split
-    parts: torch.Tensor
-    weights: torch.Tensor
-    tables: torch.Tensor
-    k_rows_T: torch.Tensor
+class GpuAttentionStep(ABC):
+    """An `AttentionStep` for kernels that write K and V into the cache by themselves, and then ask to attend."""
+
+    k_rows_T: torch.Tensor  # where the rows' keys go, in the cache seen as tokens; -1: nowhere
+
+    @abstractmethod
+    def attend(self, kv_B2TKH: torch.Tensor, q_TNH: torch.Tensor, out_TNH: torch.Tensor) -> None:
+        """The rows' K and V are in the cache."""
 
     def run(
         self,
@@ -182,8 +182,18 @@ class CudaAttentionStep:
         token_rows.index_copy_(0, self.k_rows_T + kv_B2TKH.shape[2], v_TKH.flatten(1))
         self.attend(kv_B2TKH, q_TNH, out_TNH)
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaAttentionStep(GpuAttentionStep):
+    kernel: Any
+    join: Any
+    launches: tuple[tuple[torch.Tensor, Mapping[str, Any]], ...]  # tiles, and what the kernel is compiled for
+    joins: torch.Tensor  # no rows: no context is split
+    parts: torch.Tensor
+    weights: torch.Tensor
+    tables: torch.Tensor
+
     def attend(self, kv_B2TKH: torch.Tensor, q_TNH: torch.Tensor, out_TNH: torch.Tensor) -> None:
-        """The rows' K and V are in the cache."""
         kv_head_count, head_dim = kv_B2TKH.shape[3:]
         for tiles, constants in self.launches:
             self.kernel[(len(tiles), kv_head_count)](
@@ -252,7 +262,7 @@ def _padded(rows: np.ndarray, count: int, value: int) -> np.ndarray:
     return padded
 
 
-def _k_rows(step: PackedStep) -> np.ndarray:
+def key_rows(step: PackedStep) -> np.ndarray:
     """Where each row's keys go, in the cache seen as tokens; values go a block's tokens behind."""
     return step.slots_T // step.block_tokens * step.block_tokens + step.slots_T
 

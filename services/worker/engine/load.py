@@ -15,6 +15,7 @@ from ballast.service.grammar import Grammars
 from services.worker.core.batch import Batch, StepResult
 from services.worker.engine.attention import AttentionBackend, CpuAttention
 from services.worker.engine.attention_cuda import CudaAttention
+from services.worker.engine.attention_flashinfer import FlashInferAttention
 from services.worker.engine.checkpoint import Checkpoint, load_parameters
 from services.worker.engine.decode_graphs import DecodeGraphs, recorder
 from services.worker.engine.kernels import bound_kernel_caches
@@ -49,6 +50,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+ATTENTION_BACKENDS = ("auto", "triton", "flashinfer")
 DEFAULT_BLOCK_TOKENS = 16
 
 
@@ -125,6 +127,7 @@ def load_engine(
     links_bytes: int = 0,
     peers: Peers | None = None,
     enforce_eager: bool = False,
+    attention_backend: str = "auto",
 ) -> Engine:
     """Load a checkpoint into one device's memory.
 
@@ -138,6 +141,8 @@ def load_engine(
     `gpu_memory_utilization`.
 
     On a GPU steps of decodes are recorded, for as many rows as the `largest` has, unless `enforce_eager` says not to.
+    `attention_backend`: "triton" are our own kernels, which "auto" takes, since FlashInfer's were never run on a GPU by
+    us; "flashinfer" are those, and with them nothing is recorded.
 
     With `peers` this is one rank of a tensor-parallel instance and loads its share; the facts told of the model are
     those of all ranks together.
@@ -155,12 +160,19 @@ def load_engine(
     step_threads = _set_threads(threads, native)
     layout = layout_for(device, native)
     longest = _max_model_len(max_model_len, config)
+    if attention_backend not in ATTENTION_BACKENDS:
+        why = f"{attention_backend!r} is not supported; use one of {', '.join(ATTENTION_BACKENDS)}"
+        raise ConfigError("attention_backend", why)
+    if attention_backend != "auto" and index is None:
+        raise ConfigError("attention_backend", f"{attention_backend} computes on GPUs, with device {device} use auto")
     recorded = None if enforce_eager else largest
     needs = MemoryNeeds.of(config, layout, run_dtype, block_tokens)
     if index is not None and backend is None:
         meter, beside_bytes = CudaMeter(index), 0
         if largest is not None:
-            beside_bytes = beside(open_cuda(index), meter, needs, config, longest, largest, peers, recorded)
+            beside_bytes = beside(
+                open_cuda(index), meter, needs, config, longest, largest, peers, recorded, attention_backend
+            )
         if device_memory_bytes is None:
             device_memory_bytes = fitting_budget(meter, gpu_memory_utilization, beside_bytes + links_bytes)
             if peers is not None:
@@ -171,7 +183,9 @@ def load_engine(
     try:
         load_parameters(model_dir, config, memory.parameters, layout, native)
         grammars = _grammars(model_dir, config) if not config.rank else None  # only the first rank samples
-        model, attention, sampler, runner = _assemble(config, memory, native, longest, grammars, peers, recorded)
+        model, attention, sampler, runner = _assemble(
+            config, memory, native, longest, grammars, peers, recorded, attention_backend
+        )
     except BaseException:
         memory.close()
         raise
@@ -241,6 +255,7 @@ def beside(
     largest: Largest,
     peers: Peers | None = None,
     recorded: Largest | None = None,
+    attention_backend: str = "auto",
 ) -> int:
     """What the largest steps take beside parameters and KV: activations, the sampler's tables, and what libraries and
     compiled kernels keep. torch's allocator keeps it for them. The backend is closed afterwards.
@@ -257,7 +272,7 @@ def beside(
             for tensor in tensors.values():
                 tensor.zero_()
         try:
-            *_, runner = _assemble(config, memory, None, longest, None, peers, recorded)
+            *_, runner = _assemble(config, memory, None, longest, None, peers, recorded, attention_backend)
             rehearse(runner, largest, block_tokens, longest)
         except torch.OutOfMemoryError as error:
             why = f"a step of {largest.tokens} tokens does not fit beside the parameters: {error}"
@@ -273,6 +288,7 @@ def _assemble(
     grammars: Grammars | None,
     peers: Peers | None,
     recorded: Largest | None,
+    attention_backend: str,
 ) -> tuple[Model | PackedModel, AttentionBackend, Sampler, ModelRunner]:
     dtype, device = memory.kv.shape.dtype, memory.pool.backend.device
     if native is not None:
@@ -281,12 +297,12 @@ def _assemble(
     else:
         sum_over_ranks = None if peers is None else peers.sum
         model = Model(config, memory.parameters, memory.kv, max_model_len=longest, sum_over_ranks=sum_over_ranks)
-        attention = _attention(device, config, dtype)
+        attention = _attention(device, config, dtype, attention_backend)
     sampler = Sampler(config.vocab_size, config.eos_token_ids, device, grammars, native)
     graphs, record = None, recorder(device)
-    if recorded is not None and record is not None and peers is None:  # NCCL's launches are not recorded
+    # What FlashInfer plans on the host for each step is not recorded, and NCCL's launches are not.
+    if recorded is not None and record is not None and peers is None and isinstance(attention, CudaAttention):
         assert isinstance(model, Model)
-        assert isinstance(attention, CudaAttention)
         graphs = DecodeGraphs(
             model,
             attention,
@@ -343,7 +359,8 @@ def _backend(device: str) -> MemoryBackend:
     return HostBackend() if index is None else open_cuda(index)
 
 
-def _attention(device: torch.device, config: ModelConfig, dtype: torch.dtype) -> AttentionBackend:
-    if device.type == "cuda":
-        return CudaAttention(config.head_count, config.kv_head_count, config.head_dim, dtype, device)
-    return CpuAttention(config.head_count, config.kv_head_count, config.head_dim, dtype)
+def _attention(device: torch.device, config: ModelConfig, dtype: torch.dtype, name: str) -> AttentionBackend:
+    if device.type != "cuda":
+        return CpuAttention(config.head_count, config.kv_head_count, config.head_dim, dtype)
+    kind = FlashInferAttention if name == "flashinfer" else CudaAttention
+    return kind(config.head_count, config.kv_head_count, config.head_dim, dtype, device)

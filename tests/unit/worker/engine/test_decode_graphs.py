@@ -30,7 +30,7 @@ def test_replays_use_what_was_recorded_and_nothing_is_recorded_anew_after_a_drop
 def test_a_device_that_does_not_record_is_told_with_what_to_set(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def attention(device: torch.device, config: ModelConfig, dtype: torch.dtype) -> CudaAttention:
+    def attention(device: torch.device, config: ModelConfig, dtype: torch.dtype, name: str) -> CudaAttention:
         return CudaAttention(config.head_count, config.kv_head_count, config.head_dim, dtype, device)
 
     def refuse(launch: Callable[[], None]) -> Callable[[], None]:

@@ -1,0 +1,186 @@
+"""Attention over the paged KV cache by FlashInfer's kernels, where `--attention-backend flashinfer` asks for them.
+
+FlashInfer plans a step once, on the host, and runs the plan in every layer. Its pages are our blocks: a layer's
+`kv_B2TKH` is what it calls a paged cache in the layout NHD, so nothing is copied and nothing converted.
+
+Importable without flashinfer and without a device; constructing `FlashInferAttention` says what is missing.
+"""
+
+import importlib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ballast.common.errors import ConfigError
+from ballast.common.extras import lacking
+from services.worker.engine.attention_cuda import GpuAttentionStep, key_rows
+from services.worker.engine.packing import PackedStep
+from services.worker.engine.upload import upload
+
+# What contexts that are split take: 17 MiB on an H100 by 0.7.2's arithmetic (`PrefillPlan` in its scheduler.cuh), which
+# does not grow with the step; 128 MiB is what its documentation recommends.
+_WORKSPACE_BYTES = 128 << 20
+_KERNELS = "fa2"  # those for every GPU from sm_80 on; one compiled module serves decodes and chunks
+_DTYPES = (torch.bfloat16, torch.float16)
+_HEAD_DIMS = (64, 128, 256)
+_LEAST_VERSION = (0, 7, 2)  # before it the workspace that a plan takes grows with the query heads of a KV head
+
+
+class PlanCopy:
+    """A plan is copied to the device from host memory into which the next plan is written: that one has to wait, or
+    layers that are still to run follow a plan that is not theirs. The copy is over when the step before it is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._over = torch.cuda.Event() if device.type == "cuda" else None
+
+    def wait(self) -> None:
+        if self._over is not None:
+            self._over.synchronize()
+
+    def begun(self) -> None:
+        if self._over is not None:
+            self._over.record(torch.cuda.current_stream(self._device))
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Which blocks sequences have, as FlashInfer wants it: all of them in a row, and for each sequence where its own
+    begin and how many tokens are in the last one.
+    """
+
+    blocks: np.ndarray  # int32, as the other two
+    starts: np.ndarray  # one more than there are sequences
+    last_tokens: np.ndarray
+
+    @classmethod
+    def of_decodes(cls, step: PackedStep) -> "Pages":
+        counts_S = -(-step.decode_contexts_S // step.block_tokens)
+        owned_SW = np.arange(step.decode_blocks_SW.shape[1]) < counts_S[:, None]
+        return cls._of(step.decode_blocks_SW[owned_SW], counts_S, step.decode_contexts_S, step.block_tokens)
+
+    @classmethod
+    def of_chunks(cls, step: PackedStep) -> "Pages":
+        counts = np.array([len(chunk.blocks) for chunk in step.chunks], np.int64)
+        contexts = np.array([chunk.context_tokens for chunk in step.chunks], np.int64)
+        blocks = np.concatenate([np.empty(0, np.int64), *(chunk.blocks for chunk in step.chunks)])
+        return cls._of(blocks, counts, contexts, step.block_tokens)
+
+    @classmethod
+    def _of(cls, blocks: np.ndarray, counts: np.ndarray, contexts: np.ndarray, block_tokens: int) -> "Pages":
+        last_tokens = (contexts - 1) % block_tokens + 1
+        return cls(blocks.astype(np.int32), _starts(counts), last_tokens.astype(np.int32))
+
+
+class FlashInferAttention:
+    """One plan for a step's decodes and one for its chunks. A step is valid until the next one is prepared.
+
+    Any number of query heads to a KV head will do: decodes are computed on tensor cores, too. How FlashInfer splits
+    contexts follows from the whole batch, so a row's last bits may depend on what stands beside it.
+    """
+
+    def __init__(
+        self,
+        head_count: int,
+        kv_head_count: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        library: Any = None,  # in the place of flashinfer
+    ) -> None:
+        """
+        Raises:
+            ConfigError: flashinfer is not installed or too old, or does not compute with such heads or in the dtype.
+        """
+        if dtype not in _DTYPES:
+            raise _refused(f"computes in bfloat16 and float16, not in {str(dtype).removeprefix('torch.')}")
+        if head_dim not in _HEAD_DIMS:
+            raise _refused(f"takes heads of 64, 128 or 256 dimensions, the model's have {head_dim}")
+        self._planned_as: dict[str, Any] = {"sm_scale": head_dim**-0.5, "q_data_type": dtype, "kv_data_type": dtype}
+        self._heads = (head_count, kv_head_count, head_dim)
+        self._device = device
+        library = library or installed()
+        # Both may have one workspace: it holds what a launch leaves for the next one, and they run one after the other.
+        workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._decodes = library.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, "NHD", use_tensor_cores=True, backend=_KERNELS
+        )
+        self._chunks = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=_KERNELS)
+        self._copy = PlanCopy(device)
+
+    def prepare(self, step: PackedStep) -> "FlashInferStep":
+        decodes, chunks = Pages.of_decodes(step), Pages.of_chunks(step)
+        decode_blocks, chunk_blocks, k_rows_T = upload([decodes.blocks, chunks.blocks, key_rows(step)], self._device)
+        self._copy.wait()
+        if step.decode_count:
+            self._decodes.plan(
+                torch.from_numpy(decodes.starts),
+                decode_blocks,
+                torch.from_numpy(decodes.last_tokens),
+                *self._heads,
+                step.block_tokens,
+                **self._planned_as,
+            )
+        if step.chunks:
+            self._chunks.plan(
+                torch.from_numpy(_starts(np.array([chunk.row_count for chunk in step.chunks]))),
+                torch.from_numpy(chunks.starts),
+                chunk_blocks,
+                torch.from_numpy(chunks.last_tokens),
+                *self._heads,
+                step.block_tokens,
+                causal=True,
+                **self._planned_as,
+            )
+        self._copy.begun()
+        return FlashInferStep(
+            k_rows_T=k_rows_T, decode_count=step.decode_count, decodes=self._decodes, chunks=self._chunks
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlashInferStep(GpuAttentionStep):
+    decode_count: int
+    decodes: Any  # FlashInfer's wrappers, which have no static types here
+    chunks: Any
+
+    def attend(self, kv_B2TKH: torch.Tensor, q_TNH: torch.Tensor, out_TNH: torch.Tensor) -> None:
+        rows = self.decode_count
+        if rows:
+            self.decodes.run(q_TNH[:rows], kv_B2TKH, out=out_TNH[:rows])
+        if rows < len(q_TNH):
+            self.chunks.run(q_TNH[rows:], kv_B2TKH, out=out_TNH[rows:])
+
+
+def installed() -> Any:
+    """FlashInfer, of a version that will do.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        library = importlib.import_module("flashinfer")
+    except ImportError as error:
+        raise lacking("attention_backend flashinfer", "flashinfer-python", "flashinfer") from error
+    require_version(library.__version__)
+    return library
+
+
+def require_version(version: str) -> None:
+    """Raise ConfigError if it is too old."""
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < _LEAST_VERSION:
+        least = ".".join(str(part) for part in _LEAST_VERSION)
+        raise ConfigError("attention_backend", f"flashinfer {version} is too old, {least} is the least")
+
+
+def _refused(why: str) -> ConfigError:
+    return ConfigError("attention_backend", f"flashinfer {why}; use triton")
+
+
+def _starts(counts: np.ndarray) -> np.ndarray:
+    """Where each begins, and the end."""
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
