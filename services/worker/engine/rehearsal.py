@@ -12,7 +12,8 @@ from ballast.common.sampling import SamplingParams
 from services.worker.core.batch import Batch, NewSequence, Slice
 from services.worker.engine.runner import ModelRunner
 
-_SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, seed=0)  # takes the most memory
+# What takes the most memory: log-probabilities of every row are kept until its token is known.
+_SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, seed=0, logprobs=1)
 _Tables = list[tuple[int, ...]]
 
 

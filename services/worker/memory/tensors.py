@@ -1,6 +1,7 @@
 """What backends whose memory torch can touch have in common."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
@@ -31,6 +32,13 @@ class TensorOperations:
             source = source.index_select(0, torch.tensor(rows, device=source.device))
         target.index_copy_(0, torch.tensor(to, device=target.device), source)
 
-    def contents(self, tensor: torch.Tensor) -> Iterator[memoryview]:
+    def contents(self: _Addressed, tensor: torch.Tensor) -> Iterator[memoryview]:
+        """A GPU copies beside what it computes: behind what it has been given to do by now, and before nothing."""
+        stream = None
+        if self.device.type == "cuda":
+            stream = torch.cuda.Stream(self.device)
+            stream.wait_stream(torch.cuda.current_stream(self.device))
         for part in tensor.split(_PART_BYTES):
-            yield part.cpu().numpy().data
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                here = part.cpu()
+            yield here.numpy().data

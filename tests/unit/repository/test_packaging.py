@@ -126,6 +126,8 @@ def test_every_dependency_is_pinned_and_torch_only_as_an_extra() -> None:
     assert pinned["torch"] == "2.13.0"
     extras = project(CLUSTER_DISTRIBUTION)["optional-dependencies"]
     assert [extra for extra, given in extras.items() if "torch" in map(_name, given)] == ["worker"]
+    [asked] = [one for one in extras["worker"] if _name(one) == "torch"]
+    assert "<" in asked, "names of torch that it keeps to itself are used"
     assert "torch" not in map(_name, project(CLUSTER_DISTRIBUTION)["dependencies"])
 
 

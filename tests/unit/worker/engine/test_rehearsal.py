@@ -1,17 +1,22 @@
 """What a GPU is asked before it serves, on the CPU: which steps are run, and what is made of the memory they took."""
 
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from services.worker.engine import load
+from ballast.common.sampling import SamplingParams
+from services.worker.core.batch import NewSequence
+from services.worker.engine import load, rehearsal
 from services.worker.engine.load import MemoryNeeds, beside
 from services.worker.engine.model_config import read_model_config
 from services.worker.engine.packing import PackedStep
 from services.worker.engine.parameters import end_parameters, layer_parameters, part_specs
 from services.worker.engine.rehearsal import Largest, fitting_budget
+from services.worker.engine.sampler import Sampler, SampleRow
 from services.worker.memory.host import HostBackend
 from services.worker.memory.kv_cache import KvShape
 
@@ -78,3 +83,46 @@ def test_the_largest_steps_of_both_kinds_are_run_and_what_they_took_is_told(
 
 def test_parameters_and_kv_get_what_the_largest_steps_leave_of_the_share() -> None:
     assert fitting_budget(Meter(), 0.9, BESIDE_BYTES) == (90 << 20) - BESIDE_BYTES
+
+
+class Held(TorchDispatchMode):
+    """Counts the bytes of tensors that exist at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most_bytes = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for each in out if isinstance(out, (tuple, list)) else (out,):
+            storage = each.untyped_storage() if isinstance(each, torch.Tensor) else None
+            if storage is not None and storage._cdata not in self._sizes:
+                self._sizes[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self._sizes.pop, storage._cdata)
+        self.most_bytes = max(self.most_bytes, sum(self._sizes.values()))
+        return out
+
+
+def sampling_bytes(sampling: SamplingParams) -> int:
+    """What it takes to sample 32 rows at once."""
+    sampler = Sampler(5000, [2], torch.device("cpu"))
+    for row in range(32):
+        sampler.add(NewSequence(row, (1,) * 50, (), sampling))
+    logits_RV = torch.randn(32, 5000)
+    with torch.inference_mode(), Held() as held:
+        sampler.sample([SampleRow(row, 50) for row in range(32)], logits_RV)
+    return held.most_bytes
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=0.0, logprobs=20),
+        SamplingParams(temperature=0.8, top_p=0.9, top_k=20, min_p=0.05, seed=1, logprobs=20),
+        SamplingParams(temperature=1.0, repetition_penalty=1.2, frequency_penalty=0.1, logit_bias={5: 1.0}, seed=2),
+    ],
+)
+def test_no_request_takes_more_than_those_of_the_largest_steps(sampling: SamplingParams) -> None:
+    row_bytes = 5000 * 4
+    assert sampling_bytes(sampling) <= sampling_bytes(rehearsal._SAMPLING) + row_bytes

@@ -5,11 +5,13 @@ import time
 from collections.abc import Generator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import pytest
 import torch
+from torch.distributed import Work
 
+from services.worker.links.channels.nccl import CudaStream
 from services.worker.links.copies import HOST, HostCopies
 from services.worker.links.cuda_copies import CudaCopies, copies_for
 
@@ -157,6 +159,36 @@ def test_copies_wait_for_no_kernel_and_are_over_at_the_end_even_if_one_fails(dri
     assert len({id(stream) for stream in streams}) == 2, "one thread's copies wait for another's"
     assert all(event.on is not driver.engine for event in Event.made)
     assert not any(stream.waits_for for stream in streams)
+
+
+def test_what_a_communicator_moves_is_waited_for_in_the_driver_and_nobody_is_asked_how_far_it_is(
+    driver: Driver,
+) -> None:
+    behind_it = list[Stream]()
+    finished = Future[None]()
+
+    class Moving:
+        """Has nothing else to ask for."""
+
+        def synchronize(self) -> None:
+            behind_it.append(driver.current_stream(GPU))
+
+    def finish() -> None:
+        stream = CudaStream(GPU)
+        with stream.current():
+            stream.finish(cast(Work, Moving()))
+        finished.set_result(None)
+
+    thread = threading.Thread(target=finish, daemon=True)
+    thread.start()
+    deadline_s = time.monotonic() + 20
+    while not Event.made and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    [event] = Event.made
+    assert behind_it == [event.on] != [driver.engine]
+    assert not finished.done()
+    event.come()
+    finished.result(20)
 
 
 def test_on_the_host_there_is_nothing_to_wait_for() -> None:

@@ -3,7 +3,8 @@
 import importlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -195,3 +196,46 @@ def test_the_bindings_have_every_call_that_is_made() -> None:
     driver.free_address(address, 2 << 20)
     driver.release("handle")
     assert {name for name, _ in cuda.calls if not hasattr(real, name)} == set()
+
+
+def test_bytes_for_checksums_are_read_beside_what_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing has been given to the device to do, but what had been before they were asked for."""
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+            self.behind: object = None
+
+        def wait_stream(self, other: object) -> None:
+            self.behind = other
+
+    engine = Stream(torch.device("cuda", 0))
+    current, read_on = [engine], list[Stream]()
+
+    @contextmanager
+    def on(stream: Stream) -> Generator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    def read(tensor: torch.Tensor) -> torch.Tensor:
+        read_on.append(current[-1])
+        return tensor
+
+    def current_stream(device: torch.device) -> Stream:
+        return current[-1]
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    monkeypatch.setattr(torch.Tensor, "cpu", read)
+    held = torch.randint(0, 256, (40 << 20,), dtype=torch.uint8)
+    parts = list[bytes]()
+    driver = SimulatedDriver()
+    driver.device = engine.device
+    for part in CudaBackend(driver).contents(held):
+        assert current == [engine]  # whoever asks is where it was
+        parts.append(bytes(part))
+    assert b"".join(parts) == held.numpy().tobytes()
+    assert len(parts) > 1
+    assert all(stream is not engine and stream.behind is engine for stream in read_on)

@@ -1,0 +1,134 @@
+"""Defects that a GPU would show at once, put back one at a time: the test that holds each must fail.
+
+    python -m tests.support.put_back
+
+Each is a line of a function as it once was. In a process of its own, as torch gets a device for the rest of it.
+"""
+
+from __future__ import annotations  # what is compiled here inherits it
+
+import inspect
+import textwrap
+import traceback
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from services.worker.engine.runner import ModelRunner
+from services.worker.links.channels.nccl import NcclMover, NcclTransport
+from services.worker.links.receiving import BulkReceiver
+from services.worker.pipeline.hub import Hub
+
+_LINKS = "tests/unit/worker/links"
+_SEEN_ON_A_FAKE_DEVICE = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Defect:
+    owner: type
+    function: str
+    line: str  # a part of it
+    once: str
+    test: str
+    says: str
+
+
+DEFECTS: Mapping[str, Defect] = {
+    "received where the host cannot write": Defect(
+        BulkReceiver,
+        "_take_chunk",
+        "view is not None and view.device == device",
+        "view is not None",
+        f"{_LINKS}/test_devices.py::test_bulk_lands_in_memory_that_the_host_may_not_touch[tcp]",
+        "ChannelBroken",
+    ),
+    "words on the device": Defect(
+        Hub,
+        "device_of",
+        'self._device if topic == Topic.BATCH else "cpu"',
+        "self._device",
+        f"{_LINKS}/test_devices.py::test_only_hidden_states_are_wanted_on_the_device",
+        "== [<Topic.BATCH: 1>]",
+    ),
+    "completed is delivered": Defect(
+        NcclMover,
+        "move",
+        "work.wait(_EVER)",
+        "any(time.sleep(5e-5) for _ in iter(work.is_completed, True))",
+        f"{_LINKS}/test_nccl.py::test_a_failed_receive_breaks_its_link_and_delivers_nothing[ends0]",
+        "DID NOT RAISE",
+    ),
+    "torch ends the process": Defect(
+        NcclTransport,
+        "__init__",
+        "os.environ.update(UNWATCHED)",
+        "pass",
+        f"{_LINKS}/test_nccl.py::test_torch_does_not_watch_over_groups_when_the_first_is_made",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    ),
+    "hidden states stay where they came": Defect(  # the last: the device stays
+        ModelRunner,
+        "compute",
+        "hidden_TD.to(positions_T.device)",
+        "hidden_TD",
+        _SEEN_ON_A_FAKE_DEVICE,
+        "stage middle",
+    ),
+}
+
+
+@contextmanager
+def put_back(defect: Defect) -> Generator[None]:
+    now = getattr(defect.owner, defect.function)
+    source = textwrap.dedent(inspect.getsource(now))
+    assert source.count(defect.line) == 1, f"{defect.function} has changed: this is no line of it: {defect.line}"
+    made: dict[str, Any] = {}
+    exec(source.replace(defect.line, defect.once), now.__globals__, made)
+    setattr(defect.owner, defect.function, made[defect.function])
+    try:
+        yield
+    finally:
+        setattr(defect.owner, defect.function, now)
+
+
+class _Failures:
+    """A plugin of pytest."""
+
+    def __init__(self) -> None:
+        self.said = ""
+        self.run = 0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.run += report.when == "call"
+        if report.failed:
+            self.said += report.longreprtext
+
+
+def failure(test: str) -> str:
+    """What the test says, or nothing if it passes."""
+    if test == _SEEN_ON_A_FAKE_DEVICE:
+        from tests.unit.worker.engine import fake_device
+
+        try:
+            fake_device.main()
+        except Exception:  # noqa: BLE001 whatever it is, it was seen
+            return traceback.format_exc()
+        return ""
+    failures = _Failures()
+    pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--capture=no", "--no-header", test], [failures])
+    assert failures.run, f"{test} has not been run"
+    return failures.said
+
+
+def main() -> None:
+    for name, defect in DEFECTS.items():
+        with put_back(defect):
+            said = failure(defect.test)
+        print(f"{name}: {'seen' if defect.says in said else said or 'not seen'}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

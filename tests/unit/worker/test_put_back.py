@@ -1,0 +1,10 @@
+import subprocess
+import sys
+
+
+def test_defects_that_a_gpu_would_show_at_once_are_seen_without_one() -> None:
+    command = [sys.executable, "-m", "tests.support.put_back"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    seen = [line for line in done.stdout.splitlines() if line.endswith(": seen")]
+    assert len(seen) == 5, done.stdout
