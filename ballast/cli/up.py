@@ -45,6 +45,7 @@ _WORKER_FLAGS = {
     "--tensor-parallel-size": "ranks of each worker, on as many devices",
     "--gpu-memory-utilization": "share of each GPU, where --device-memory-bytes says nothing (default: 0.9)",
     "--attention-backend": "on a GPU: auto, triton or flashinfer",
+    "--transport": "what carries links between workers: auto, tcp, gloo, nccl or nixl",
     "--max-model-len": "longest prompt and answer together, in tokens",
     "--max-num-seqs": "requests that run at once in a worker",
     "--max-num-batched-tokens": "tokens of one engine step",
@@ -56,6 +57,7 @@ _WORKER_FLAGS = {
     "--swap-space-bytes": "host memory for swapped KV, of each worker",
     "--swap-blocks-per-step": "0: as many as hide behind a step",
 }
+_WORKER_SWITCHES = {"--enforce-eager": "on a GPU: record no CUDA graphs"}
 _POLICY_FLAG = {"--overload-policy": f"when KV memory runs short: {', '.join(OverloadPolicy)} (default: drop)"}
 _PLANNER_FLAGS = {
     "--pipeline-degree": "instances of a pipeline, with static-pipeline",
@@ -141,6 +143,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop-timeout-s", type=float, default=30.0, metavar="S", help="for requests that still run")
     for flag, text in (_POLICY_FLAG | _WORKER_FLAGS | _PLANNER_FLAGS | _DISPATCHER_FLAGS | _GATEWAY_FLAGS).items():
         parser.add_argument(flag, metavar=flag.rpartition("-")[2].upper(), help=text)
+    for flag, text in _WORKER_SWITCHES.items():
+        parser.add_argument(flag, action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -310,10 +314,12 @@ class _Up:
         engine: list[str] = self._args.engine_flags if self._args.engine == "emulated" else []
         common = given({"--log-level": "", "--log-format": ""})
         insecure = ["--insecure"] if self._args.insecure else []
+        switches = [flag for flag in _WORKER_SWITCHES if vars(self._args)[flag[2:].replace("-", "_")]]
+        worker = [*chosen, *given({"--device-memory-bytes": ""} | _WORKER_FLAGS), *switches]
         return {
             "monitor": common,
             "planner": [*common, *chosen, *given(_PLANNER_FLAGS)],
-            "worker": [*common, *engine, *chosen, *given({"--device-memory-bytes": ""} | _WORKER_FLAGS)],
+            "worker": [*common, *engine, *worker],
             "dispatcher": [*common, *insecure, *given(_DISPATCHER_FLAGS)],
             "gateway": [*common, *insecure, *given(_GATEWAY_FLAGS)],
         }

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import ByteSize, Field
+from pydantic_settings import CliImplicitFlag
 
 from ballast.common.overload import OverloadPolicy
 from ballast.service.security import ServiceSettings
@@ -49,7 +50,7 @@ class WorkerSettings(ServiceSettings):
     """Memory for parameters and KV cache together, of each rank: 512MiB, 16GiB."""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     """Share of a GPU's memory for everything, where --device-memory-bytes does not say what parameters and KV get."""
-    enforce_eager: bool = False
+    enforce_eager: CliImplicitFlag[bool] = False
     """On a GPU, launch every kernel by itself instead of recording the steps of decodes as CUDA graphs."""
     attention_backend: Literal["auto", "triton", "flashinfer"] = "auto"
     """On a GPU, whose kernels compute attention: Ballast's own (triton) or those of FlashInfer, an extra, with which

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ballast.cli.main import build_parser
+from ballast.cli.up import _Up
 from ballast.service.settings import Settings, load_settings
 from services.dispatcher.config import DispatcherSettings
 from services.gateway.config import GatewaySettings
@@ -43,6 +45,28 @@ def test_every_setting_is_on_the_page() -> None:
             flag = f"`--{path.replace('_', '-')}`"
             assert flag in section or flag in shared, flag
             assert field.description, flag
+
+
+def test_what_the_page_on_gpus_says_of_workers_may_be_said_to_up() -> None:
+    page = (DOCS / "gpu.md").read_text()
+    flags = {f"--{name.replace('_', '-')}" for name in WorkerSettings.model_fields} - {"--model"}
+    given = {
+        "--device": "cuda:1",
+        "--tensor-parallel-size": "2",
+        "--device-memory-bytes": "8GiB",
+        "--gpu-memory-utilization": "0.5",
+        "--attention-backend": "flashinfer",
+        "--transport": "nccl",
+        "--enforce-eager": None,
+    }
+    assert given.keys() == flags & set(re.findall(r"--[a-z-]+", page))
+    parts = [part for flag, value in given.items() for part in (flag, value) if part is not None]
+    args = build_parser("up").parse_args(["up", *parts])
+    handed_on = _Up(args)._service_flags()["worker"]
+    told, expected = (load_settings(WorkerSettings, ["--model", "x", *f], {}) for f in (handed_on, parts))
+    assert told == expected
+    assert told.enforce_eager
+    assert told.model_fields_set >= {flag[2:].replace("-", "_") for flag in given}
 
 
 @pytest.mark.parametrize("page", ["configure.md", "operate.md"])
