@@ -53,6 +53,10 @@ _FAILED_STEPS = 3  # in a row, before the engine is considered broken
 class Engine(Protocol):
     """What executes batches. All calls come from the engine thread."""
 
+    def compute_here(self) -> None:
+        """The first of them: this thread executes from now on."""
+        ...
+
     def step(self, batch: Batch, block_tables: Sequence[Sequence[int]]) -> StepResult: ...
 
     def memory_report(self) -> MemoryReport: ...
@@ -281,6 +285,7 @@ class WorkerShell:
         failure: BaseException | None = None
         _name_thread("engine")
         try:
+            self._engine.compute_here()
             while not self._stopping:
                 self._turn()
         except BaseException as error:  # noqa: BLE001 - handed to the event loop, which owns this thread

@@ -35,6 +35,9 @@ class Disturbed:
         self.steps = 0
         self.closed = False
 
+    def compute_here(self) -> None:
+        self._engine.compute_here()
+
     def step(self, batch: Batch, block_tables: Sequence[Sequence[int]]) -> StepResult:
         self.steps += 1
         self._before_step(self.steps)

@@ -34,6 +34,9 @@ class EmulatedEngine:
     def block_count(self) -> int:
         return self.memory.kv.block_count
 
+    def compute_here(self) -> None:
+        """Nothing is computed."""
+
     def step(self, batch: Batch, block_tables: Sequence[Sequence[int]]) -> StepResult:
         return self.runner.step(batch, block_tables)
 

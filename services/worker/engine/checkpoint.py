@@ -1,7 +1,7 @@
 """The weights of a Hugging Face checkpoint folder, read tensor by tensor into memory that exists already."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -103,14 +103,23 @@ class Checkpoint:
 
 
 def load_parameters(
-    model_dir: Path, config: ModelConfig, store: ParameterStore, layout: Layout, kernels: Kernels | None = None
+    model_dir: Path,
+    config: ModelConfig,
+    store: ParameterStore,
+    layout: Layout,
+    kernels: Kernels | None = None,
+    compute_here: Callable[[], None] | None = None,
 ) -> None:
     """Fill every parameter of the store from the checkpoint. Panels need the `kernels`.
 
-    The checksums of layers are taken meanwhile, of each while the next one is read: no drop waits for them later.
+    The checksums of layers are taken meanwhile, of each while the next one is read: no drop waits for them later. They
+    are read behind what fills the layers, as the thread that reads them calls `compute_here`, too.
     Errors as in `Checkpoint.fill`.
     """
-    with Checkpoint(model_dir, kernels) as checkpoint, ThreadPoolExecutor(1, thread_name_prefix="checksums") as thread:
+    with (
+        Checkpoint(model_dir, kernels) as checkpoint,
+        ThreadPoolExecutor(1, thread_name_prefix="checksums", initializer=compute_here) as thread,
+    ):
         checkpoint.require_only(config)
         for part, parameters in end_parameters(config, layout).items():
             checkpoint.fill(parameters, store.part(part))

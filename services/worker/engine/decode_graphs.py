@@ -6,6 +6,7 @@ KV keep their addresses over drops and restores, and all else that a graph reads
 so nothing is recorded anew. Steps with chunks, or of too many parts of contexts, run as ever.
 """
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable
@@ -29,22 +30,27 @@ class Record(Protocol):
 
 
 class CudaRecord:
-    """All recordings share one pool of memory: they never run at the same time."""
+    """On the stream that the engine computes on. All recordings share one pool of memory: they never run at the same
+    time.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, launch: Callable[[], None]) -> Callable[[], None]:
         launch()  # kernels compile and libraries choose now, since they may not while it is recorded
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            # Other threads may use the device meanwhile.
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+        # Other threads may use the device meanwhile.
+        graph.capture_begin(self._pool, capture_error_mode="thread_local")
+        try:
             launch()
-            graph.capture_end()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # or nothing could be launched on this stream any more
+                graph.capture_end()
+            raise
+        graph.capture_end()
         return graph.replay
 
 

@@ -1,6 +1,6 @@
 """Builds an engine from a checkpoint folder."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +43,7 @@ from services.worker.memory.gpus import gpu_index
 from services.worker.memory.host import HostBackend
 from services.worker.memory.kv_cache import KvShape
 from services.worker.memory.parameters import PartSpec, lay_out
+from services.worker.memory.streams import own_stream
 
 DTYPES = {
     "float64": torch.float64,
@@ -69,6 +70,7 @@ class Engine:
     sampler: Sampler
     runner: ModelRunner
     grammars: Grammars | None  # None: there is no tokenizer
+    compute_here: Callable[[], None]  # to be called by a thread that steps it from now on; who has loaded it has
 
     @property
     def block_tokens(self) -> int:
@@ -152,6 +154,8 @@ def load_engine(
     """
     bound_kernel_caches()
     index = gpu_index(device)
+    compute_here = own_stream(torch.device("cpu") if index is None else torch.device("cuda", index))
+    compute_here()  # what the largest steps take is kept for the stream that they run on
     whole = config = read_model_config(model_dir)
     if peers is not None:
         config = whole.of_rank(peers.rank, peers.count)
@@ -181,7 +185,7 @@ def load_engine(
         raise ConfigError("device_memory_bytes", f"has to be said for device {device}")
     memory = needs.open(backend or _backend(device), device_memory_bytes)
     try:
-        load_parameters(model_dir, config, memory.parameters, layout, native)
+        load_parameters(model_dir, config, memory.parameters, layout, native, compute_here)
         grammars = _grammars(model_dir, config) if not config.rank else None  # only the first rank samples
         model, attention, sampler, runner = _assemble(
             config, memory, native, longest, grammars, peers, recorded, attention_backend
@@ -207,7 +211,9 @@ def load_engine(
         extent_bytes=extent_bytes,
         tensor_parallel_size=config.rank_count,
     )
-    return Engine(info, model_dir, config, memory, model, native, step_threads, attention, sampler, runner, grammars)
+    return Engine(
+        info, model_dir, config, memory, model, native, step_threads, attention, sampler, runner, grammars, compute_here
+    )
 
 
 @dataclass(frozen=True, slots=True)

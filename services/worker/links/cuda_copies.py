@@ -1,8 +1,8 @@
 """Copies on a GPU's side streams: see `copies`.
 
-The engine's stream is whatever is current where something is handed over. Each thread that copies has a stream of its
-own here, so that a copy waits for the kernels it needs and for no others. One thread waits for all fetches of a worker;
-it sleeps in the driver, without the interpreter, until the event has come.
+The engine's stream is whatever is current where something is handed over (see `memory.streams`). Each thread that
+copies has a stream of its own here, so that a copy waits for the kernels it needs and for no others. One thread waits
+for all fetches of a worker; it sleeps in the driver, without the interpreter, until the event has come.
 """
 
 from __future__ import annotations

@@ -1,0 +1,210 @@
+"""On which stream an engine computes, with streams made for the test."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from services.worker.core.batch import Batch
+from services.worker.engine import load
+from services.worker.engine.decode_graphs import CudaRecord
+from services.worker.engine.load import load_engine
+from services.worker.engine.rehearsal import Largest
+from services.worker.engine.runner import ModelRunner
+from services.worker.memory import streams
+from services.worker.memory.host import HostBackend
+from tests.support.engine import Job, generate
+from tests.support.shells import listen, running_shell, submission
+
+GPU = torch.device("cuda", 1)
+
+
+class Stream:
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        self.device = device
+        self.priority = priority
+
+
+class Driver:
+    """What torch knows of each thread."""
+
+    def __init__(self) -> None:
+        self.made: list[Stream] = []
+        self._of_thread = threading.local()
+
+    def make(self, device: torch.device, priority: int = 0) -> Stream:
+        self.made.append(Stream(device, priority))
+        return self.made[-1]
+
+    def set_device(self, device: torch.device) -> None:
+        self._of_thread.device = device
+
+    def set_stream(self, stream: Stream) -> None:
+        assert self._of_thread.device == stream.device, "Triton launches on another device"
+        self._of_thread.stream = stream
+
+    def current(self, device: torch.device = GPU) -> Stream | None:
+        """None: the default one."""
+        return getattr(self._of_thread, "stream", None)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    driver = Driver()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, value in (("Stream", driver.make), ("set_device", driver.set_device), ("set_stream", driver.set_stream)):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "current_stream", driver.current)
+    return driver
+
+
+@pytest.fixture
+def as_on_a_gpu(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """Engines on the CPU have a stream."""
+
+    def own_stream(device: torch.device) -> Callable[[], None]:
+        return streams.own_stream(GPU)
+
+    monkeypatch.setattr(load, "own_stream", own_stream)
+    return driver
+
+
+def test_it_is_nobody_elses_and_what_is_computed_goes_first(driver: Driver) -> None:
+    """torch deals out 32 streams of each priority, over and over: all others here are of the ordinary one."""
+    enter = streams.own_stream(GPU)
+    [stream] = driver.made
+    assert stream.priority < Stream(GPU).priority
+    assert driver.current() is None
+    enter()
+    assert driver.current() is stream
+    streams.own_stream(GPU)
+    assert len(driver.made) == 2
+
+
+def test_on_the_host_and_without_a_driver_there_is_none(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams.own_stream(torch.device("cpu"))()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    streams.own_stream(GPU)()
+    assert driver.made == []
+
+
+class Launches(TorchDispatchMode):
+    """On which streams a thread launches."""
+
+    def __init__(self, driver: Driver) -> None:
+        super().__init__()
+        self._driver = driver
+        self.on: list[Stream | None] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.on.append(self._driver.current())
+        return func(*args, **(kwargs or {}))
+
+
+def test_whatever_loading_and_a_step_launch_goes_there(model_dir: Path, as_on_a_gpu: Driver) -> None:
+    with Launches(as_on_a_gpu) as launches, load_engine(model_dir, device_memory_bytes=8 << 20) as engine:
+        assert launches.on
+        generate(engine, [Job(0, (3, 4, 5), 2)])
+    assert set(launches.on) == set(as_on_a_gpu.made)
+    assert len(as_on_a_gpu.made) == 1
+
+
+def test_the_largest_steps_run_there_so_that_what_they_take_is_kept_for_those_that_follow(
+    model_dir: Path, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Rehearsed(Exception):
+        pass
+
+    def beside(*given: object) -> int:
+        assert [driver.current()] == driver.made
+        raise Rehearsed
+
+    monkeypatch.setattr(load, "beside", beside)
+    monkeypatch.setattr(load, "open_cuda", lambda index: HostBackend())  # pyright: ignore[reportUnknownLambdaType]
+    with pytest.raises(Rehearsed):
+        load_engine(model_dir, device_memory_bytes=None, device="cuda:1", largest=Largest(tokens=8, sequences=2))
+
+
+def test_checksums_of_what_is_loaded_are_read_behind_what_fills_it(
+    model_dir: Path, as_on_a_gpu: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_by: dict[str, Stream | None] = {}
+    contents = HostBackend.contents
+
+    def note(backend: Any, tensor: torch.Tensor) -> Iterator[memoryview]:
+        read_by[threading.current_thread().name] = as_on_a_gpu.current()
+        return contents(backend, tensor)
+
+    monkeypatch.setattr(HostBackend, "contents", note)
+    load_engine(model_dir, device_memory_bytes=8 << 20).close()
+    [(name, stream)] = read_by.items()
+    assert name.startswith("checksums")
+    assert [stream] == as_on_a_gpu.made
+
+
+async def test_the_engine_thread_computes_there(
+    model_dir: Path, as_on_a_gpu: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on = set[tuple[str, Stream | None]]()
+    step = ModelRunner.step
+
+    def note(runner: ModelRunner, batch: Batch, tables: Any) -> Any:
+        on.add((threading.current_thread().name, as_on_a_gpu.current()))
+        return step(runner, batch, tables)
+
+    monkeypatch.setattr(ModelRunner, "step", note)
+    async with running_shell(model_dir) as shell:
+        stream = await shell.open_stream()
+        event = submission(stream, 3)
+        await shell.post(event)
+        await listen(stream, [event.key.handle])
+    assert on == {("engine", made) for made in as_on_a_gpu.made}
+    assert on
+
+
+class Graph:
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self.captured_on: Stream | None = None
+        self.capturing = False
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        self.captured_on, self.capturing = self._driver.current(), True
+
+    def capture_end(self) -> None:
+        self.capturing = False
+
+    def replay(self) -> None:
+        """Goes to the current stream."""
+
+
+def test_steps_are_recorded_on_it_and_one_that_cannot_be_leaves_it_usable(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs: list[Graph] = []
+
+    def graph() -> Graph:
+        graphs.append(Graph(driver))
+        return graphs[-1]
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)  # pyright: ignore[reportUnknownLambdaType]
+    streams.own_stream(GPU)()
+    record, launched_on = CudaRecord(GPU), list[Stream | None]()
+    record(lambda: launched_on.append(driver.current()))
+    assert launched_on == 2 * driver.made
+    assert [graph.captured_on for graph in graphs] == driver.made
+
+    def refused() -> None:
+        if graphs[-1].capturing:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        record(refused)
+    assert not any(graph.capturing for graph in graphs)
+    assert len(graphs) == 2
