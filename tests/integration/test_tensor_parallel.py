@@ -12,12 +12,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from ballast.client import AsyncClient, ClusterStatus, SamplingParams
 from ballast.common.errors import Unavailable
 from ballast.local.cluster import LocalCluster
 from ballast.model.tiny import make_tiny
 from services.worker.engine.load import Engine, load_engine
+from services.worker.engine.rehearsal import Largest
 from services.worker.ranks.channel import RankLog
 from services.worker.ranks.load import load_ranked
 from tests.support.cluster import until
@@ -80,6 +82,30 @@ def test_two_ranks_on_a_gpu_say_what_one_says(model: Path) -> None:
 
     alone = answers(load_one(device="cuda"))
     assert answers(load_ranked(load_one, ["cuda", "cuda"], RankLog()).engine) == alone
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_say_the_same_with_recorded_sums_through_a_drop_and_a_restore(model: Path) -> None:
+    share = partial(load_engine, model, device_memory_bytes=96 << 20, dtype="float32")
+
+    def answers(engine: Engine) -> list[list[int]]:
+        jobs = [Job(i, tuple(range(5 + i, 9 + 20 * i)), 20) for i in range(4)]
+        generate(engine, jobs)
+        return [job.chosen for job in jobs]
+
+    said: list[list[list[int]]] = []
+    for eager in (True, False):
+        load_one = partial(share, largest=Largest(tokens=128, sequences=4), enforce_eager=eager)
+        with load_ranked(load_one, ["cuda:0", "cuda:1"], RankLog()).engine as engine:
+            blocks = engine.block_count
+            said.append(answers(engine))
+            engine.memory.drop_layers((2, 3))
+            engine.memory.make_room_for_layers((2, 3), block_count=blocks)
+            for layer in (2, 3):
+                engine.read_layer(layer)
+            said.append(answers(engine))
+    assert said == [said[0]] * 4
 
 
 async def test_a_rank_that_dies_ends_its_instance_and_a_worker_that_dies_its_ranks(model: Path) -> None:

@@ -4,6 +4,9 @@ launched by one call from then on.
 The layer is the least that is ever dropped: whatever range of layers a stage has, its graphs are there. Parameters and
 KV keep their addresses over drops and restores, and all else that a graph reads lies where it lay when it was recorded,
 so nothing is recorded anew. Steps with chunks, or of too many parts of contexts, run as ever.
+
+The ranks of an instance record in lockstep, and sums over them are part of what a layer launches. What is replayed
+follows from a step's layout alone, which is the same for all.
 """
 
 import contextlib

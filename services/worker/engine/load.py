@@ -306,8 +306,8 @@ def _assemble(
         attention = _attention(device, config, dtype, attention_backend)
     sampler = Sampler(config.vocab_size, config.eos_token_ids, device, grammars, native)
     graphs, record = None, recorder(device)
-    # What FlashInfer plans on the host for each step is not recorded, and NCCL's launches are not.
-    if recorded is not None and record is not None and peers is None and isinstance(attention, CudaAttention):
+    # What FlashInfer plans on the host for each step is not recorded.
+    if recorded is not None and record is not None and isinstance(attention, CudaAttention):
         assert isinstance(model, Model)
         graphs = DecodeGraphs(
             model,

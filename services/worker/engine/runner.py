@@ -34,7 +34,7 @@ class ModelRunner:
         self._attention = attention
         self._sampler = sampler
         self._kv = kv
-        self._graphs = graphs
+        self.graphs = graphs
         self._packer = Packer(kv.shape.block_tokens)
 
     @property
@@ -102,8 +102,8 @@ class ModelRunner:
         elif hidden_TD.is_cuda:  # brought on another stream, whose memory it is
             hidden_TD.record_stream(torch.cuda.current_stream(hidden_TD.device))
         hidden_TD = hidden_TD.to(positions_T.device)  # a link gives them where it has received them
-        if self._graphs is not None:
-            replayed_TD = self._graphs.run_layers(hidden_TD, positions_T, packed, range(first_layer, last_layer))
+        if self.graphs is not None:
+            replayed_TD = self.graphs.run_layers(hidden_TD, positions_T, packed, range(first_layer, last_layer))
             if replayed_TD is not None:
                 return replayed_TD, sample_rows_R
         attention = self._attention.prepare(packed)

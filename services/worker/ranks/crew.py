@@ -70,6 +70,16 @@ class Crew:
         answers = [self._answer(rank, _LOAD_S) for rank in self._ranks]
         return [answer for answer in answers if isinstance(answer, Ready)]
 
+    def complain(self) -> None:
+        """One has ended, and others may wait for it, in vain: raises what it has said.
+
+        Raises:
+            ConfigError: it cannot have its share.
+        """
+        for rank in sorted(self._ranks, key=lambda rank: rank.process.poll() is None):
+            with contextlib.suppress(RankLost):
+                self._answer(rank, _END_S)
+
     def files(self, rank: int) -> Iterator[int]:
         """Those by which this process has the memory of a rank, each the caller's to close.
 

@@ -69,7 +69,13 @@ class RankGroup:
         try:
             self._group.allreduce([tensor], options).wait()
         except RuntimeError as error:
+            if self._is_recorded():  # which waits for nobody
+                raise
             raise self._lost(error) from error
+
+    def _is_recorded(self) -> bool:
+        """What is launched now is to be replayed later."""
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _lost(self, error: RuntimeError) -> RankLost:
         first_line = str(error).split("\n", 1)[0]

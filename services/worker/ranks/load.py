@@ -92,8 +92,9 @@ def _load_first(load_one: functools.partial[Engine], device: str, crew: Crew, gr
     watching.start()
     try:
         return load_one(device=device, peers=group)
-    except RankLost:
-        crew.loaded()  # it may have said why
+    except (RankLost, ConfigError) as error:
+        if isinstance(error, RankLost) or crew.lost() is not None:
+            crew.complain()
         raise
     finally:
         over.set()

@@ -14,7 +14,8 @@ class RankedRunner(ModelRunner):
     """The first rank's."""
 
     def __init__(self, engine: Engine, crew: Crew, group: RankGroup) -> None:
-        super().__init__(engine.config, engine.model, engine.attention, engine.sampler, engine.memory.kv)
+        graphs = engine.runner.graphs
+        super().__init__(engine.config, engine.model, engine.attention, engine.sampler, engine.memory.kv, graphs)
         self._crew = crew
         self._group = group
 

@@ -121,7 +121,7 @@ def as_on_a_gpu(record: Record) -> None:
     load._attention, load.recorder, model.operations_for = attention, recorder, operations
 
 
-def engine_of(folder: Path, *, eager: bool) -> Engine:
+def engine_of(folder: Path, *, eager: bool, **given: Any) -> Engine:
     return load_engine(
         folder,
         device_memory_bytes=MEMORY_BYTES,
@@ -130,6 +130,7 @@ def engine_of(folder: Path, *, eager: bool) -> Engine:
         kernels="torch",
         largest=Largest(tokens=24, sequences=3),
         enforce_eager=eager,
+        **given,
     )
 
 
@@ -143,13 +144,18 @@ def tokens_of(engine: Engine) -> list[list[int]]:
     return [job.chosen for job in made]
 
 
-def hidden_of(engine: Engine, first_block: int) -> torch.Tensor:
-    """What the layers that stay make of three decodes, in blocks from there on."""
+def decodes(engine: Engine, first_block: int) -> tuple[Batch, list[tuple[int, ...]]]:
+    """Three, in blocks from there on."""
     pool = BlockPool(3, engine.block_tokens, first_block=first_block)
     contexts = (1, 1, 1)
     slices = tuple(Slice(i, context - 1, (7 + i,), True) for i, context in enumerate(contexts))
     added = tuple(NewSequence(i, (7 + i,), (), GREEDY) for i in range(3))
-    batch, tables = Batch(0, (), added, slices), [pool.take(context) for context in contexts]
+    return Batch(0, (), added, slices), [pool.take(context) for context in contexts]
+
+
+def hidden_of(engine: Engine, first_block: int) -> torch.Tensor:
+    """What the layers that stay make of decodes."""
+    batch, tables = decodes(engine, first_block)
     out = engine.runner.run_stage(batch, tables, None, first_layer=0, last_layer=DROPPED[0])
     assert isinstance(out, torch.Tensor)
     engine.runner.forget_all()

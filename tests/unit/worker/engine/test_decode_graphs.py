@@ -1,21 +1,31 @@
 """Steps that are recorded, and replayed over drops and restores."""
 
+import functools
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, cast
 
+import psutil
 import pytest
 import torch
+from torch.distributed import Work
 
 from ballast.common.errors import ConfigError
 from ballast.model.tiny import make_tiny
 from services.worker.engine import load
 from services.worker.engine.attention_cuda import CudaAttention
-from services.worker.engine.load import load_engine
+from services.worker.engine.load import Engine, load_engine
 from services.worker.engine.model_config import ModelConfig
+from services.worker.engine.peers import Peers
 from services.worker.engine.rehearsal import Largest
+from services.worker.ranks.channel import RankLog, RankLost
+from services.worker.ranks.group import RankGroup
+from services.worker.ranks.load import load_ranked
 from tests.support.engine import Job, generate
 
 pytest.importorskip("triton")
@@ -27,12 +37,19 @@ def test_replays_use_what_was_recorded_and_nothing_is_recorded_anew_after_a_drop
     subprocess.run(command, check=True, timeout=200, env=os.environ | {"TRITON_INTERPRET": "1"})
 
 
+def test_ranks_record_and_replay_in_lockstep_and_nothing_anew_after_a_drop() -> None:
+    program = "from tests.unit.worker.engine import replayed_ranks; replayed_ranks.main()"
+    environ = os.environ | {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300, env=environ)
+
+
+def attention(device: torch.device, config: ModelConfig, dtype: torch.dtype, name: str) -> CudaAttention:
+    return CudaAttention(config.head_count, config.kv_head_count, config.head_dim, dtype, device)
+
+
 def test_a_device_that_does_not_record_is_told_with_what_to_set(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def attention(device: torch.device, config: ModelConfig, dtype: torch.dtype, name: str) -> CudaAttention:
-        return CudaAttention(config.head_count, config.kv_head_count, config.head_dim, dtype, device)
-
     def refuse(launch: Callable[[], None]) -> Callable[[], None]:
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -42,6 +59,61 @@ def test_a_device_that_does_not_record_is_told_with_what_to_set(
     with pytest.raises(ConfigError, match=r"enforce_eager: has to be set here: layer 0 with 2 rows .* not permitted"):
         load_engine(model_dir, device_memory_bytes=8 << 20, kernels="torch", largest=largest)
     load_engine(model_dir, device_memory_bytes=8 << 20, kernels="torch", largest=largest, enforce_eager=True).close()
+
+
+def refusing_share(
+    model_dir: Path, *, refusing: int, once_aborted: type[Exception], device: str, peers: Peers
+) -> Engine:
+    """One rank's device cannot record. The others wait for it in a way that only an abort ends, as in NCCL."""
+    aborted = threading.Event()
+
+    def record(launch: Callable[[], None]) -> Callable[[], None]:
+        if peers.rank == refusing:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        aborted.wait()
+        raise once_aborted(f"rank {peers.rank} was left alone")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "_attention", attention)
+        patch.setattr(load, "recorder", lambda device: record)  # pyright: ignore[reportUnknownLambdaType]
+        patch.setattr(RankGroup, "abort", lambda group: aborted.set())  # pyright: ignore[reportUnknownLambdaType]
+        return load_engine(
+            model_dir,
+            device_memory_bytes=8 << 20,
+            dtype="float32",
+            largest=Largest(tokens=8, sequences=2),
+            device=device,
+            peers=peers,
+        )
+
+
+@pytest.mark.parametrize(("refusing", "once_aborted"), [(0, RankLost), (2, RankLost), (2, RuntimeError)])
+def test_one_rank_that_cannot_record_is_told_of_at_once_and_no_rank_waits(
+    refusing: int, once_aborted: type[Exception], tmp_path: Path
+) -> None:
+    """Also where the first rank has been recording a sum when it was aborted, and takes that for the reason."""
+    model_dir = make_tiny(
+        "llama", tmp_path / "model", layers=1, heads=6, kv_heads=3, hidden=96, intermediate=192, max_len=64
+    )
+    share = functools.partial(refusing_share, model_dir, refusing=refusing, once_aborted=once_aborted)
+    whose = rf" \(rank {refusing}\)$" if refusing else "$"
+    began_s = time.monotonic()
+    with pytest.raises(ConfigError, match=r"enforce_eager: has to be set here: layer 0 .* not permitted .*" + whose):
+        load_ranked(share, ["cpu"] * 3, RankLog())
+    assert time.monotonic() - began_s < 120.0  # most of it to start them, on a busy machine
+    assert not [each for each in psutil.Process().children() if "services.worker.ranks" in each.cmdline()]
+
+
+def test_a_sum_that_cannot_be_recorded_is_no_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        def allreduce(self, tensors: Sequence[torch.Tensor], opts: object) -> Work:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    group = RankGroup(cast(Any, Failing()), 1, 2, torch.device("cuda", 1))
+    for recording, error in ((False, RankLost), (True, RuntimeError)):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda said=recording: said)
+        with pytest.raises(error, match="not permitted"):
+            group.sum(torch.zeros(1))
 
 
 @pytest.mark.gpu
