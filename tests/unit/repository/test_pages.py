@@ -30,7 +30,7 @@ SERVICES: tuple[type[Settings], ...] = (
 def test_generated_pages_are_up_to_date(tmp_path: Path) -> None:
     # In a process of its own: what other tests have imported adds metrics.
     subprocess.run([sys.executable, str(DOCS / "generate.py"), str(tmp_path)], check=True, timeout=120)
-    for name in ("configure.md", "metrics.md"):
+    for name in ("configure.md", "metrics.md", "transitions.md"):
         assert (DOCS / name).read_text() == (tmp_path / name).read_text(), "run `make pages`"
 
 
