@@ -1,6 +1,7 @@
 """Writes the pages that follow from the code: `make pages`. A test compares them with what is checked in.
 
-docs/configure.md has every setting of every service; docs/metrics.md gets its table of metrics between two marks.
+docs/configure.md has every setting of every service; docs/metrics.md gets its table of metrics between two marks;
+docs/transitions.md has what members and planner go by.
 """
 
 import dataclasses
@@ -38,9 +39,10 @@ from services.worker import metrics as worker_metrics
 from services.worker.config import WorkerSettings
 from services.worker.pipeline.migration_totals import MigrationTotals
 from services.worker.pipeline.stage_clock import StageTimes
+from tests.support import transition_page
 
 DOCS = Path(__file__).resolve().parent
-CONFIGURE, METRICS = "configure.md", "metrics.md"
+CONFIGURE, METRICS, TRANSITIONS = "configure.md", "metrics.md", "transitions.md"
 BEGIN, END = "<!-- begin metrics: written by docs/generate.py -->", "<!-- end metrics -->"
 SERVICES: tuple[type[Settings], ...] = (
     GatewaySettings,
@@ -217,6 +219,7 @@ def _of_worker() -> CollectorRegistry:
 def main(folder: Path = DOCS) -> None:
     (folder / CONFIGURE).write_text(configure_page())
     (folder / METRICS).write_text(metrics_page((DOCS / METRICS).read_text()))
+    (folder / TRANSITIONS).write_text(transition_page.page())
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ class Traffic:
     ended_count: int = 0  # answers that ended in the last WINDOW_S
     ended_tokens: int = 0  # tokens of these
     known_s: float = 0.0  # for so long it has been counted, at most WINDOW_S
+    oldest_wait_s: float = 0.0  # of the requests that have had no token yet, wherever they are
     # Requests that have ever had a first token, by the `wait_index` of their wait; zeros at the end are left out.
     first_counts: tuple[int, ...] = ()
     later_count: int = 0  # tokens ever, after the first ones
@@ -65,11 +66,11 @@ def read_traffic(text: str) -> Traffic:
     """
     words = text.split(" ")
     *numbers, firsts, later, later_s, prompts = words
-    queued, queued_tokens, recent, minute, minute_tokens, calm, ended, ended_tokens, known = numbers
+    queued, queued_tokens, recent, minute, minute_tokens, calm, ended, ended_tokens, known, oldest = numbers
     counts = [
         int(value) for value in (queued, queued_tokens, recent, minute, minute_tokens, ended, ended_tokens, later)
     ]
-    rates = [float(value) for value in (calm, known, later_s)]
+    rates = [float(value) for value in (calm, known, oldest, later_s)]
     first_counts, prompt_counts = (
         [int(value) for value in word[1:-1].split(",") if value] for word in (firsts, prompts)
     )
@@ -87,9 +88,10 @@ def read_traffic(text: str) -> Traffic:
         ended_count=counts[5],
         ended_tokens=counts[6],
         known_s=rates[1],
+        oldest_wait_s=rates[2],
         first_counts=tuple(first_counts),
         later_count=counts[7],
-        later_s=rates[2],
+        later_s=rates[3],
         prompt_counts=tuple(prompt_counts),
     )
 
@@ -107,6 +109,7 @@ def sum_traffic(parts: Iterable[Traffic]) -> Traffic:
         ended_count=sum(p.ended_count for p in listed),
         ended_tokens=sum(p.ended_tokens for p in listed),
         known_s=max((p.known_s for p in listed), default=0.0),
+        oldest_wait_s=max((p.oldest_wait_s for p in listed), default=0.0),
         first_counts=tuple(map(sum, zip_longest(*(p.first_counts for p in listed), fillvalue=0))),
         later_count=sum(p.later_count for p in listed),
         later_s=math.fsum(p.later_s for p in listed),

@@ -160,7 +160,9 @@ def _check_traffic(message: pb.Traffic) -> None:
         raise InvalidRequest("traffic", f"no such prompts: {message}")
     if len(message.first_counts) > WAIT_COUNTS or not 0.0 <= message.later_s < math.inf:
         raise InvalidRequest("traffic", f"no such waits: {message}")
-    if not all(0.0 <= value <= border.MAX_SECONDS for value in (message.calm_per_s, message.known_s)):
+    if not all(
+        0.0 <= value <= border.MAX_SECONDS for value in (message.calm_per_s, message.known_s, message.oldest_wait_s)
+    ):
         raise InvalidRequest("traffic", f"rates are not negative: {message}")
 
 

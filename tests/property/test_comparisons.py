@@ -37,6 +37,7 @@ def _traffics(draw: st.DrawFn) -> Traffic:
         ended_count=draw(_COUNTS),
         ended_tokens=draw(_COUNTS),
         known_s=draw(st.sampled_from([0.0, 1e-6, 20.0, 300.0])),
+        oldest_wait_s=draw(st.sampled_from([0.0, 1e-6, 5.0, 1e12])),
     )
 
 

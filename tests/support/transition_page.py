@@ -1,4 +1,4 @@
-"""Prints `docs/transitions.md` out of the tables: python -m tests.support.transition_page > docs/transitions.md"""
+"""What `docs/transitions.md` says, out of the tables: `make pages` writes it."""
 
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
@@ -12,8 +12,8 @@ S = TypeVar("S", bound=StrEnum)
 
 _HEAD = """# Transitions
 
-Printed from the tables in the code, which every step is held against: `services/planner/core/stages.py` and
-`services/worker/core/phases.py` (`python -m tests.support.transition_page > docs/transitions.md`).
+Written by `make pages` from the tables in the code, which every step is held against and which have the numbers that
+deadlines go by: `services/planner/core/stages.py` and `services/worker/core/phases.py`.
 
 A drop merges instances into a pipeline, a restore takes it apart. The planner conducts both in two phases over the
 members whose groups change; what has been decided is in its journal. A loss needs no transition: a worker that leaves a
@@ -44,10 +44,11 @@ def _lines() -> Iterator[str]:
     yield ""
     yield "## A member\n"
     yield from _diagram({phase: row.next for phase, row in PHASES.items()})
-    yield "| phase | in a drop | in a restore | deadline |"
-    yield "|---|---|---|---|"
+    yield "| phase | in a drop | in a restore | deadline | way out |"
+    yield "|---|---|---|---|---|"
     for phase, row in PHASES.items():
-        yield f"| {phase} | {row.drop} | {row.restore} | {row.deadline} |"
+        limit = "-" if not row.next else "the planner's" if row.deadline_s is None else f"{row.deadline_s:g} s"
+        yield f"| {phase} | {row.drop} | {row.restore} | {limit} | {row.way_out} |"
     yield ""
     yield "| from | to | when |"
     yield "|---|---|---|"
@@ -67,7 +68,3 @@ def _diagram(steps: Mapping[S, Mapping[S, str]]) -> Iterator[str]:
         if not following:
             yield f"    {state} --> [*]"
     yield "```\n"
-
-
-if __name__ == "__main__":
-    print(page(), end="")

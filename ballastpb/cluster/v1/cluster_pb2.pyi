@@ -394,6 +394,7 @@ class Traffic(_message.Message):
     LATER_COUNT_FIELD_NUMBER: _builtins.int
     LATER_S_FIELD_NUMBER: _builtins.int
     PROMPT_COUNTS_FIELD_NUMBER: _builtins.int
+    OLDEST_WAIT_S_FIELD_NUMBER: _builtins.int
     queued_count: _builtins.int
     queued_tokens: _builtins.int
     recent_count: _builtins.int
@@ -411,6 +412,8 @@ class Traffic(_message.Message):
     later_count: _builtins.int
     """Tokens ever after the first ones, and what these took, each from the one before."""
     later_s: _builtins.float
+    oldest_wait_s: _builtins.float
+    """Of the requests that have had no token yet, wherever they are."""
     @_builtins.property
     def first_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Requests that have ever had a first token, by classes of their wait a quarter apart, the first up to 20 ms."""
@@ -435,10 +438,11 @@ class Traffic(_message.Message):
         later_count: _builtins.int = ...,
         later_s: _builtins.float = ...,
         prompt_counts: _abc.Iterable[_builtins.int] | None = ...,
+        oldest_wait_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calm_per_s", b"calm_per_s", "ended_count", b"ended_count", "ended_tokens", b"ended_tokens", "first_counts", b"first_counts", "known_s", b"known_s", "later_count", b"later_count", "later_s", b"later_s", "minute_count", b"minute_count", "minute_tokens", b"minute_tokens", "prompt_counts", b"prompt_counts", "queued_count", b"queued_count", "queued_tokens", b"queued_tokens", "recent_count", b"recent_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calm_per_s", b"calm_per_s", "ended_count", b"ended_count", "ended_tokens", b"ended_tokens", "first_counts", b"first_counts", "known_s", b"known_s", "later_count", b"later_count", "later_s", b"later_s", "minute_count", b"minute_count", "minute_tokens", b"minute_tokens", "oldest_wait_s", b"oldest_wait_s", "prompt_counts", b"prompt_counts", "queued_count", b"queued_count", "queued_tokens", b"queued_tokens", "recent_count", b"recent_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -215,7 +215,6 @@ class DispatcherCore:
         """`tracked` has been taken off its worker."""
         lost_from = tracked.worker.worker_id if tracked.worker is not None else ""
         tracked.note(at_s, What.LOST, lost_from, why)
-        tracked.worker, tracked.handle = None, 0
         if tracked.replay_count >= self.limits.replay_limit:
             self._enqueue(tracked, at_s)
             times = f"lost {tracked.replay_count + 1} times, the last time by {why}"
@@ -226,6 +225,7 @@ class DispatcherCore:
         return []
 
     def _enqueue(self, tracked: Tracked, at_s: float) -> None:
+        tracked.worker, tracked.handle = None, 0
         tracked.queued_at_s = at_s
         tracked.blocked_since_s = None
         tracked.recalled = False
@@ -307,7 +307,9 @@ class DispatcherCore:
         request = tracked.request
         self.accepted_count += 1
         self.requests[request.request_id] = tracked
-        self._traffic.arrived(tracked.arrived_at_s, tracked.token_count)
+        self._traffic.arrived(
+            request.request_id, tracked.arrived_at_s, tracked.token_count, waits=not request.output_token_ids
+        )
         self._deadlines.add(request.deadline_at_s, tracked.serial, request.request_id)
         self.backlog.add(tracked)
 
@@ -391,8 +393,8 @@ class DispatcherCore:
             if worker is None:
                 raise InvariantViolation(f"{tracked.request.request_id} runs on {tracked.worker}, which is gone")
             worker.take_off(tracked.handle)
-        del self.requests[tracked.request.request_id]
-        self._deadlines.forget(tracked.request.request_id)
+        for forget in (self.requests.pop, self._traffic.left, self._deadlines.forget):
+            forget(tracked.request.request_id)
 
     # --------------------------------------------------------------------------------------------- steps
 
@@ -487,7 +489,7 @@ class DispatcherCore:
     def _take_first_token(self, tracked: Tracked, at_s: float) -> bool:
         """The first token of a placement. Returns whether it is the request's first, too."""
         if is_first := tracked.first_token_at_s is None:
-            self._traffic.began(at_s - tracked.arrived_at_s)
+            self._traffic.began(tracked.request.request_id, at_s)
         words = "" if (layout := self.fleet.layout) is None else f"epoch {layout.epoch}, {layout.reason}"
         tracked.take_first_token(at_s, self.recent, words)
         return is_first
@@ -499,7 +501,6 @@ class DispatcherCore:
             tracked.note(at_s, What.SENT_BACK, worker.key.worker_id)
             worker.take_off(tracked.handle)
             self._placement.hold(worker, at_s)
-            tracked.worker, tracked.handle = None, 0
             self._enqueue(tracked, at_s)
             return []
         match ending.finish_reason:
@@ -521,7 +522,6 @@ class DispatcherCore:
             case FinishReason.CANCELLED if tracked.recalled:
                 tracked.note(at_s, What.RECALLED, worker.key.worker_id)
                 worker.take_off(tracked.handle)
-                tracked.worker, tracked.handle = None, 0
                 self.recall_count += 1
                 self._enqueue(tracked, at_s)
                 return []
@@ -564,7 +564,7 @@ class DispatcherCore:
         self._forsaken.check()
         self._placement.check()
         self.growth.check(self.requests.values())
-        self._traffic.check()
+        self._traffic.check({name for name, tracked in self.requests.items() if tracked.first_token_at_s is None})
         moving = {tracked.request.request_id: tracked for tracked in self._moves.tracked}
         queued = {tracked.request.request_id: tracked for tracked in self.backlog}
         placed = {t.request.request_id: t for worker in self.fleet for t in worker.placed.values()}

@@ -1,10 +1,11 @@
 """How many requests come to this dispatcher, and how long answers are: counted, for the planner to look ahead by."""
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from ballast.common.errors import InvariantViolation
+from ballast.common.ids import RequestId
 from ballast.common.traffic import MINUTE_S, RECENT_S, WAIT_COUNTS, WINDOW_S, Traffic, length_index, wait_index
 
 _BIN_S = 2.0
@@ -33,8 +34,12 @@ class TrafficCounter:
         self._later_s = 0.0
         self._bins = deque[_Bin]()
         self._since_s: float | None = None  # of the first request ever
+        self._waiting: dict[RequestId, float] = {}  # without a token: when they came, in that order
 
-    def arrived(self, at_s: float, token_count: int) -> None:
+    def arrived(self, request_id: RequestId, at_s: float, token_count: int, *, waits: bool = True) -> None:
+        """`waits`: for its first token."""
+        if waits:
+            self._waiting[request_id] = at_s
         if self._since_s is None:
             self._since_s = at_s
         here = self._bin(at_s)
@@ -48,9 +53,13 @@ class TrafficCounter:
         here.ended_count += 1
         here.ended_tokens += token_count
 
-    def began(self, wait_s: float) -> None:
+    def began(self, request_id: RequestId, at_s: float) -> None:
         """A request has had its first token."""
-        self._first_counts[wait_index(wait_s)] += 1
+        self._first_counts[wait_index(at_s - self._waiting.pop(request_id))] += 1
+
+    def left(self, request_id: RequestId) -> None:
+        """A request has ended, with tokens or without."""
+        self._waiting.pop(request_id, None)
 
     def went_on(self, token_count: int, took_s: float) -> None:
         """Answers have had more tokens, which took so long together, each from the one before it."""
@@ -96,6 +105,7 @@ class TrafficCounter:
             ended_count=ended,
             ended_tokens=ended_tokens,
             known_s=known_s,
+            oldest_wait_s=max(0.0, at_s - next(iter(self._waiting.values()), at_s)),
             first_counts=tuple(self._first_counts[: self._most()]),
             later_count=self._later_count,
             later_s=self._later_s,
@@ -106,8 +116,12 @@ class TrafficCounter:
         """Without the zeros at the end."""
         return next((i for i in range(WAIT_COUNTS, 0, -1) if self._first_counts[i - 1]), 0)
 
-    def check(self) -> None:
-        """Raise InvariantViolation unless bins are in order, few, and count something."""
+    def check(self, waiting: Set[RequestId]) -> None:
+        """Raise InvariantViolation unless bins are in order, few, and count something, and `waiting` are those without
+        a token.
+        """
+        if self._waiting.keys() != waiting:
+            raise InvariantViolation(f"{sorted(self._waiting.keys() ^ waiting)} wait, or are taken to wait")
         indices = [one.index for one in self._bins]
         if indices != sorted(set(indices)) or len(indices) > WINDOW_S / _BIN_S:
             raise InvariantViolation(f"bins of traffic are out of order, or too many: {indices}")

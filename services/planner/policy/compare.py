@@ -168,6 +168,7 @@ def _futures(snapshot: Snapshot, running: Running, traffic: Traffic) -> list[Fut
             answer_tokens=answer_tokens,
             waiting_count=float(waiting),
             waiting_tokens=float(traffic.queued_tokens + queued),
+            waited_s=traffic.oldest_wait_s,
             prompts=tuple([max(1.0, prompt if length is None else length) for length in spread]),
         )
         for lasts_s in LASTS_S

@@ -31,6 +31,7 @@ PARTS = ((0.5, 0.25), (0.4, 0.7), (0.08, 0.94), (0.02, 0.99))
 _MOST_SHARING = 2.0  # the first prompt in line has half of every batch, however many there are
 _PRECISION_S = 0.005  # of a wait
 _HALVINGS = 40  # at most: waits beyond 10^12 s, of costs that somebody tells, are not that precise
+_COHORTS = 8  # of those who wait at the beginning, by how long they have
 _NEARLY = 0.1  # of a request may be missing: flows have no last one
 
 
@@ -59,6 +60,7 @@ class Future:
     answer_tokens: float
     waiting_count: float  # have had no token yet
     waiting_tokens: float
+    waited_s: float = 0.0  # so long has the first of those without a token waited; the last came a moment ago
     prompts: tuple[float, ...] = ()  # tokens, by `PARTS`; empty: all are alike
 
     @property
@@ -242,7 +244,9 @@ class _Flow:
                 could = chunk * batches * dt / full_s
                 done = uncomputed if uncomputed < could else could
                 self.busy = share = done / could  # with little to compute only some steps have prompts in them
-                took_s = share * full_s + (1 - share) * took_s
+                # While more prompts wait than one, a pipeline has a microbatch more under way than stages.
+                trip_s = full_s * (1 + share * share / self.stages) if self.stages > 1 else full_s
+                took_s = share * trip_s + (1 - share) * took_s
             begun = prefills * done / uncomputed
             self.uncomputed = uncomputed - done
         made = running * dt / took_s
@@ -324,7 +328,7 @@ def look_ahead(machine: Machine, kinds: Sequence[Kind], future: Future, horizon_
         came.append(so_far)
         first.append(with_token)
         ready_s.append(last_s)
-    waits = _waits(came, first, ready_s, dt)
+    waits = _waits(came, first, ready_s, dt, future.waited_s)
     usual_s = max((_own_s(flow, prompt) for flow in flows if flow.seen > 0.0), default=0.0)
     ttft_s = _p99(waits, _own(flows, future), usual_s)
     return Prediction(ttft_s, request_s / tokens if tokens else 0.0)
@@ -356,26 +360,34 @@ def _spread(flows: Sequence[_Flow], until_s: float, count: float, mean_tokens: f
     return count - left
 
 
-def _waits(came: Sequence[float], first: Sequence[float], ready_s: Sequence[float], dt: float) -> dict[float, float]:
+def _waits(
+    came: Sequence[float], first: Sequence[float], ready_s: Sequence[float], dt: float, waited_s: float
+) -> dict[float, float]:
     """Seconds and how many wait so long: when the curve of first tokens reaches each of those who have come.
 
-    `ready_s`: by when those who had their first token in a step had it, if there was less to do than time.
+    Args:
+        ready_s: By when those who had their first token in a step had it, if there was less to do than time.
+        waited_s: How long the first of those who wait at the beginning has waited.
     """
+    arrivals = [(step * dt, until) for step, until in enumerate(came[: STEPS + 1])]
+    if waited_s > 0.0:
+        parts = [(part + 1) / _COHORTS for part in range(_COHORTS)]
+        arrivals[:1] = [((part - 1 - 0.5 / _COHORTS) * waited_s, came[0] * part) for part in parts]
     waits: dict[float, float] = {}
     j, before, last = 0, 0.0, len(first) - 1
-    for i, until in enumerate(came[: STEPS + 1]):
+    for at_s, until in arrivals:
         count, before = until - before, until
         if count <= 0.0:
             continue
         nearly = until - _NEARLY
         while j < last and first[j] < nearly:
             j += 1
-        wait = 0.0
+        wait = max(0.0, -at_s)
         if first[j] < nearly:
-            wait = (len(first) - i) * dt * 1.5
-        elif j > i:
+            wait = (len(first) * dt - at_s) * 1.5
+        elif j * dt > at_s and j:
             part = min(1.0, (until - first[j - 1]) / (first[j] - first[j - 1]))
-            wait = max(0.0, (1 - part) * (j - 1) * dt + part * ready_s[j] - i * dt)
+            wait = max(0.0, (1 - part) * (j - 1) * dt + part * ready_s[j] - at_s)
         waits[wait] = waits.get(wait, 0.0) + count
     return waits
 

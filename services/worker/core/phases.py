@@ -1,9 +1,10 @@
 """The phases of a member in a transition, and of one that has left its group: one table, which every step is held
-against (pure).
+against, and which has the deadlines that a member acts on (pure).
 
 `docs/transitions.md` is printed from it.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -14,16 +15,23 @@ from ballast.common.transition import Phase
 
 @dataclass(frozen=True, slots=True)
 class PhaseRow:
-    """`next`: the phases that may follow, with the event that leads there. `deadline`: who ends it, and when."""
+    """`next`: the phases that may follow, with the event that leads there. `deadline_s`: of the member's own; None: it
+    is at rest, or the planner ends the phase. `way_out`: from when the deadline counts, and what follows.
+    """
 
     drop: str  # what the member does meanwhile
     restore: str
     next: Mapping[Phase, str]
-    deadline: str
+    deadline_s: float | None = None
+    way_out: str = "at rest"
 
 
+BEFORE_COMMIT = (Phase.PREPARING, Phase.PREPARED)
+_FORGOTTEN_S = 15.0  # what is prepared will not be committed any more
+_FORGOTTEN = "counted from the planner's last question: it fails"
 _UNDONE = "Abort, a peer of the plan is lost, or a newer plan comes"
 _LEFT = "a peer is lost, or a plan counts this worker in no group: it leaves"
+_OVERDUE = "a plan without this worker's group follows: it leaves"
 
 PHASES: Mapping[Phase, PhaseRow] = MappingProxyType(
     {
@@ -37,7 +45,8 @@ PHASES: Mapping[Phase, PhaseRow] = MappingProxyType(
                     Phase.ABORTED: _UNDONE,
                 }
             ),
-            deadline="the planner's; 15 s without a planner's question",
+            deadline_s=_FORGOTTEN_S,
+            way_out=_FORGOTTEN,
         ),
         Phase.PREPARED: PhaseRow(
             drop="serves on as before",
@@ -49,7 +58,8 @@ PHASES: Mapping[Phase, PhaseRow] = MappingProxyType(
                     Phase.ABORTED: _UNDONE,
                 }
             ),
-            deadline="15 s without a planner's question",
+            deadline_s=_FORGOTTEN_S,
+            way_out=_FORGOTTEN,
         ),
         Phase.COMMITTING: PhaseRow(
             drop="no batch is formed; the last ones come back",
@@ -60,7 +70,7 @@ PHASES: Mapping[Phase, PhaseRow] = MappingProxyType(
                     Phase.FAILED: _LEFT,
                 }
             ),
-            deadline="the planner's: a plan without this worker's group follows",
+            way_out=_OVERDUE,
         ),
         Phase.EXCHANGING: PhaseRow(
             drop="the group serves new requests; KV of victims travels, in waves as there is room",
@@ -71,18 +81,25 @@ PHASES: Mapping[Phase, PhaseRow] = MappingProxyType(
                     Phase.FAILED: _LEFT,
                 }
             ),
-            deadline="the planner's: a plan without this worker's group follows",
+            way_out=_OVERDUE,
         ),
-        Phase.DONE: PhaseRow("at rest", "at rest", MappingProxyType({}), "-"),
+        Phase.DONE: PhaseRow("at rest", "at rest", MappingProxyType({})),
         Phase.FAILED: PhaseRow(
             drop="before the commit: undone. After it: requests are replayed elsewhere, missing layers are read",
             restore="before the commit: layers go again",
             next=MappingProxyType({Phase.ABORTED: "Abort"}),
-            deadline="30 s for transfers to end, else the process ends; then reading the checkpoint",
+            deadline_s=30.0,
+            way_out="after the commit, for transfers to end: the process ends. Reading the checkpoint has no deadline",
         ),
-        Phase.ABORTED: PhaseRow("at rest", "at rest", MappingProxyType({}), "-"),
+        Phase.ABORTED: PhaseRow("at rest", "at rest", MappingProxyType({})),
     }
 )
+
+
+def deadline_s(phase: Phase) -> float:
+    """Of the member's own; infinity: it has none."""
+    limit_s = PHASES[phase].deadline_s
+    return math.inf if limit_s is None else limit_s
 
 
 def check_step(before: Phase, after: Phase) -> None:

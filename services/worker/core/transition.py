@@ -15,7 +15,7 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import group_of, members_of
 from ballast.common.transition import Phase
-from services.worker.core.phases import check_step
+from services.worker.core.phases import BEFORE_COMMIT, check_step
 from services.worker.core.plan import Plan, SequenceId, Victim, part_of, transfers
 from services.worker.core.transition_messages import (
     AbortRequested,
@@ -185,7 +185,7 @@ class Transition:
         return []
 
     def _fail(self, why: str) -> list[Command]:
-        if self.phase not in (Phase.PREPARING, Phase.PREPARED):
+        if self.phase not in BEFORE_COMMIT:
             return []
         self.phase, self.why = Phase.FAILED, why
         return [UndoPreparation(self.plan)]
@@ -196,7 +196,7 @@ class Transition:
             return []
         if self.phase is Phase.EXCHANGING and self.part.dissolves:
             return [GiveWay(self.epoch)]
-        if self.phase not in (Phase.PREPARING, Phase.PREPARED):
+        if self.phase not in BEFORE_COMMIT:
             return []
         self.phase, self.why = Phase.ABORTED, why
         return [UndoPreparation(self.plan)]
@@ -396,7 +396,7 @@ class Transition:
     def _peer_lost(self, peer: WorkerId, why: str) -> list[Command]:
         if peer not in self.part.peers:
             return []
-        if self.phase in (Phase.PREPARING, Phase.PREPARED):
+        if self.phase in BEFORE_COMMIT:
             return self._fail(f"{peer}: {why}")
         if self.phase is Phase.EXCHANGING and self.part.dissolves and not self._waits_for_kv_of(peer):
             is_ = self._is

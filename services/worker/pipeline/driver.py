@@ -14,6 +14,7 @@ from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import BlockBook
 from services.worker.core.events import KvArrived, LaneOpened, RoleChanged
 from services.worker.core.leading import Decision
+from services.worker.core.phases import BEFORE_COMMIT
 from services.worker.core.plan import Plan, Victim, part_of
 from services.worker.core.transition import Transition
 from services.worker.core.transition_messages import (
@@ -73,7 +74,7 @@ from services.worker.pipeline.handover import Handover
 from services.worker.pipeline.homecoming import Homecoming
 from services.worker.pipeline.leaving import Leaving
 from services.worker.pipeline.migrations import Migrations
-from services.worker.pipeline.restoring import BEFORE_COMMIT, Restoring
+from services.worker.pipeline.restoring import Restoring
 from services.worker.pipeline.role import Role, own_layers
 from services.worker.pipeline.stage_runner import StageRunner
 from services.worker.pipeline.wire import Topic

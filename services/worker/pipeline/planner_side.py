@@ -12,18 +12,17 @@ from ballast.common.transition import Phase
 from ballast.rpc.codec import LAYOUT
 from ballast.rpc.transition import KIND, STATUS
 from ballastpb.worker.v1 import worker_pb2 as pb
+from services.worker.core.phases import BEFORE_COMMIT, deadline_s
 from services.worker.core.plan import Plan, part_of
 from services.worker.core.transition_messages import AbortRequested, CommitRequested, PreparationFailed
 from services.worker.pipeline.events import MigrationOrdered, PlanReceived, Told
 from services.worker.pipeline.member import GroupMember
-from services.worker.pipeline.restoring import BEFORE_COMMIT
 from services.worker.pipeline.status import Progress
 from services.worker.shell import MemberEvent
 
 _HOLD_S = 0.05
 _SILENCE_S = 3.0  # a planner asks several times a second what it has under way
 _LONGEST_ORDER_S = 60.0  # of migrations
-_FORGOTTEN_S = 15.0  # without a planner's question a plan that is prepared here will not be committed any more
 
 
 class Timer(Protocol):
@@ -101,13 +100,13 @@ class Transitions:
         """A plan whose planner has fallen silent is taken back, and a Commit that comes after all is answered so."""
         if self._watchdog is not None:
             self._watchdog.cancel()
-        self._watchdog = self._later(_FORGOTTEN_S, self._take_back_if_silent, epoch)
+        phase = self._phase(epoch) or Phase.PREPARING
+        if phase in BEFORE_COMMIT:
+            self._watchdog = self._later(deadline_s(phase), self._take_back_if_silent, epoch)
 
     def _take_back_if_silent(self, epoch: Epoch) -> None:
-        phase, silent_s = self._phase(epoch), self._now() - self._heard_at_s
-        if phase is not None and phase not in BEFORE_COMMIT:
-            return
-        if silent_s < _FORGOTTEN_S:
+        phase, silent_s = self._phase(epoch) or Phase.PREPARING, self._now() - self._heard_at_s
+        if phase not in BEFORE_COMMIT or silent_s < deadline_s(phase):
             self._watch(epoch)
             return
         why = f"no planner has asked for it for {silent_s:.0f} s"

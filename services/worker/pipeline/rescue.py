@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch
+from ballast.common.transition import Phase
+from services.worker.core.phases import deadline_s
 from services.worker.pipeline.homecoming import Homecoming
 from services.worker.pipeline.status import Progress
-
-_QUIET_WITHIN_S = 30.0  # links are given a few seconds to end their transfers
 
 
 @dataclass(slots=True)
@@ -31,8 +31,9 @@ class Rescue:
         if not self.under_way:
             block_count = self.homecoming.undo(self.kept) if self.quiet() else None
             if block_count is None:
-                if now_s - self.began_s > _QUIET_WITHIN_S:
-                    raise InvariantViolation(f"transfers have not ended {_QUIET_WITHIN_S:g} s after their links")
+                limit_s = deadline_s(Phase.FAILED)
+                if now_s - self.began_s > limit_s:
+                    raise InvariantViolation(f"transfers have not ended {limit_s:g} s after their links")
                 return False
             grow(block_count)
             self.under_way = True

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.transition import Phase, TransitionKind
 from services.worker.core.events import PrefillLimited
+from services.worker.core.phases import BEFORE_COMMIT
 from services.worker.core.plan import Plan
 from services.worker.core.transition import Transition
 from services.worker.core.transition_messages import Event, MemoryReady, PreparationFailed
@@ -17,7 +18,6 @@ from services.worker.pipeline.ground import Ground
 from services.worker.pipeline.homecoming import Homecoming
 from services.worker.pipeline.wire import Topic, room_to_bytes
 
-BEFORE_COMMIT = (Phase.PREPARING, Phase.PREPARED)
 # Of prompts in a batch beside decodes. Layers that come take bandwidth, and time of the processor, from every batch:
 # a long piece of a prompt on top of it would be the longest gap that a request has. In a pipeline a token waits for
 # the pieces in all microbatches that are in flight.

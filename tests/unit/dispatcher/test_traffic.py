@@ -1,5 +1,6 @@
 import pytest
 
+from ballast.common.ids import RequestId
 from ballast.common.traffic import Served, Traffic, read_traffic, served_between, sum_traffic, write_traffic
 from services.dispatcher.core.traffic import TrafficCounter
 
@@ -7,8 +8,8 @@ from services.dispatcher.core.traffic import TrafficCounter
 def counted(arrivals: list[float], at_s: float) -> Traffic:
     counter = TrafficCounter()
     for arrived_at_s in arrivals:
-        counter.arrived(arrived_at_s, 100)
-        counter.check()
+        counter.arrived(RequestId("r"), arrived_at_s, 100, waits=False)
+        counter.check(set())
     return counter.read(at_s, 3, 40)
 
 
@@ -42,7 +43,7 @@ def test_a_cluster_that_has_just_started_was_calm_before() -> None:
 
 def test_what_is_long_ago_is_forgotten() -> None:
     counter = TrafficCounter()
-    counter.arrived(0.0, 10)
+    counter.arrived(RequestId("r"), 0.0, 10, waits=False)
     counter.ended(1.0, 500)
     assert counter.read(2.0, 0, 0).ended_tokens == 500
     assert counter.read(299.0, 0, 0).ended_count == 1
@@ -54,7 +55,7 @@ def test_what_is_long_ago_is_forgotten() -> None:
 def test_long_prompts_are_told_from_short_ones() -> None:
     counter = TrafficCounter()
     for i in range(100):
-        counter.arrived(i / 2, 8000 if i % 50 == 0 else 200)
+        counter.arrived(RequestId(f"r{i}"), i / 2, 8000 if i % 50 == 0 else 200)
     found = counter.read(50.0, 0, 0)
     assert found.prompt_quantile(0.5) == pytest.approx(200, rel=0.25)
     assert found.prompt_quantile(0.99) == pytest.approx(8000, rel=0.25)
@@ -83,9 +84,28 @@ def test_a_word_is_read_as_it_was_written() -> None:
 def had(waits_s: list[float], later_count: int, took_s: float) -> Traffic:
     counter = TrafficCounter()
     for wait_s in waits_s:
-        counter.began(wait_s)
+        counter.arrived(RequestId("r"), 0.0, 1)
+        counter.began(RequestId("r"), wait_s)
     counter.went_on(later_count, took_s)
     return counter.read(1.0, 0, 0)
+
+
+def test_the_oldest_wait_is_that_of_the_first_request_without_a_token() -> None:
+    counter = TrafficCounter()
+    names = [RequestId(name) for name in "abc"]
+    for second, name in enumerate(names):
+        counter.arrived(name, float(second), 10)
+    assert counter.read(5.0, 0, 0).oldest_wait_s == 5.0
+    counter.began(names[0], 5.0)
+    counter.left(names[1])  # without a token
+    counter.left(names[0])
+    counter.check({names[2]})
+    found = counter.read(5.5, 0, 0)
+    assert found.oldest_wait_s == 3.5
+    assert read_traffic(write_traffic(found)) == found
+    assert sum_traffic([found, Traffic(oldest_wait_s=9.0)]).oldest_wait_s == 9.0
+    counter.began(names[2], 6.0)
+    assert counter.read(7.0, 0, 0).oldest_wait_s == 0.0
 
 
 def test_what_clients_had_between_two_looks() -> None:
@@ -103,14 +123,15 @@ def test_what_clients_had_between_two_looks() -> None:
     [
         "",
         "1 2",
-        "1 2 3 4 5 6 7 8 nine [] 0 0 []",
-        "-1 0 0 0 0 0 0 0 0 [] 0 0 []",
-        "0 0 0 0 0 nan 0 0 0 [] 0 0 []",
-        "1" + "0" * 30 + " 0" * 8 + " [] 0 0 []",
-        "0 0 0 0 0 0 0 0 0 [-1] 0 0 []",
-        "0 0 0 0 0 0 0 0 0 [" + "1," * 60 + "] 0 0 []",
-        "0 0 0 0 0 0 0 0 0 [] 0 0 [-1]",
-        "0 0 0 0 0 0 0 0 0 [] 0 0 [" + "1," * 60 + "]",
+        "1 2 3 4 5 6 7 8 nine 0 [] 0 0 []",
+        "-1 0 0 0 0 0 0 0 0 0 [] 0 0 []",
+        "0 0 0 0 0 nan 0 0 0 0 [] 0 0 []",
+        "0 0 0 0 0 0 0 0 0 -1 [] 0 0 []",
+        "1" + "0" * 30 + " 0" * 9 + " [] 0 0 []",
+        "0 0 0 0 0 0 0 0 0 0 [-1] 0 0 []",
+        "0 0 0 0 0 0 0 0 0 0 [" + "1," * 60 + "] 0 0 []",
+        "0 0 0 0 0 0 0 0 0 0 [] 0 0 [-1]",
+        "0 0 0 0 0 0 0 0 0 0 [] 0 0 [" + "1," * 60 + "]",
     ],
 )
 def test_a_strange_word_is_refused(text: str) -> None:

@@ -154,6 +154,47 @@ def test_what_has_to_be_exchanged_for_seconds_is_no_answer_to_a_burst_that_just_
     assert late.ttft_p99_s > early.ttft_p99_s + 1.0
 
 
+# A burst of completions of code that is nearly over: what is left of the line has waited long.
+COMPLETIONS = Traffic(
+    queued_count=22,
+    queued_tokens=38_000,
+    recent_count=56,
+    minute_count=569,
+    minute_tokens=1_218_000,
+    ended_count=390,
+    ended_tokens=5440,
+    known_s=32.0,
+)
+
+
+def test_what_has_waited_for_long_already_is_not_helped_by_a_drop() -> None:
+    """As a simulation showed: a drop comes too late for the line's longest waits, and makes tokens slower."""
+    groups = (
+        g._replace(running_count=18, uncomputed_tokens=1800) for g in alone(EIGHT, BLOCKS * 9 // 10, waiting=40).groups
+    )
+    snapshot, pace = Snapshot(SHAPE, tuple(groups)), replace(PACE, cost=CHAT_COST)
+    fresh, late = (
+        compare(snapshot, Running(256, 6), replace(COMPLETIONS, oldest_wait_s=waited_s), pace)
+        for waited_s in (0.0, 14.0)
+    )
+    assert fresh.chosen.merges
+    assert late.chosen.name == "nothing"
+    assert all(one.prediction.ttft_p99_s < 10.0 for one in fresh.candidates)
+    assert all(12.0 < one.prediction.ttft_p99_s < 15.0 for one in late.candidates)
+    assert [one.prediction.tpot_s for one in fresh.candidates] == [one.prediction.tpot_s for one in late.candidates]
+
+
+def test_while_prompts_wait_a_pipeline_has_a_microbatch_more_than_stages() -> None:
+    """So all tokens of two stages take half as long again, and those of four a quarter, beside what stages wait."""
+    future = replace(one_prompt(2000.0), rate_per_s=200.0, lasts_s=60.0, waiting_count=400.0, waiting_tokens=8e5)
+    alone_s, two_s, four_s = (
+        look_ahead(MACHINE, [kind(stages, 8 // stages, stages * 9 * BLOCKS, 160.0, 160 * 20)], future, 30.0).tpot_s
+        for stages in (1, 2, 4)
+    )
+    assert two_s * (1 - bubbles(2)) == pytest.approx(1.5 * alone_s, rel=0.05)
+    assert four_s * (1 - bubbles(4)) == pytest.approx(1.25 * alone_s, rel=0.05)
+
+
 def test_where_nobody_waits_nothing_is() -> None:
     snapshot = alone(EIGHT, BLOCKS // 4)
     calm = replace(LONG, queued_count=0, queued_tokens=0, recent_count=10, minute_count=60, minute_tokens=30_000)

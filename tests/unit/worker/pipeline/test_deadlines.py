@@ -1,0 +1,77 @@
+"""A member acts on the deadlines that its table has, whatever numbers those are."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import Epoch, Incarnation
+from ballast.common.transition import Phase
+from services.worker.core import phases
+from services.worker.core.transition_messages import PreparationFailed
+from services.worker.pipeline.events import Told
+from services.worker.pipeline.planner_side import Transitions
+from services.worker.pipeline.rescue import Rescue
+from services.worker.pipeline.status import Progress
+from tests.unit.worker.pipeline.test_planner_side import ME, whole_again
+
+EPOCH = Epoch(5)
+
+
+@pytest.fixture(params=[None, 4.0])
+def limit_s(request: pytest.FixtureRequest) -> float | None:
+    """What the table is changed to have; None: what it has."""
+    return request.param
+
+
+def in_table(phase: Phase, limit_s: float | None, monkeypatch: pytest.MonkeyPatch) -> float:
+    row = phases.PHASES[phase]
+    if limit_s is not None:
+        monkeypatch.setattr(phases, "PHASES", {**phases.PHASES, phase: replace(row, deadline_s=limit_s)})
+    assert row.deadline_s not in (None, limit_s)
+    return phases.deadline_s(phase)
+
+
+@pytest.mark.parametrize("phase", phases.BEFORE_COMMIT)
+def test_a_plan_is_taken_back_when_no_planner_asks_for_it(
+    phase: Phase, limit_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    within_s, now_s = in_table(phase, limit_s, monkeypatch), 0.0
+    timers, posted = list[tuple[float, Callable[[], None]]](), list[object]()
+
+    def later(delay_s: float, act: Callable[[Epoch], None], epoch: Epoch, /) -> Any:
+        timers.append((now_s + delay_s, lambda: act(epoch)))
+        return SimpleNamespace(cancel=lambda: None)
+
+    member = SimpleNamespace(
+        me=ME,
+        newest_epoch=Epoch(0),
+        published=SimpleNamespace(),
+        progress={EPOCH: Progress(epoch=EPOCH, began_s=0.0, phase=phase)},
+    )
+    transitions = Transitions(cast("Any", member), Incarnation(1), posted.append, lambda: now_s, later)
+    transitions.take(whole_again(4, 1), ())
+    posted.clear()
+    now_s = within_s / 2  # a planner asks
+    assert transitions.said(EPOCH)[0] is phase
+    while not posted:
+        now_s, act = timers.pop()
+        act()
+    assert 1.5 * within_s <= now_s <= 2 * within_s
+    (told,) = posted
+    assert isinstance(told, Told)
+    assert isinstance(told.event, PreparationFailed)
+
+
+def test_a_member_ends_where_transfers_of_a_lost_group_do_not(
+    limit_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    within_s = in_table(Phase.FAILED, limit_s, monkeypatch)
+    progress, nothing = Progress(epoch=EPOCH, began_s=0.0), cast("Any", None)
+    rescue = Rescue(EPOCH, progress, nothing, quiet=lambda: False, kept=range(2), began_s=10.0)
+    assert not rescue.poll(10.0 + within_s, nothing)
+    with pytest.raises(InvariantViolation, match=f"not ended {within_s:g} s after"):
+        rescue.poll(10.1 + within_s, nothing)
