@@ -15,7 +15,8 @@ def own_stream(device: torch.device) -> Callable[[], None]:
     """Makes one. Every thread that computes calls what is returned, which does nothing on a CPU: from then on its
     launches go there.
     """
-    if device.type != "cuda" or not torch.cuda.is_available():  # what is missing is told where memory is opened
+    # Which GPU is missing is told where memory is opened.
+    if device.type != "cuda" or device.index >= torch.cuda.device_count():
         return _stay
     # torch deals streams out of a pool for each priority, over and over. Whoever copies, or waits for a peer, has one
     # of the ordinary priority: never this one. And what is computed goes first.

@@ -34,6 +34,7 @@ class RankGroup:
         self._rank = rank
         self._count = count
         self._device = device
+        self._aborted = False
 
     @property
     def rank(self) -> int:
@@ -61,7 +62,18 @@ class RankGroup:
     def abort(self) -> None:
         """Ends what waits for a rank on a GPU; on the host it has ended by itself."""
         if self._device.type == "cuda":
+            self._aborted = True  # before anything computed from such a sum can be seen
             self._group.abort()
+
+    def require_whole(self) -> None:
+        """What the device has computed by now is made of all that the ranks have given: on a GPU a sum that is aborted
+        ends like any other.
+
+        Raises:
+            RankLost: it may not be.
+        """
+        if self._aborted:
+            raise RankLost(f"rank {self._rank} of {self._count} was left alone in a step")
 
     def _reduce(self, tensor: torch.Tensor, how: ReduceOp.RedOpType) -> None:
         options = AllreduceOptions()

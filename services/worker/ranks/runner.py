@@ -1,7 +1,10 @@
 """Steps in lockstep: the first rank lays a batch out and samples, all compute it."""
 
+from collections.abc import Sequence
+
 import torch
 
+from services.worker.core.batch import Batch, StepResult
 from services.worker.engine.load import Engine
 from services.worker.engine.packing import PackedStep
 from services.worker.engine.runner import ModelRunner
@@ -18,6 +21,22 @@ class RankedRunner(ModelRunner):
         super().__init__(engine.config, engine.model, engine.attention, engine.sampler, engine.memory.kv, graphs)
         self._crew = crew
         self._group = group
+
+    def run_stage(
+        self,
+        batch: Batch,
+        block_tables: Sequence[Sequence[int]],
+        hidden_TD: torch.Tensor | None,
+        *,
+        first_layer: int,
+        last_layer: int,
+    ) -> StepResult | torch.Tensor:
+        """Waits for the device, also where another stage follows: what an aborted sum has left goes nowhere."""
+        result = super().run_stage(batch, block_tables, hidden_TD, first_layer=first_layer, last_layer=last_layer)
+        if isinstance(result, torch.Tensor) and result.is_cuda:
+            torch.cuda.current_stream(result.device).synchronize()
+        self._group.require_whole()
+        return result
 
     def compute(
         self, packed: PackedStep, hidden_TD: torch.Tensor | None, first_layer: int, last_layer: int

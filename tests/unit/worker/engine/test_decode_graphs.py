@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import psutil
@@ -16,7 +17,9 @@ import torch
 from torch.distributed import Work
 
 from ballast.common.errors import ConfigError
+from ballast.common.sampling import SamplingParams
 from ballast.model.tiny import make_tiny
+from services.worker.core.batch import Batch, NewSequence, Slice
 from services.worker.engine import load
 from services.worker.engine.attention_cuda import CudaAttention
 from services.worker.engine.load import Engine, load_engine
@@ -26,6 +29,7 @@ from services.worker.engine.rehearsal import Largest
 from services.worker.ranks.channel import RankLog, RankLost
 from services.worker.ranks.group import RankGroup
 from services.worker.ranks.load import load_ranked
+from services.worker.ranks.runner import RankedRunner
 from tests.support.engine import Job, generate
 
 pytest.importorskip("triton")
@@ -114,6 +118,44 @@ def test_a_sum_that_cannot_be_recorded_is_no_lost_rank(monkeypatch: pytest.Monke
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda said=recording: said)
         with pytest.raises(error, match="not permitted"):
             group.sum(torch.zeros(1))
+
+
+def test_what_is_made_of_an_aborted_sum_goes_nowhere(model_dir: Path) -> None:
+    """On a GPU such a sum ends as if nothing were wrong, be it launched or replayed."""
+
+    class Summing:
+        sums, lost_in = 0, 0
+
+        def allreduce(self, tensors: Sequence[torch.Tensor], opts: object) -> Work:
+            self.sums += 1
+            if self.sums == self.lost_in:
+                group.abort()
+            return cast(Any, SimpleNamespace(wait=lambda: None))
+
+        def abort(self) -> None:
+            """What waits on the device goes on."""
+
+    class Silent:
+        def tell(self, message: object) -> None:
+            """Nobody listens."""
+
+        def lost(self) -> None:
+            """Not known yet."""
+
+    summing = Summing()
+    group = RankGroup(cast(Any, summing), 0, 2, torch.device("cuda", 0))
+    with load_engine(model_dir, device_memory_bytes=8 << 20, kernels="torch", peers=group) as engine:
+        runner = RankedRunner(engine, cast(Any, Silent()), group)
+        new = NewSequence(0, (3, 4), (), SamplingParams(temperature=0.0))
+        batch = Batch(0, (), (new,), (Slice(0, 0, (3, 4), True),))
+        for last_layer in (1, engine.config.layer_count):
+            runner.run_stage(batch, [(0,)], None, first_layer=0, last_layer=last_layer)
+            runner.forget_all()
+        summing.lost_in = summing.sums + 2
+        for last_layer in (1, engine.config.layer_count):
+            with pytest.raises(RankLost, match="rank 0 of 2 was left alone"):
+                runner.run_stage(batch, [(0,)], None, first_layer=0, last_layer=last_layer)
+            runner.forget_all()
 
 
 @pytest.mark.gpu

@@ -55,7 +55,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name, value in (("Stream", driver.make), ("set_device", driver.set_device), ("set_stream", driver.set_stream)):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.cuda, "current_stream", driver.current)
@@ -85,9 +85,12 @@ def test_it_is_nobody_elses_and_what_is_computed_goes_first(driver: Driver) -> N
     assert len(driver.made) == 2
 
 
-def test_on_the_host_and_without_a_driver_there_is_none(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_the_host_and_on_a_device_that_is_missing_there_is_none(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message about one that is missing says more than torch's."""
     streams.own_stream(torch.device("cpu"))()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: GPU.index)
     streams.own_stream(GPU)()
     assert driver.made == []
 
