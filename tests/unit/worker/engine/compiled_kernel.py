@@ -44,3 +44,13 @@ def compiled(kernel: Any, given: Mapping[str, str], constants: Mapping[str, Any]
     registers = re.findall(r"Used (\d+) registers", said.getvalue())
     assert spills, said.getvalue()
     return Compiled(done.metadata.shared, sum(map(int, spills)), int(registers[0]), done.asm["ptx"])
+
+
+def signatures(dtype: torch.dtype) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+    """What the kernels between products are given: norm, rotation and activation."""
+    kind = f"*{TYPES[dtype]}"
+    norm = {"out_ptr": kind, "hidden_ptr": kind, "added_ptr": kind, "weight_ptr": kind}
+    norm |= {"hidden_row_stride": "i32", "added_row_stride": "i32", "eps": "fp32"}
+    rotation = dict.fromkeys(("qkv_ptr", "kv_ptr", "rotary_ptr", "query_norm_ptr", "key_norm_ptr"), kind)
+    rotation |= {"positions_ptr": "*i64", "k_rows_ptr": "*i64", "row_stride": "i32", "eps": "fp32"}
+    return norm, rotation, {"gate_up_ptr": kind, "row_stride": "i32"}

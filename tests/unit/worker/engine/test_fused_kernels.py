@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from services.worker.engine.operations import activation_constants, norm_constants, rotation_constants
-from tests.unit.worker.engine.compiled_kernel import TYPES, compiled
+from tests.unit.worker.engine.compiled_kernel import TYPES, compiled, signatures
 from tests.unit.worker.engine.interpreted_kernel import HEADS, compare_operations, model
 
 pytest.importorskip("triton")
@@ -17,12 +17,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_all_fit_into_registers(capability: int, dtype: torch.dtype) -> None:
     kernels = importlib.import_module("services.worker.engine.fused_kernels")
-    kind = f"*{TYPES[dtype]}"
-    norm = {"out_ptr": kind, "hidden_ptr": kind, "added_ptr": kind, "weight_ptr": kind}
-    norm |= {"hidden_row_stride": "i32", "added_row_stride": "i32", "eps": "fp32"}
-    rotation = dict.fromkeys(("qkv_ptr", "kv_ptr", "rotary_ptr", "query_norm_ptr", "key_norm_ptr"), kind)
-    rotation |= {"positions_ptr": "*i64", "k_rows_ptr": "*i64", "row_stride": "i32", "eps": "fp32"}
-    activation = {"gate_up_ptr": kind, "row_stride": "i32"}
+    norm, rotation, activation = signatures(dtype)
     variants = [(kernels.add_and_norm, norm, norm_constants(size, has_added=True)) for size in (896, 8192, 16384)]
     for head_dim, has_norm in ((64, False), (128, True), (256, True)):
         variants.append(
