@@ -74,6 +74,7 @@ class Handovers:
                 source.give_up(sequence, event.at_s, "its group dissolves")
             source.give_away(sequence)
             sequence.step_id, sequence.in_engine = 0, False  # those of the other lane
+            sequence.may_overfill = True
             self._residents.place(sequence, target, event.at_s, suspended=suspended, waits=suspended)
         target.make_room(event.at_s)
         target.scheduler.admit(event.at_s)

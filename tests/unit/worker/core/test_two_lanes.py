@@ -148,6 +148,22 @@ def test_who_moves_over_is_computed_anew_and_goes_on_where_it_was() -> None:
     assert leader.heard(leader.submit("other")._replace(handle=1))[0] == [5, 5, 7]
 
 
+def test_who_waited_for_the_pipeline_moves_over_whoever_waits_here_already() -> None:
+    bound = 8
+    leader = Leader(1, stages=2, ordinal=0, max_waiting_count=bound)
+    for i in range(bound):
+        leader.submit(f"old {i}", tuple(range(1, 4)))
+    leader.feed(LaneOpened(leader.at_s, BlockBook(1, 4, FIRST_BLOCK)))
+    for i in range(bound):
+        leader.submit(f"new {i}", tuple(range(1, 4)))
+    assert leader.core.leaving is not None
+    waiting = [s.sequence_id for s in leader.core.leaving.scheduler.waiting]
+    assert waiting
+    assert leader.core.lane.scheduler.waiting_count + len(waiting) > bound
+    leader.feed(MovedOver(leader.at_s, frozenset(waiting)))
+    leader.core.check()
+
+
 def test_nobody_moves_over_while_it_is_in_flight() -> None:
     leader = dissolving("old")
     leader.batch()
