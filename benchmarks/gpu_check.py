@@ -40,10 +40,11 @@ class Part:
     proves: str
     tests: tuple[str, ...]
     package: str | None = None  # without which there is nothing to prove
+    gpus: int = 1
 
     @property
     def applies(self) -> bool:
-        return self.package is None or find_spec(self.package) is not None
+        return torch.cuda.device_count() >= self.gpus and (self.package is None or find_spec(self.package) is not None)
 
 
 PARTS = (
@@ -97,6 +98,13 @@ PARTS = (
             "tests/integration/test_tensor_parallel.py::test_two_ranks_on_a_gpu_say_what_one_says",
             "tests/integration/test_tensor_parallel.py::test_no_token_changes_through_drops_and_restores",
         ),
+    ),
+    Part(
+        "sums",
+        "two GPUs are one instance, with sums over NCCL: recorded or not they give the same tokens, also after layers"
+        " were dropped and restored",
+        ("tests/integration/test_tensor_parallel.py::test_two_gpus_say_the_same_with_recorded_sums",),
+        gpus=2,
     ),
 )
 

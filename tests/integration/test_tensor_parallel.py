@@ -86,7 +86,7 @@ def test_two_ranks_on_a_gpu_say_what_one_says(model: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_two_gpus_say_the_same_with_recorded_sums_through_a_drop_and_a_restore(model: Path) -> None:
+def test_two_gpus_say_the_same_with_recorded_sums(model: Path) -> None:
     share = partial(load_engine, model, device_memory_bytes=96 << 20, dtype="float32")
 
     def answers(engine: Engine) -> list[list[int]]:

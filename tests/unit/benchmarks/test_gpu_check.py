@@ -16,6 +16,14 @@ def test_every_part_has_tests_for_gpus() -> None:
         assert test in listed.stdout
 
 
+def test_what_needs_more_gpus_than_there_are_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = dict[int, set[str]]()
+    for count in (1, 2):
+        monkeypatch.setattr("torch.cuda.device_count", lambda there=count: there)
+        named[count] = {part.name for part in PARTS if part.applies}
+    assert named[2] - named[1] == {"sums"}
+
+
 def test_memory_calls_are_made_and_undone() -> None:
     driver = load()
     driver.set_granularity(16 << 10)
