@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import transfers
 from services.worker.core.batch import Slice
 from services.worker.engine.attention import AttentionBackend
 from services.worker.engine.attention_cuda import CudaAttention, GpuAttentionStep
@@ -228,11 +229,29 @@ def _attend(step: GpuAttentionStep, kv: torch.Tensor, q: torch.Tensor) -> None:
 # ------------------------------------------------------------ one page
 
 
+# ------------------------------------------------------------ what KV costs activations
+
+
+def priorities(devices: str, transport: str, *options: str) -> Iterator[tuple[str, float]]:
+    """How old activations are when they come, in milliseconds, while KV goes the same way and while none does."""
+    asked = ["--devices", devices, "--transport", transport, "--rounds", "3", *options]
+    peer = transfers.Peer()
+    try:
+        figures = transfers.measure_speed("unlimited", transfers.parser_of_options().parse_args(asked), peer)
+    finally:
+        peer.close()
+    for way in ("idle", "naive", "coordinated"):
+        of = figures.ways[way]
+        yield f"{transport}, {way}: median", of.p50_s * 1e3
+        yield f"{transport}, {way}: 99 %", of.p99_s * 1e3
+
+
 def page(
     header: Sequence[str],
     verdicts: Sequence[Verdict],
     costs: Sequence[tuple[str, float]],
     rates: Sequence[tuple[str, float]],
+    waits: Sequence[tuple[str, float]],
 ) -> str:
     lines = ["# What works on this GPU", "", *header, "", "| part | | seconds | what it proves |", "|---|---|---|---|"]
     for one in verdicts:
@@ -244,6 +263,10 @@ def page(
         "| what is copied or read | GB/s |",
         "|---|---|",
         *(f"| {name} | {rate:.1f} |" for name, rate in rates),
+        "",
+        "| an activation comes, without KV on its way, behind it, and as links do it | ms |",
+        "|---|---|",
+        *(f"| {name} | {wait_ms:.2f} |" for name, wait_ms in waits),
     ]
     return "\n".join(lines) + "\n"
 
@@ -262,14 +285,17 @@ def main() -> int:
         f"- torch {torch.__version__}, triton {version('triton')}, cuda-bindings {version('cuda-bindings')},"
         f" Python {platform.python_version()}",
     ]
-    print("cost of memory calls, copies and attention ...", flush=True)
+    print("cost of memory calls, copies, attention and links ...", flush=True)
     costs = list(memory_calls(BindingsDriver.open(0)))
     rates: list[tuple[str, float]] = []
     for measure in (copies, decodes):
         rates += measure(torch.device("cuda", 0))
+    waits = list(priorities("cuda:0,cuda:0", "tcp"))
+    if len(uuids) > 1:
+        waits += priorities("cuda:0,cuda:1", "nccl")
     wanted = [part for part in PARTS if arguments.only is None or part.name in arguments.only]
     verdicts = [prove(part) for part in wanted if part.applies]
-    text = page(header, verdicts, costs, rates)
+    text = page(header, verdicts, costs, rates, waits)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(text)
     print(text)

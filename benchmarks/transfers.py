@@ -1,11 +1,13 @@
 """What an exchange of KV costs the activations on the same link, and what they cost it, for three ways to send.
 
     python -m benchmarks.transfers [--seconds 2] [--rounds 5] [--speeds 25,100,400,unlimited] [--out FOLDER]
+        [--devices cpu,cpu] [--transport auto]
 
 Two processes, real links. One is a stage: it "executes" for --stage-ms and sends an activation, again and again, while
 KV is exchanged over the same link in the same direction. naive: whole pieces of KV in the queue of the activations.
 chunked: the same queue, pieces cut into chunks. coordinated: the links as they are, with a lane and a schedule of their
 own for bulk and chunks that fit the stage. Speeds (MB/s) below "unlimited" are emulated on both sides of the link.
+--devices says where activations and KV lie: cuda:0,cuda:1, or cuda:0,cuda:0 with --transport tcp.
 
 All ways take turns in every round. Percentiles are of each round, and of those the median, so that what else runs on
 the machine in one round does not decide. The clock is the one that all processes of a machine share.
@@ -55,12 +57,13 @@ WAIT_S = 60.0
 class End:
     """Takes bulk in and notes how old activations are when they come."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         self.ages_s: list[float] = []
-        self._destination = torch.zeros(PIECE_BYTES, dtype=torch.uint8)
+        self._device = device
+        self._destination = torch.zeros(PIECE_BYTES, dtype=torch.uint8, device=device)
 
     def device_of(self, topic: int) -> str:
-        return "cpu"
+        return self._device
 
     def on_message(self, link: Link, message: Message) -> None:
         if message.topic == STAMPED:
@@ -109,12 +112,12 @@ class Exchange:
 class Stage:
     """Executes and sends, like `pipeline.stage_runner`."""
 
-    def __init__(self, plane: DataPlane, link: Link, stage_s: float, seed: int) -> None:
+    def __init__(self, plane: DataPlane, link: Link, stage_s: float, seed: int, device: str = "cpu") -> None:
         self._plane = plane
         self._link = link
         self._stage_s = stage_s
         self._random = random.Random(seed)
-        self._activation = torch.zeros(ACTIVATION_BYTES, dtype=torch.uint8)
+        self._activation = torch.zeros(ACTIVATION_BYTES, dtype=torch.uint8, device=device)
 
     def run(self, seconds: float) -> int:
         """Activations sent."""
@@ -164,6 +167,10 @@ class Peer:
         self._process.communicate(timeout=WAIT_S)
 
 
+def _plane(name: str, end: End, config: TransportConfig, device: str, transport: str) -> DataPlane:
+    return open_plane(name, end, config, "127.0.0.1", transport, device=torch.device(device))
+
+
 def run_peer() -> None:
     torch.set_num_threads(1)
     plane, end = None, End()
@@ -171,8 +178,9 @@ def run_peer() -> None:
         order = json.loads(line)
         match order.pop("do"):
             case "open":
-                end = End()
-                plane = open_plane("w2", end, TransportConfig(**order), "127.0.0.1")
+                device, transport = order.pop("device"), order.pop("transport")
+                end = End(device)
+                plane = _plane("w2", end, TransportConfig(**order), device, transport)
                 print(json.dumps(plane.store_address), flush=True)
             case "connect":
                 assert plane is not None
@@ -195,8 +203,8 @@ class Round:
     in_flight_bytes: int  # bulk, coordinated
 
 
-def measure_round(link: Link, stage: Stage, peer: Peer, seconds: float) -> Round:
-    source = torch.zeros(PIECE_BYTES, dtype=torch.uint8)
+def measure_round(link: Link, stage: Stage, peer: Peer, seconds: float, device: str) -> Round:
+    source = torch.zeros(PIECE_BYTES, dtype=torch.uint8, device=device)
     in_flight_bytes = link.connection.facts().in_flight_bulk_bytes
 
     def message(size: int) -> tuple[Future[None], int]:
@@ -251,15 +259,17 @@ def summarise(speed: str, rounds: Sequence[Round]) -> SpeedFigures:
 
 def measure_speed(speed: str, options: argparse.Namespace, peer: Peer) -> SpeedFigures:
     rate = None if speed == "unlimited" else float(speed) * MB
-    plane = open_plane("w1", End(), TransportConfig(rate_bytes_per_s=rate), "127.0.0.1")
-    address = peer.ask(do="open", rate_bytes_per_s=rate)
+    device, _, there = options.devices.partition(",")
+    plane = _plane("w1", End(device), TransportConfig(rate_bytes_per_s=rate), device, options.transport)
+    address = peer.ask(do="open", device=there, transport=options.transport, rate_bytes_per_s=rate)
     try:
         peer.tell(do="connect", epoch=1, address=plane.store_address)
         link = plane.connect("w2", address, 1)
-        stage = Stage(plane, link, options.stage_ms / 1e3, seed=1)
-        link.transfer(TrafficClass.KV, [torch.zeros(PIECE_BYTES, dtype=torch.uint8)]).done.result(WAIT_S)
+        stage = Stage(plane, link, options.stage_ms / 1e3, 1, device)
+        link.transfer(TrafficClass.KV, [torch.zeros(PIECE_BYTES, dtype=torch.uint8, device=device)]).done.result(WAIT_S)
         peer.ask(do="ages", count=stage.run(0.5))
-        return summarise(speed, [measure_round(link, stage, peer, options.seconds) for _ in range(options.rounds)])
+        rounds = [measure_round(link, stage, peer, options.seconds, device) for _ in range(options.rounds)]
+        return summarise(speed, rounds)
     finally:
         peer.tell(do="close")
         plane.close()
@@ -268,7 +278,7 @@ def measure_speed(speed: str, options: argparse.Namespace, peer: Peer) -> SpeedF
 def lifecycle(peer: Peer, rounds: int) -> str:
     """Median time to make a link and to end it, both sides ready."""
     plane = open_plane("w1", End(), TransportConfig(), "127.0.0.1")
-    address = peer.ask(do="open")
+    address = peer.ask(do="open", device="cpu", transport="auto")
     up_s: list[float] = []
     down_s: list[float] = []
     for epoch in range(2, 2 + rounds):
@@ -285,15 +295,21 @@ def lifecycle(peer: Peer, rounds: int) -> str:
     return f"link up {statistics.median(up_s) * 1e3:.1f} ms, closed {statistics.median(down_s) * 1e3:.1f} ms"
 
 
-def main() -> None:
+def parser_of_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=2.0, help="per way and round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--stage-ms", type=float, default=10.0, help="execution of a stage")
     parser.add_argument("--speeds", default="25,100,400,unlimited", help="MB/s, with commas between them")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER")
+    parser.add_argument("--devices", default="cpu,cpu", metavar="A,B", help="where tensors lie, on both sides")
+    parser.add_argument("--transport", default="auto", help="as of a worker")
     parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = parser_of_options().parse_args()
     if options.peer:
         run_peer()
         return

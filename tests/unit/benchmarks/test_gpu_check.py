@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_check import PARTS, Part, Verdict, command, memory_calls, page
+from benchmarks.gpu_check import PARTS, Part, Verdict, command, memory_calls, page, priorities
 from tests.support.fake_driver import OnTheCpu, load
 
 ROOT = Path(__file__).parents[3]
@@ -36,7 +36,14 @@ def test_memory_calls_are_made_and_undone() -> None:
 
 def test_a_page_says_what_failed() -> None:
     verdicts = [Verdict(PARTS[0], True, 3.0, "9 passed"), Verdict(PARTS[1], False, 1.0, "1 failed")]
-    text = page(["- a GPU"], verdicts, [("map", 1.5)], [("inside the device", 900.0)])
+    text = page(["- a GPU"], verdicts, [("map", 1.5)], [("inside the device", 900.0)], [("tcp, idle: median", 0.25)])
     assert "| memory | proven | 3 |" in text
     assert "| kernel | **FAILED** | 1 |" in text
     assert "| map | 1.5 |" in text
+    assert "| tcp, idle: median | 0.25 |" in text
+
+
+def test_what_kv_costs_activations_is_measured_between_any_devices() -> None:
+    waits = dict(priorities("cpu,cpu", "tcp", "--rounds", "1", "--seconds", "0.2"))
+    assert len(waits) == 6
+    assert all(0.0 < wait_ms < 60e3 for wait_ms in waits.values())
