@@ -2,7 +2,9 @@
 
 Nobody knows how long a burst lasts, so each candidate is judged in several futures. The loss of a prediction is the
 logarithm of how far the P99 TTFT and the TPOT exceed their targets: a wait twice as long weighs as much as tokens that
-take twice as long. Of all candidates within `_UNSURE` of the least loss the one that changes least is taken.
+take twice as long. Half of it counts waits since requests came, half what is still ahead: what cannot be helped any more
+would hide what can, and without it a drop would seem to help what has waited for long. Of all candidates within
+`_UNSURE` of the least loss the one that changes least is taken.
 """
 
 import math
@@ -100,7 +102,8 @@ def compare_restore(
     restored: Mapping[GroupId, Sequence[int]],
     targets: Targets | None = None,
 ) -> Comparison:
-    """At a relief: whether these pipelines should be dissolved, which is chosen unless it makes anything worse.
+    """At a relief: whether these pipelines should be dissolved. That has a price, which is in no prediction: it is
+    chosen where all is good enough afterwards, or better than before.
 
     Args:
         restored: Blocks of each member of a pipeline, once it has all layers.
@@ -108,7 +111,8 @@ def compare_restore(
     judge = _Judge(snapshot, running, traffic, pace, targets or Targets())
     stay = judge.judge("stay", judge.board.kinds(None))
     whole = judge.judge(f"give back {len(restored)}", judge.board.dissolved(restored))
-    chosen = whole if whole.loss <= stay.loss + math.log(_UNSURE) else stay
+    unsure = math.log(_UNSURE)
+    chosen = whole if whole.loss <= unsure or whole.loss <= stay.loss - unsure else stay
     return Comparison(chosen, (stay, whole), judge.horizon_s, judge.targets)
 
 
@@ -128,7 +132,11 @@ class _Judge:
 
     def judge(self, name: str, kinds: Sequence[Kind], recipe: "Recipe | None" = None) -> Judged:
         predicted = [look_ahead(self._machine, kinds, future, self.horizon_s) for future in self._futures]
-        losses = [loss_of(one.ttft_p99_s, one.tpot_s, self.targets) for one in predicted]
+        losses = [
+            loss_of(wait_s, one.tpot_s, self.targets)
+            for one in predicted
+            for wait_s in (one.ttft_p99_s, one.ahead_p99_s)
+        ]
         loss = math.fsum(losses) / len(losses)
         return Judged(name, recipe, predicted[len(predicted) // 2], loss if math.isfinite(loss) else math.inf)
 
