@@ -2,8 +2,8 @@
 
 Nobody knows how long a burst lasts, so each candidate is judged in several futures. The loss of a prediction is the
 logarithm of how far the P99 TTFT and the TPOT exceed their targets: a wait twice as long weighs as much as tokens that
-take twice as long. Half of it counts waits since requests came, half what is still ahead: what cannot be helped any more
-would hide what can, and without it a drop would seem to help what has waited for long. Of all candidates within
+take twice as long. Half of it counts waits since requests came, half what is still ahead: what cannot be helped any
+more would hide what can, and without it a drop would seem to help what has waited for long. Of all candidates within
 `_UNSURE` of the least loss the one that changes least is taken.
 """
 
