@@ -1,7 +1,8 @@
 """From the layout and what instances report to what plans are made from, and from plans to layouts (pure)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from ballast.common.ids import Epoch, GroupId, WorkerId
 from ballast.common.layout import Group, Layout, Member
@@ -10,7 +11,15 @@ from ballast.common.model import ModelInfo
 from services.planner.core.messages import Sources
 from services.planner.policy.drop import DropPlan
 from services.planner.policy.restore import RestorePlan
-from services.planner.policy.snapshot import GroupState, InstanceState, ModelShape, Snapshot
+from services.planner.policy.snapshot import (
+    Columns,
+    Groups,
+    GroupState,
+    InstanceState,
+    ModelShape,
+    Snapshot,
+    columns_of,
+)
 
 Loads = Mapping[WorkerId, LoadReport]
 _MARGIN = 1.1  # of demand, freed in excess
@@ -41,7 +50,12 @@ def shape_of(model: ModelInfo | None, loads: Loads) -> ModelShape:
     )
 
 
-def survey(layout: Layout, model: ModelInfo | None, loads: Loads, *, draining: bool = False) -> Snapshot:
+class Survey(NamedTuple):
+    snapshot: Snapshot
+    led: list[LoadReport]  # by the leaders of its groups
+
+
+def survey(layout: Layout, model: ModelInfo | None, loads: Loads, *, draining: bool = False) -> Survey:
     """The groups that take part in plans: of which all members have reported and, unless `draining`, none drains.
 
     Nor do those of which a report cannot be true: what one instance says is no reason to end, and none to plan on.
@@ -49,46 +63,84 @@ def survey(layout: Layout, model: ModelInfo | None, loads: Loads, *, draining: b
     shape = shape_of(model, loads)
     if layout.layer_count != shape.layer_count:
         raise NoSurvey(f"the layout is of {layout.layer_count} layers, the model has {shape.layer_count}")
-    parts = dict[tuple[int, int], tuple[tuple[int, ...], int]]()  # layers of a range, and the least that takes them
-    groups, reported, known = list[GroupState](), loads.get, parts.get
-    instance, state = InstanceState._make, GroupState._make  # of thousands, sooner than by calling the classes
+    parts = dict[tuple[int, int], _Part]()
+    begin, end, least_bytes = 0, 0, 0  # of the last range of layers, which hardly ever is another
+    groups, led, reported = list[Group](), list[LoadReport](), loads.get
     for group in layout.groups:
-        stages: list[InstanceState] = []  # `list[..]()` would take a third of the time of all this
+        leaders = None
         for m in group.members:
             load, first, last = reported(m.worker_id), m.first_layer, m.last_layer
             if load is None or (m.draining and not draining):
                 break
             if load.block_count < 0 or load.used_block_count < 0 or load.waiting_block_count < 0:
                 break
-            part, budget_bytes = known((first, last)), load.memory.budget_bytes
-            if part is None:
-                part = parts[first, last] = _part(shape, first, last)
-            if budget_bytes < part[1]:
+            if first != begin or last != end:
+                begin, end = first, last
+                if (first, last) not in parts:
+                    parts[first, last] = _part(shape, first, last)
+                least_bytes = parts[first, last].least_bytes
+            if load.memory.budget_bytes < least_bytes:
                 break
-            stages.append(instance((m.worker_id, budget_bytes, first, last, part[0])))
+            if leaders is None:
+                leaders = load
         else:
-            led = loads[stages[0][0]]
-            blocks, used, waiting = led.block_count, led.used_block_count, led.waiting_block_count
-            uncomputed = led.prompt_token_count
-            if uncomputed:
-                uncomputed = max(0, uncomputed - waiting * led.block_tokens)
-            groups.append(state((group.group_id, tuple(stages), blocks, used, waiting, led.running_count, uncomputed)))
+            if leaders is not None:
+                groups.append(group)
+                led.append(leaders)
     if not groups:
         raise NoSurvey("no group has reported its load")
-    return Snapshot(shape, tuple(groups))
+    columns = _columns(groups, led, loads)
+
+    def states(indices: Iterable[int]) -> list[GroupState]:
+        made = list[GroupState]()
+        ids, _, blocks, used, waiting, running, uncomputed, _ = columns
+        instance, state = InstanceState._make, GroupState._make  # of thousands, sooner than by calling the classes
+        for i in indices:
+            stages: list[InstanceState] = []  # `list[..]()` would take a third of the time of all this
+            for m in groups[i].members:
+                first, last, budget_bytes = m.first_layer, m.last_layer, loads[m.worker_id].memory.budget_bytes
+                stages.append(instance((m.worker_id, budget_bytes, first, last, parts[first, last].layers)))
+            made.append(state((ids[i], tuple(stages), blocks[i], used[i], waiting[i], running[i], uncomputed[i])))
+        return made
+
+    return Survey(Snapshot(shape, Groups(columns, states)), led)
 
 
-def _part(shape: ModelShape, first: int, last: int) -> tuple[tuple[int, ...], int]:
-    """These layers, and what a member that executes them needs before it has any KV."""
+def _columns(groups: Sequence[Group], led: Sequence[LoadReport], loads: Loads) -> Columns:
+    stages = [len(group.members) for group in groups]
+    reports = led if max(stages) == 1 else [loads[m.worker_id] for group in groups for m in group.members]
+    return Columns(
+        [group.group_id for group in groups],
+        stages,
+        [load.block_count for load in led],
+        [load.used_block_count for load in led],
+        [load.waiting_block_count for load in led],
+        [load.running_count for load in led],
+        [load.prompt_token_count and _uncomputed(load) for load in led],
+        {load.memory.budget_bytes for load in reports},
+    )
+
+
+def _uncomputed(load: LoadReport) -> int:
+    """Tokens of prompts of those that run."""
+    return max(0, load.prompt_token_count - load.waiting_block_count * load.block_tokens)
+
+
+class _Part(NamedTuple):
+    layers: tuple[int, ...]
+    least_bytes: int  # that a member needs which executes them, before it has any KV
+
+
+def _part(shape: ModelShape, first: int, last: int) -> _Part:
     layers = tuple(range(first, last))
-    return layers, shape.occupied_bytes(layers) + shape.other_parameter_bytes
+    return _Part(layers, shape.occupied_bytes(layers) + shape.other_parameter_bytes)
 
 
 def demand_bytes(snapshot: Snapshot) -> int:
     """KV that is wanted now beyond what there is."""
-    model = snapshot.model
-    wanted = sum(group.load_blocks for group in snapshot.groups) * _MARGIN
-    missing = wanted - sum(group.block_count for group in snapshot.groups)
+    model, columns = snapshot.model, columns_of(snapshot.groups)
+    wanted = (sum(columns.used) + sum(columns.waiting)) * _MARGIN
+    missing = wanted - sum(columns.blocks)
     return max(0, int(missing * model.block_bytes * model.layer_count))
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from operator import attrgetter
 
 from ballast.common.ids import Epoch, GroupId, WorkerId
 from ballast.common.layout import Layout, Member
@@ -14,6 +13,7 @@ from services.planner.core.messages import ClusterLoad, Sources
 from services.planner.core.survey import (
     Loads,
     NoSurvey,
+    Survey,
     completed,
     demand_bytes,
     dissolved,
@@ -129,10 +129,11 @@ def explain_now(
     Raises:
         NoSurvey: too little is known.
     """
-    snapshot = survey(base, model, load.workers)
+    surveyed = survey(base, model, load.workers)
+    snapshot = surveyed.snapshot
     needed = demand_bytes(snapshot) if required_bytes is None else required_bytes
     found = _plan(snapshot, needed, method)
-    compared = _compared(snapshot, load)
+    compared = _compared(surveyed, load)
     told = () if compared is None else ("an overload now would choose from (as predicted):", *compared.lines())
     target = dropped(base, found, Epoch(base.epoch + 1), "explained") if found.groups else base
     lines = (*told, *explain(found, snapshot.model))
@@ -151,13 +152,14 @@ def _drop(
     if wish.worker_ids:
         target = merged_by_hand(base, wish.worker_ids, epoch, f"{wish.by}: {'+'.join(wish.worker_ids)}")
         return Granted(TransitionKind.DROP, target, _shape(model, loads), (f"merged: {' '.join(wish.worker_ids)}",))
-    snapshot = survey(base, model, loads)
+    surveyed = survey(base, model, loads)
+    snapshot = surveyed.snapshot
     needed = wish.required_bytes
     if needed is None:
         needed = demand_bytes(snapshot)
         if not needed:
             return Denied("demand fits into the KV memory there is: nothing lacks; say how much, or which workers")
-    compared = None if wish.request_id or not planning.compares else _compared(snapshot, load)
+    compared = None if wish.request_id or not planning.compares else _compared(surveyed, load)
     why = f"{wish.by}: {human_bytes(needed)} of KV needed"
     if compared is None:
         tolerable = 0.0 if wish.request_id else planning.tolerable_shortfall
@@ -179,15 +181,15 @@ def _drop(
 
 
 def _compared(
-    snapshot: Snapshot, load: ClusterLoad, restored: Mapping[GroupId, Sequence[int]] | None = None
+    surveyed: Survey, load: ClusterLoad, restored: Mapping[GroupId, Sequence[int]] | None = None
 ) -> Comparison | None:
     """None: nobody knows how fast instances are, or what clients want. `restored`: see `compare_restore`."""
     if load.pace is None or not load.traffic.known_s:
         return None
-    led = [load.workers[group[1][0][0]] for group in snapshot.groups]
+    snapshot, led = surveyed
     running = Running(
-        max_running_count=max(1, min(map(attrgetter("max_running_count"), led))),
-        waiting_count=sum(map(attrgetter("waiting_count"), led)),
+        max_running_count=max(1, min([one.max_running_count for one in led])),
+        waiting_count=sum([one.waiting_count for one in led]),
         slowness=load.slowness,
     )
     if restored is not None:
@@ -196,8 +198,9 @@ def _compared(
 
 
 def _restore(
-    wish: RestoreWish, base: Layout, snapshot: Snapshot, load: ClusterLoad, epoch: Epoch, planning: Planning
+    wish: RestoreWish, base: Layout, surveyed: Survey, load: ClusterLoad, epoch: Epoch, planning: Planning
 ) -> Granted | Denied:
+    snapshot = surveyed.snapshot
     found = plan_restore(snapshot, usage_limit=inf if wish.whatever_the_load else RESTORE_USAGE_LIMIT, only=wish.only)
     lines = tuple(explain_restore(found))
     chosen = [dissolution.group_id for dissolution in found.dissolutions]
@@ -205,7 +208,7 @@ def _restore(
         return Denied("; ".join(lines))
     compared = None
     if planning.compares and not wish.whatever_the_load:
-        compared = _compared(snapshot, load, {d.group_id: d.block_counts for d in found.dissolutions})
+        compared = _compared(surveyed, load, {d.group_id: d.block_counts for d in found.dissolutions})
         if compared is not None and compared.chosen is compared.candidates[0]:
             return Denied("; ".join(("to give back would be worse", *compared.lines())), compared=compared)
     return Granted(

@@ -2,22 +2,23 @@
 
 Nobody knows how long a burst lasts, so each candidate is judged in several futures. The loss of a prediction is the
 logarithm of how far the P99 TTFT and the TPOT exceed their targets: a wait twice as long weighs as much as tokens that
-take twice as long. Of all candidates within `_UNSURE` of the least loss the one that changes least is taken.
+take twice as long. Half of it counts waits since requests came, half what is still ahead: what cannot be helped any
+more would hide what can, and without it a drop would seem to help what has waited for long. Of all candidates within
+`_UNSURE` of the least loss the one that changes least is taken.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import accumulate
-from operator import add, itemgetter
+from operator import add
 from typing import NamedTuple
 
 from ballast.common.ids import GroupId, WorkerId
 from ballast.common.traffic import MINUTE_S, RECENT_S, Pace, Traffic
 from services.planner.policy.merged import group_plan
 from services.planner.policy.outlook import PARTS, Future, Kind, Machine, Prediction, look_ahead, prompt_s, token_s
-from services.planner.policy.snapshot import GroupState, Snapshot
+from services.planner.policy.snapshot import GroupState, Snapshot, columns_of
 from services.planner.policy.split import Splitter, SplitTolerance
 
 LASTS_S = (2.0, 15.0, 60.0)  # the futures: so long the present rate may go on
@@ -26,8 +27,6 @@ _ANOTHER = 1.5  # machines are told apart by powers of this
 # A drop keeps what it moves from running: so long, or until the KV has come over a card of 200 Gbps in both directions.
 _STALL_S, _EXCHANGED_BYTES_PER_S = 0.3, 25e9
 _LEAST_S, _MOST_S = 30.0, 120.0  # looked ahead: two stays of a request, within these
-# Groups are tuples, and may be thousands.
-_NAME, _, _BLOCKS, _USED, _WAITING, _RUNNING, _UNCOMPUTED = map(itemgetter, range(7))
 _PRIOR_COUNT, _PRIOR_TOKENS = 2, 128  # answers that nobody has seen, lest the first one says all
 
 
@@ -103,7 +102,8 @@ def compare_restore(
     restored: Mapping[GroupId, Sequence[int]],
     targets: Targets | None = None,
 ) -> Comparison:
-    """At a relief: whether these pipelines should be dissolved, which is chosen unless it makes anything worse.
+    """At a relief: whether these pipelines should be dissolved. That has a price, which is in no prediction: it is
+    chosen where all is good enough afterwards, or better than before.
 
     Args:
         restored: Blocks of each member of a pipeline, once it has all layers.
@@ -111,7 +111,8 @@ def compare_restore(
     judge = _Judge(snapshot, running, traffic, pace, targets or Targets())
     stay = judge.judge("stay", judge.board.kinds(None))
     whole = judge.judge(f"give back {len(restored)}", judge.board.dissolved(restored))
-    chosen = whole if whole.loss <= stay.loss + math.log(_UNSURE) else stay
+    unsure = math.log(_UNSURE)
+    chosen = whole if whole.loss <= unsure or whole.loss <= stay.loss - unsure else stay
     return Comparison(chosen, (stay, whole), judge.horizon_s, judge.targets)
 
 
@@ -131,7 +132,11 @@ class _Judge:
 
     def judge(self, name: str, kinds: Sequence[Kind], recipe: "Recipe | None" = None) -> Judged:
         predicted = [look_ahead(self._machine, kinds, future, self.horizon_s) for future in self._futures]
-        losses = [loss_of(one.ttft_p99_s, one.tpot_s, self.targets) for one in predicted]
+        losses = [
+            loss_of(wait_s, one.tpot_s, self.targets)
+            for one in predicted
+            for wait_s in (one.ttft_p99_s, one.ahead_p99_s)
+        ]
         loss = math.fsum(losses) / len(losses)
         return Judged(name, recipe, predicted[len(predicted) // 2], loss if math.isfinite(loss) else math.inf)
 
@@ -150,14 +155,15 @@ def _futures(snapshot: Snapshot, running: Running, traffic: Traffic) -> list[Fut
     is_fast = fast_per_s > slow_per_s and traffic.recent_count > 3
     count = traffic.recent_count if is_fast else traffic.minute_count
     rate_per_s = (fast_per_s if is_fast else slow_per_s) * (1 + 1 / math.sqrt(max(4, count)))
-    queued = sum(map(_WAITING, snapshot.groups)) * block_tokens
+    columns = columns_of(snapshot.groups)
+    queued = sum(columns.waiting) * block_tokens
     waiting = traffic.queued_count + running.waiting_count
     prompt = traffic.minute_tokens / traffic.minute_count if traffic.minute_count else 1.0
     if not traffic.minute_count and waiting:
         prompt = (traffic.queued_tokens + queued) / waiting
     spread = [traffic.prompt_quantile(quantile) for _, quantile in PARTS]
-    used = sum(map(_USED, snapshot.groups)) * block_tokens
-    running_count = sum(map(_RUNNING, snapshot.groups))
+    used = sum(columns.used) * block_tokens
+    running_count = sum(columns.running)
     answer_tokens = _answer_tokens(traffic, running_count, max(0.0, used - running_count * prompt))
     return [
         Future(
@@ -225,25 +231,21 @@ class _Pool:
         self.slowness = 1.0
         if running.slowness and groups:
             self.slowness = math.fsum(_slowness(group, running) for group in groups) / len(groups)
-        by_name = sorted(groups, key=_NAME)
-        loads = list(map(add, map(_USED, by_name), map(_WAITING, by_name)))
-        self.ordered = [by_name[i] for i in sorted(range(len(loads)), key=loads.__getitem__, reverse=True)]
-        summed = (_BLOCKS, _RUNNING, _USED, _UNCOMPUTED)  # as `_Sums` has them
-        self._columns = [list(accumulate(map(column, self.ordered), initial=0)) for column in summed]
+        self.groups = groups
+        self.columns = columns = columns_of(groups)
+        self.order = sorted(range(len(groups)), key=columns.group_ids.__getitem__)
+        loads = list(map(add, columns.used, columns.waiting))
+        self.order.sort(key=loads.__getitem__, reverse=True)  # which keeps the order of names
+        summed = (columns.blocks, columns.running, columns.used, columns.uncomputed)  # as `_Sums` has them
+        self._sums = [list(accumulate(map(column.__getitem__, self.order), initial=0)) for column in summed]
 
     def first(self, count: int) -> _Sums:
         """Of so many with most load."""
-        return _Sums(*(column[count] for column in self._columns))
+        return _Sums(*[column[count] for column in self._sums])
 
     @property
     def whole(self) -> _Sums:
         return self.first(-1)
-
-    @cached_property
-    def budget_bytes(self) -> int | None:
-        """Of all members, where they have the same."""
-        budgets = {member.budget_bytes for group in self.ordered for member in group[1]}
-        return budgets.pop() if len(budgets) == 1 else None
 
     def kind(self, sums: _Sums, group_count: int, block_tokens: int) -> Kind:
         return Kind(
@@ -260,12 +262,12 @@ class _Pool:
         return f" {self.slowness:.1f} x as slow" if self.slowness != 1.0 else ""
 
 
-def _pools(groups: Iterable[GroupState], running: Running) -> list[_Pool]:
-    listed = list(groups)
-    if not running.slowness and len({len(group[1]) for group in listed}) == 1:
-        return [_Pool(len(listed[0][1]), listed, running)]
+def _pools(groups: Sequence[GroupState], running: Running) -> list[_Pool]:
+    stages = set(columns_of(groups).stages)
+    if not running.slowness and len(stages) == 1:
+        return [_Pool(stages.pop(), groups, running)]
     alike: dict[int, dict[int, list[GroupState]]] = {}
-    for group in listed:
+    for group in groups:
         speed = round(math.log(_slowness(group, running), _ANOTHER)) if running.slowness else 0
         alike.setdefault(len(group.members), {}).setdefault(speed, []).append(group)
     return [
@@ -308,15 +310,19 @@ class Recipe:
 
     def taken(self) -> _Sums:
         pool = self.pool
-        return pool.first(self.heavy).plus(pool.whole).plus(pool.first(len(pool.ordered) - self.light), -1)
+        return pool.first(self.heavy).plus(pool.whole).plus(pool.first(len(pool.order) - self.light), -1)
 
     def merges(self) -> tuple[tuple[GroupId, ...], ...]:
-        return tuple(tuple(group.group_id for group in self.merge(i)) for i in range(self.count))
+        names = self.pool.columns.group_ids
+        return tuple(tuple([names[i] for i in self._merge(number)]) for number in range(self.count))
 
     def merge(self, number: int) -> list[GroupState]:
-        ordered, count = self.pool.ordered, self.count
-        taken = range(number, self.size * count, count)
-        return [ordered[i if i < self.heavy else self.heavy - i - 1] for i in taken]
+        return [self.pool.groups[i] for i in self._merge(number)]
+
+    def _merge(self, number: int) -> list[int]:
+        order, heavy = self.pool.order, self.heavy
+        taken = range(number, self.size * self.count, self.count)
+        return [order[i if i < heavy else heavy - i - 1] for i in taken]
 
 
 class _Board:
@@ -334,7 +340,7 @@ class _Board:
         found: list[tuple[str, Recipe | None]] = [("nothing", None)]
         layers = self.model.layer_count
         for pool in self.pools:
-            there = len(pool.ordered)
+            there = len(pool.order)
             most = there // 2
             if pool.stages == 1 and layers >= 2:
                 counts = range(1, most + 1) if most <= 4 else sorted({1, 2, 3, 4, most // 2, most})
@@ -353,7 +359,7 @@ class _Board:
         tokens = self.model.block_tokens
         found: list[Kind] = []
         for pool in self.pools:
-            left, count = pool.whole, len(pool.ordered)
+            left, count = pool.whole, len(pool.order)
             if recipe is not None and recipe.pool is pool:
                 left, count = left.plus(recipe.taken(), -1), count - recipe.size * recipe.count
             if count:
@@ -373,21 +379,21 @@ class _Board:
 
     def dissolved(self, restored: Mapping[GroupId, Sequence[int]]) -> list[Kind]:
         """Each member of these pipelines serves alone, and has its share of what runs there."""
-        pools = _pools((group for group in self._groups if group.group_id not in restored), self._running)
-        gone = _pools((group for group in self._groups if group.group_id in restored), self._running)
+        pools = _pools([group for group in self._groups if group.group_id not in restored], self._running)
+        gone = _pools([group for group in self._groups if group.group_id in restored], self._running)
         tokens = self.model.block_tokens
-        found = [pool.kind(pool.whole, len(pool.ordered), tokens) for pool in pools]
+        found = [pool.kind(pool.whole, len(pool.order), tokens) for pool in pools]
         blocks = [count for counts in restored.values() for count in counts]
         sums = _Sums()
         for pool in gone:
             sums = sums.plus(pool.whole)
         alone = _Pool(1, (), self._running).kind(sums._replace(block_count=sum(blocks)), len(blocks), tokens)
-        slow = [self._running.slowness.get(m.worker_id, 1.0) for pool in gone for g in pool.ordered for m in g.members]
+        slow = [self._running.slowness.get(m.worker_id, 1.0) for pool in gone for g in pool.groups for m in g.members]
         return [*found, replace(alone, slowness=math.fsum(slow) / len(slow))]
 
     def _capacity_blocks(self, recipe: Recipe) -> int:
         """Of all groups that it makes. Where all memories are alike, so are they."""
-        if recipe.pool.budget_bytes is not None:
+        if len(recipe.pool.columns.budgets_bytes) == 1:
             return recipe.count * self._blocks(recipe.merge(0))
         return sum(self._blocks(recipe.merge(i)) for i in range(recipe.count))
 

@@ -89,6 +89,7 @@ class Machine:
 @dataclass(frozen=True, slots=True)
 class Prediction:
     ttft_p99_s: float
+    ahead_p99_s: float  # the same but for what has been waited already
     tpot_s: float  # mean over the tokens; waits of what was preempted are in it
 
     def told(self) -> str:
@@ -328,10 +329,12 @@ def look_ahead(machine: Machine, kinds: Sequence[Kind], future: Future, horizon_
         came.append(so_far)
         first.append(with_token)
         ready_s.append(last_s)
-    waits = _waits(came, first, ready_s, dt, future.waited_s)
+    own = _own(flows, future)
     usual_s = max((_own_s(flow, prompt) for flow in flows if flow.seen > 0.0), default=0.0)
-    ttft_s = _p99(waits, _own(flows, future), usual_s)
-    return Prediction(ttft_s, request_s / tokens if tokens else 0.0)
+    ttft_s = ahead_s = _p99(_waits(came, first, ready_s, dt), own, usual_s)
+    if future.waited_s > 0.0:
+        ttft_s = _p99(_waits(came, first, ready_s, dt, future.waited_s), own, usual_s)
+    return Prediction(ttft_s, ahead_s, request_s / tokens if tokens else 0.0)
 
 
 def _spread(flows: Sequence[_Flow], until_s: float, count: float, mean_tokens: float) -> float:
@@ -361,7 +364,7 @@ def _spread(flows: Sequence[_Flow], until_s: float, count: float, mean_tokens: f
 
 
 def _waits(
-    came: Sequence[float], first: Sequence[float], ready_s: Sequence[float], dt: float, waited_s: float
+    came: Sequence[float], first: Sequence[float], ready_s: Sequence[float], dt: float, waited_s: float = 0.0
 ) -> dict[float, float]:
     """Seconds and how many wait so long: when the curve of first tokens reaches each of those who have come.
 

@@ -1,10 +1,12 @@
 """What drop and restore plans are made from: the cluster at one moment, as plain numbers."""
 
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import GroupId, WorkerId
@@ -81,10 +83,63 @@ class GroupState(NamedTuple):
         return self.used_block_count + self.waiting_block_count
 
 
+class Columns(NamedTuple):
+    """Groups field by field, in their order: of thousands these are sooner had, and looked through, than groups."""
+
+    group_ids: Sequence[GroupId]
+    stages: Sequence[int]
+    blocks: Sequence[int]
+    used: Sequence[int]
+    waiting: Sequence[int]
+    running: Sequence[int]
+    uncomputed: Sequence[int]
+    budgets_bytes: AbstractSet[int]  # of all members
+
+
+class Groups(Sequence[GroupState]):
+    """Groups of which the columns are known: one is made when it is looked at, all when they are looked through."""
+
+    def __init__(self, columns: Columns, make: Callable[[Iterable[int]], Sequence[GroupState]]) -> None:
+        self.columns = columns
+        self._make = make
+
+    @cached_property
+    def _made(self) -> tuple[GroupState, ...]:
+        return tuple(self._make(range(len(self))))
+
+    def __len__(self) -> int:
+        return len(self.columns.group_ids)
+
+    @overload
+    def __getitem__(self, index: int) -> GroupState: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[GroupState, ...]: ...
+    def __getitem__(self, index: int | slice) -> GroupState | tuple[GroupState, ...]:
+        return self._make([index])[0] if isinstance(index, int) else self._made[index]
+
+    def __iter__(self) -> Iterator[GroupState]:
+        return iter(self._made)
+
+
+def columns_of(groups: Sequence[GroupState]) -> Columns:
+    if isinstance(groups, Groups):
+        return groups.columns
+    return Columns(
+        [group.group_id for group in groups],
+        [len(group.members) for group in groups],
+        [group.block_count for group in groups],
+        [group.used_block_count for group in groups],
+        [group.waiting_block_count for group in groups],
+        [group.running_count for group in groups],
+        [group.uncomputed_tokens for group in groups],
+        {member.budget_bytes for group in groups for member in group.members},
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     model: ModelShape
-    groups: tuple[GroupState, ...]
+    groups: Sequence[GroupState]
 
     def check(self) -> None:
         """Raise InvariantViolation unless every group holds and executes a complete copy within its budgets."""

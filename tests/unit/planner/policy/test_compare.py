@@ -182,6 +182,9 @@ def test_what_has_waited_for_long_already_is_not_helped_by_a_drop() -> None:
     assert all(one.prediction.ttft_p99_s < 10.0 for one in fresh.candidates)
     assert all(12.0 < one.prediction.ttft_p99_s < 15.0 for one in late.candidates)
     assert [one.prediction.tpot_s for one in fresh.candidates] == [one.prediction.tpot_s for one in late.candidates]
+    ahead_s = [one.prediction.ahead_p99_s for one in late.candidates]
+    assert ahead_s == [one.prediction.ttft_p99_s for one in fresh.candidates]
+    assert late.candidates[0].loss > fresh.candidates[0].loss, "half of it counts what has been waited"
 
 
 def test_while_prompts_wait_a_pipeline_has_a_microbatch_more_than_stages() -> None:
@@ -270,6 +273,18 @@ def test_parameters_stay_away_while_the_burst_goes_on() -> None:
     found = compare_restore(running(snapshot, 48), Running(256, 0), replace(LONG, queued_count=0), PACE, restored)
     assert found.chosen.name == "stay"
     assert found.chosen.loss < found.candidates[1].loss
+
+
+def test_parameters_do_not_come_back_under_load_where_that_betters_nothing() -> None:
+    """Layers that come back and requests that move cost something, which no prediction has."""
+    snapshot = running(pairs(BLOCKS // 4), 6)
+    restored = {group.group_id: (BLOCKS, BLOCKS) for group in snapshot.groups}
+    calm = replace(LONG, queued_count=0, queued_tokens=0, recent_count=10, minute_count=60, minute_tokens=30_000)
+    easy = compare_restore(snapshot, Running(256, 0), calm, PACE, restored)
+    stay, whole = (one.prediction for one in easy.candidates)
+    assert whole.tpot_s == pytest.approx(stay.tpot_s, rel=0.08), "as good"
+    strict = Targets(ttft_s=stay.ttft_p99_s / 2, tpot_s=stay.tpot_s / 2)
+    assert compare_restore(snapshot, Running(256, 0), calm, PACE, restored, strict).chosen.name == "stay"
 
 
 def test_a_target_that_is_met_is_not_bettered() -> None:
