@@ -384,5 +384,7 @@ class DispatcherNode:
                 endings,
                 output.load,
                 output.seen_handle,
+                emit.preempted,
+                emit.resumed,
             )
         )

@@ -291,4 +291,6 @@ def step_to_proto(output: Output) -> pb.StepOutput:
         message.texts.extend(emit.texts)
         message.logprobs.extend(map(logprobs_to_proto, emit.logprobs))
         message.endings.extend(map(_ENDING.message, emit.endings))
+        message.preempted_handles.extend(emit.preempted)
+        message.resumed_handles.extend(emit.resumed)
     return message

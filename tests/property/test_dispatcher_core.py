@@ -4,7 +4,9 @@ The machine plays the workers. A token is its own position in the answer, so a r
 """
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -53,6 +55,7 @@ class PlayedWorker:
     unread: list[Place] = field(default_factory=list[Place])
     seen_handle: int = 0
     asked_back: set[int] = field(default_factory=set[int])  # handles
+    preempted: set[int] = field(default_factory=set[int])  # handles, some of what is no more among them
 
     def read(self, count: int) -> None:
         for place in self.unread[:count]:
@@ -110,6 +113,7 @@ class DispatcherMachine(RuleBasedStateMachine):
                     worker = self.workers.get(key_)
                     book = self.story.core.fleet.get(key_)
                     if worker is not None and book is not None and handle in book.placed:
+                        assert handle in worker.preempted or book.placed[handle].first_token_at_s is None
                         worker.asked_back.add(handle)  # it has it until it says so
                     elif worker is not None:
                         worker.requests.pop(handle, None)
@@ -263,6 +267,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         for ending in endings:
             del worker.requests[ending.handle]
         worker.asked_back &= {place.handle for place in worker.unread}
+        worker.preempted -= tokens.keys()
         moved = [ending for ending in endings if ending.moved_to]
         blocks = worker.blocks()
         report = load(
@@ -293,13 +298,54 @@ class DispatcherMachine(RuleBasedStateMachine):
             )
             assert not [place for place in self.take(answer).of(Place) if place.expects_handover]
 
-    @rule(data=st.data())
-    @precondition(lambda self: any(worker.requests or worker.unread for worker in self.workers.values()))
-    def nothing_moves(self, data: st.DataObject) -> None:
+    @property
+    def busy(self) -> list[WorkerKey]:
+        return sorted(key_ for key_, worker in self.workers.items() if worker.requests or worker.unread)
+
+    @rule(data=st.data(), then=st.sampled_from(["waits", "runs again", "gets a token"]))
+    @precondition(lambda self: self.busy)
+    def preempt(self, data: st.DataObject, then: str) -> None:
+        worker = self.workers[data.draw(st.sampled_from(self.busy))]
+        worker.read(len(worker.unread))
+        handle = data.draw(st.sampled_from(sorted(worker.requests)))
+        if handle not in worker.preempted:
+            self.say(worker, preempted=[handle])
+        if then == "runs again":
+            self.say(worker, resumed=[handle])
+        elif then == "gets a token":
+            self.say(worker, {handle: [worker.generated[handle]]})
+            worker.generated[handle] += 1
+
+    def say(
+        self,
+        worker: PlayedWorker,
+        tokens: Mapping[int, list[int]] = MappingProxyType({}),
+        preempted: Sequence[int] = (),
+        resumed: Sequence[int] = (),
+    ) -> None:
+        worker.preempted = (worker.preempted | set(preempted)) - set(resumed) - tokens.keys()
+        self.take(
+            self.story.raw_step(
+                worker.key.worker_id,
+                tokens,
+                texts=["x" for _ in tokens],
+                report=load(used_block_count=64, running_count=1, waiting_count=len(worker.requests)),
+                seen_handle=worker.seen_handle,
+                preempted=preempted,
+                resumed=resumed,
+                incarnation=worker.key.incarnation,
+            )
+        )
+
+    @rule(data=st.data(), preempts=st.booleans())
+    @precondition(lambda self: self.busy)
+    def nothing_moves(self, data: st.DataObject, preempts: bool) -> None:
         """A worker has read everything and lets nobody in: who waits there may be asked back."""
-        busy = sorted(key_ for key_, worker in self.workers.items() if worker.requests or worker.unread)
-        crowded = data.draw(st.sampled_from(busy))
-        self.workers[crowded].read(len(self.workers[crowded].unread))
+        crowded = data.draw(st.sampled_from(self.busy))
+        worker = self.workers[crowded]
+        worker.read(len(worker.unread))
+        if preempts:
+            self.say(worker, preempted=sorted(worker.requests.keys() - worker.preempted))
         self.tick(0.3)
         for key_ in [*(other for other in sorted(self.workers) if other != crowded), crowded]:
             worker = self.workers[key_]
@@ -328,10 +374,11 @@ class DispatcherMachine(RuleBasedStateMachine):
             {handle: [12345]},
             report=load(running_count=8, used_block_count=64, waiting_count=9),
             seen_handle=worker.seen_handle,
+            preempted=[handle],
             incarnation=worker.key.incarnation,
         )
         assert not answer.of(Deliver)
-        assert self.story.core.stale_count == before + 1
+        assert self.story.core.stale_count == before + 2
 
     # ------------------------------------------------------------------ time
 
@@ -369,6 +416,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             assert {place.handle for place in worker.unread} <= set(book.unseen) | {
                 handle for handle in book.placed if handle <= worker.seen_handle
             }
+            assert set(book.preempted) == worker.preempted & worker.requests.keys()
 
     def teardown(self) -> None:
         self.take(self.story.handle(DrainRequested(self.story.now_s)))

@@ -152,6 +152,7 @@ class WorkerMachine(RuleBasedStateMachine):
         self.silenced |= {
             k for k, received in self.driver.received.items() if k.stream_id == stream_id and received.ending is None
         }
+        self.driver.preempted = {k for k in self.driver.preempted if k.stream_id != stream_id}
         commands = self.driver.feed(StreamClosed(self.driver.at_s, stream_id))
         assert not any(isinstance(c, Emit) for c in commands)
 
@@ -214,6 +215,15 @@ class WorkerMachine(RuleBasedStateMachine):
         for block_count in (1, max(1, view.free_block_count), max(1, view.free_block_count + 1)):
             let_in = prompts_fit and not scheduler.why_no_room(block_count, new=True)
             assert runs_at_once(view, block_count) == let_in, view
+
+    @invariant()
+    def dispatchers_know_what_waits_though_it_had_been_let_in(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        core = self.driver.core
+        waiting = [s for s in core.lane.scheduler.waiting if s.may_overfill or s.output_token_ids]
+        away = core.lane.scheduler.swap.away
+        assert self.driver.preempted == {s.key for s in (*waiting, *away)}
 
     @invariant()
     def no_more_prompts_are_let_in_than_are_computed_soon(self) -> None:

@@ -239,6 +239,8 @@ class Story:
         seen_handle: int | None = None,
         texts: Sequence[str] = (),
         logprobs: Sequence[object] = (),
+        preempted: Sequence[str] = (),
+        resumed: Sequence[str] = (),
         incarnation: int = 1,
     ) -> Answer:
         """Tokens by request; the load report has seen everything unless told otherwise."""
@@ -251,6 +253,8 @@ class Story:
             seen_handle=seen_handle,
             texts=texts,
             logprobs=logprobs,
+            preempted=[self.handle_of(name) for name in preempted],
+            resumed=[self.handle_of(name) for name in resumed],
             incarnation=incarnation,
         )
 
@@ -264,6 +268,8 @@ class Story:
         seen_handle: int | None = None,
         texts: Sequence[str] = (),
         logprobs: Sequence[object] = (),
+        preempted: Sequence[int] = (),
+        resumed: Sequence[int] = (),
         incarnation: int = 1,
     ) -> Answer:
         return self.handle(
@@ -278,6 +284,8 @@ class Story:
                 endings,
                 report or load(),
                 1 << 60 if seen_handle is None else seen_handle,
+                preempted,
+                resumed,
             )
         )
 

@@ -185,6 +185,7 @@ class Driver:
         self.sampling: dict[SequenceKey, SamplingParams] = {}
         self.executed: list[Execute] = []
         self.copied_alone = False  # the last batch computed nothing
+        self.preempted: set[SequenceKey] = set()  # what is known to wait after it had been let in
         self._handles: Iterator[int] = count(1)
 
     def feed(self, event: Event) -> list[Command]:
@@ -219,16 +220,27 @@ class Driver:
             received = self.received[key]
             assert received.ending is None, f"{key} goes on after its end"
             for _ in range(emit.token_counts[index]):
+                assert key not in self.preempted, f"{key} has been said to wait"
                 received.token_ids.append(next(tokens))
                 if self.sampling[key].logprobs is not None:
                     assert next(logprobs).token_id == received.token_ids[-1]
             received.text += emit.texts[index] if emit.texts else ""
         assert next(logprobs, None) is None
+        self._hear_who_waits(emit)
         for ending in emit.endings:
+            self.preempted.discard(SequenceKey(emit.stream_id, ending.handle))
             received = self.received[SequenceKey(emit.stream_id, ending.handle)]
             assert received.ending is None, f"{emit.stream_id}/{ending.handle} ends twice"
             assert not (ending.refused and received.token_ids)
             received.ending = ending
+
+    def _hear_who_waits(self, emit: Emit) -> None:
+        waits, runs = ({SequenceKey(emit.stream_id, h) for h in handles} for handles in (emit.preempted, emit.resumed))
+        assert len(waits) + len(runs) == len(emit.preempted) + len(emit.resumed), "said twice"
+        assert not waits & self.preempted, "said again"
+        assert runs <= self.preempted, "they were not said to wait"
+        assert all(self.received[key].ending is None for key in waits | runs)
+        self.preempted = (self.preempted | waits) - runs
 
     # ---------------------------------------------------------------- short forms of events
 

@@ -294,6 +294,8 @@ class StepOutput(_message.Message):
     ENDINGS_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     SEEN_HANDLE_FIELD_NUMBER: _builtins.int
+    PREEMPTED_HANDLES_FIELD_NUMBER: _builtins.int
+    RESUMED_HANDLES_FIELD_NUMBER: _builtins.int
     seen_handle: _builtins.int
     """The highest handle that the load report takes into account: whatever was submitted later is not in it yet."""
     @_builtins.property
@@ -318,6 +320,16 @@ class StepOutput(_message.Message):
 
     @_builtins.property
     def load(self) -> _cluster_pb2.LoadReport: ...
+    @_builtins.property
+    def preempted_handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Requests that had been let in, here or elsewhere, and wait for memory again once the tokens above have come: since
+        now. Each stays one of these until it gets a token, stands in resumed_handles, or ends.
+        """
+
+    @_builtins.property
+    def resumed_handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Requests of which that was said, and that have been let in again."""
+
     def __init__(
         self,
         *,
@@ -329,10 +341,12 @@ class StepOutput(_message.Message):
         endings: _abc.Iterable[Global___Ending] | None = ...,
         load: _cluster_pb2.LoadReport | None = ...,
         seen_handle: _builtins.int = ...,
+        preempted_handles: _abc.Iterable[_builtins.int] | None = ...,
+        resumed_handles: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endings", b"endings", "handles", b"handles", "load", b"load", "logprobs", b"logprobs", "seen_handle", b"seen_handle", "texts", b"texts", "token_counts", b"token_counts", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endings", b"endings", "handles", b"handles", "load", b"load", "logprobs", b"logprobs", "preempted_handles", b"preempted_handles", "resumed_handles", b"resumed_handles", "seen_handle", b"seen_handle", "texts", b"texts", "token_counts", b"token_counts", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -200,14 +200,9 @@ class DispatcherCore:
 
     def _lose(self, worker: Worker, at_s: float, why: str) -> list[Command]:
         """Its requests go back to where they stood in the backlog, to be replayed elsewhere."""
-        worker.connected = False
-        worker.touch()
         commands: list[Command] = []
-        for handle, tracked in list(worker.placed.items()):
-            worker.take_off(handle)
+        for tracked in worker.cut_off():
             commands += self._replay(tracked, at_s, f"worker {worker.key.worker_id}: {why}")
-        worker.departed.clear()
-        worker.withdrawn.clear()
         self._watch_usable(at_s)
         return commands
 
@@ -401,13 +396,15 @@ class DispatcherCore:
     def _step(self, event: StepReceived) -> list[Command]:
         worker = self.fleet.get(event.worker)
         if worker is None or not worker.connected:
-            self.stale_count += len(event.handles) + len(event.endings)
+            self.stale_count += len(event.handles) + len(event.endings) + len(event.preempted) + len(event.resumed)
             return []
         commands: list[Command] = []
         one_each = len(event.handles) == len(event.token_ids) == event.token_counts.count(1)
         deliver = self._deliver_one_each if one_each and not (event.texts or event.logprobs) else self._deliver
         deliver(worker, event, commands)
         self.relayed_token_count += len(event.token_ids)
+        if worker.preempted or event.preempted or event.resumed:
+            self.stale_count += worker.hear_who_waits(event)
         for ending in event.endings:
             tracked = worker.placed.get(ending.handle)
             if tracked is None:

@@ -104,6 +104,8 @@ class StepReceived:
     endings: Sequence[Ending]
     load: LoadReport
     seen_handle: int
+    preempted: Sequence[int] = ()  # handles of what had been let in, and waits there now, after these tokens
+    resumed: Sequence[int] = ()  # handles of what was told to wait so, and has been let in again
 
 
 @dataclass(frozen=True, slots=True)

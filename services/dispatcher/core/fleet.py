@@ -12,6 +12,7 @@ from ballast.common.layout import Layout
 from ballast.common.load import LoadReport
 from ballast.common.model import ModelInfo
 from services.dispatcher.core.backlog import Tracked
+from services.dispatcher.core.events import StepReceived
 from services.dispatcher.policy.freeness import WorkerKey, WorkerView, blocks_for
 
 # Handles that were given up while their logprobs may still be on the way, for each worker.
@@ -34,6 +35,7 @@ class Worker:
     placed: dict[int, Tracked] = field(default_factory=dict[int, Tracked])  # handle -> request
     unseen: dict[int, int] = field(default_factory=dict[int, int])  # handle, ascending -> blocks it needs
     unseen_block_count: int = 0
+    preempted: dict[int, float] = field(default_factory=dict[int, float])  # handle -> waits again since, ascending
     hold_until_s: float = 0.0  # it has refused a request: not asked again until then
     # Shared with the fleet: workers that have changed since routing looked at them. Whoever changes a field calls
     # `touch`.
@@ -87,10 +89,38 @@ class Worker:
         self.touch()
         tracked = self.placed.pop(handle)
         self.unseen_block_count -= self.unseen.pop(handle, 0)
+        self.preempted.pop(handle, None)
         if tracked.request.sampling.logprobs is not None:
             self.departed[handle] = None
             if len(self.departed) > _MAX_DEPARTED:
                 del self.departed[next(iter(self.departed))]
+
+    def cut_off(self) -> list[Tracked]:
+        """Its stream has ended. Returns the requests that it had."""
+        self.connected = False
+        self.touch()
+        lost = list(self.placed.values())
+        for handle in list(self.placed):
+            self.take_off(handle)
+        self.departed.clear()
+        self.withdrawn.clear()
+        return lost
+
+    def hear_who_waits(self, step: StepReceived) -> int:
+        """What has a token runs, whatever was said of it before. Returns how many handles are of nothing here."""
+        preempted, stale_count = self.preempted, 0
+        if preempted:
+            for handle in step.handles:
+                preempted.pop(handle, None)
+        for handle in step.preempted:
+            if handle in self.placed:
+                preempted.setdefault(handle, step.at_s)
+            else:
+                stale_count += 1
+        for handle in step.resumed:
+            preempted.pop(handle, None)
+            stale_count += handle not in self.placed
+        return stale_count
 
     def withdraw(self, tracked: Tracked) -> None:
         """It is being told to abort the request; perhaps it has handed it over already."""
@@ -109,6 +139,8 @@ class Worker:
     def check(self) -> None:
         if self.unseen_block_count != sum(self.unseen.values()) or not set(self.unseen) <= set(self.placed):
             raise InvariantViolation(f"{self.key}: books on unseen requests are wrong")
+        if not self.preempted.keys() <= self.placed.keys():
+            raise InvariantViolation(f"{self.key}: {sorted(self.preempted)} wait, {sorted(self.placed)} are there")
         if list(self.unseen) != sorted(self.unseen):
             raise InvariantViolation(f"{self.key}: unseen handles are out of order")
         if self.placed and not self.connected:

@@ -174,6 +174,8 @@ class WorkerLink:
             [_ENDING.record(ending) for ending in step.endings] if step.endings else (),
             LOAD.record(step.load),
             step.seen_handle,
+            tuple(step.preempted_handles),
+            tuple(step.resumed_handles),
         )
 
 

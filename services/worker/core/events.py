@@ -398,6 +398,8 @@ class Emit:
     logprobs: tuple[TokenLogprobs, ...]  # of the new tokens of those that asked for them, in order
     endings: tuple[Ending, ...]
     seen_handle: int  # the highest handle that the core knows of this stream
+    preempted: tuple[int, ...] = ()  # handles of what had been let in, here or elsewhere, and waits now
+    resumed: tuple[int, ...] = ()  # handles of what was told to wait so, and has been let in again
 
 
 @dataclass(frozen=True, slots=True)

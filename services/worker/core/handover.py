@@ -177,6 +177,7 @@ class Handovers:
             return
         sequence.move(SequenceState.WAITING, at_s, "nobody has handed it over")
         self._residents.place(sequence, lane, at_s)
+        self._residents.turned.append(sequence)
         if lane.scheduler.too_big(sequence):
             self._residents.end_too_big(sequence, at_s)
         else:

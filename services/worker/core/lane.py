@@ -41,18 +41,22 @@ class Lane:
         *,
         book: BlockBook | None = None,
         steps: Steps | None = None,
+        turned: list[Sequence] | None = None,
         microbatching: Microbatching = by_token_count,
     ) -> None:
         """`block_count`: of the smallest stage. `book`: the tables of this worker's own stage, which outlive its being
         a leader; without one, the lane is a lone worker's and keeps its own. `microbatching` forms the batches of a
         group of several stages. `outgrown` is called with each sequence that has outgrown the whole cache, and the
-        instant: it ends it. `steps` numbers batches; a worker's lanes share it.
+        instant: it ends it. `steps` numbers batches; a worker's lanes share it. To `turned`, which they share as well,
+        are added those that wait again and those that run again.
         """
         self._limits = limits
         self._keeps_book = book is None
         self._outgrown = outgrown
         self.book = BlockBook(block_count, limits.block_tokens) if book is None else book
         self.scheduler = Scheduler(limits, block_count, microbatching)
+        if turned is not None:
+            self.scheduler.turned = turned
         self.flights = Flights(self.book, Steps() if steps is None else steps)
         self.leads = True
         self.stopped = False  # no batch is formed any more

@@ -9,7 +9,11 @@ from services.worker.core.sequence import Sequence
 
 
 class _Letter:
-    __slots__ = ("endings", "handles", "has_text", "logprobs", "texts", "token_counts", "token_ids")
+    # fmt: off
+    __slots__ = (
+        "endings", "handles", "has_text", "logprobs", "preempted", "resumed", "texts", "token_counts", "token_ids"
+    )
+    # fmt: on
 
     def __init__(self) -> None:
         self.handles: list[int] = []
@@ -19,6 +23,8 @@ class _Letter:
         self.has_text = False
         self.logprobs: list[TokenLogprobs] = []
         self.endings: list[Ending] = []
+        self.preempted: tuple[int, ...] = ()
+        self.resumed: tuple[int, ...] = ()
 
 
 class Outbox:
@@ -73,6 +79,14 @@ class Outbox:
             letter.has_text = letter.has_text or bool(text)
             letter.logprobs.extend(logprobs)
 
+    def turned(self, key: SequenceKey, *, waits: bool) -> None:
+        """It had been let in and waits, or it has been let in again."""
+        letter = self._letter(key.stream_id)
+        if waits:
+            letter.preempted = (*letter.preempted, key.handle)
+        else:
+            letter.resumed = (*letter.resumed, key.handle)
+
     def moved(self, key: SequenceKey, to: str) -> None:
         """Another leader has it, and tells the rest."""
         self._letter(key.stream_id).endings.append(Ending(key.handle, None, moved_to=to))
@@ -104,6 +118,8 @@ class Outbox:
                 tuple(letter.logprobs),
                 tuple(letter.endings),
                 seen_handle(stream_id),
+                letter.preempted,
+                letter.resumed,
             )
             for stream_id, letter in letters.items()
         ]

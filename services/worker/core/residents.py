@@ -40,6 +40,7 @@ class Residents:
         self.claims: dict[SequenceId, Submitted] = {}  # what those were submitted with
         self._moved: OrderedDict[SequenceKey, SequenceId] = OrderedDict()  # the latest that other leaders have now
         self.outbox = Outbox()
+        self.turned: list[Sequence] = []  # let in again, or waiting again, and their dispatchers may not know
         self.endings_total = dict.fromkeys(FinishReason, 0)
         self.refused_total = 0
         self._deadlines = Deadlines()
@@ -95,6 +96,7 @@ class Residents:
             self.outbox.ended(orphan, unsent.finish_reason, unsent.error, unsent.invalid)
         else:
             self.streams[claim.key.stream_id].live[claim.key.handle] = orphan
+            self.turned.append(orphan)
             self.watch(orphan)
 
     def _tell_unsent(self, orphan: Sequence, unsent: Unsent, claim: Submitted) -> None:
@@ -102,6 +104,16 @@ class Residents:
         text = "".join(unsent.texts)[claim.delivered_text_chars - unsent.char_count :] if claim.wants_text else ""
         logprobs = unsent.logprobs[max(0, claimed_count - unsent.token_count) :]
         self.outbox.caught_up(orphan, orphan.output_token_ids[claimed_count:], text, logprobs)
+
+    def tell_turned(self) -> None:
+        """Whether each of `turned` waits or has been let in, if that is news. A newcomer that waits is none."""
+        for sequence in self.turned:
+            if sequence.unsent is not None or sequence.sequence_id not in self.live:
+                continue
+            if (waits := sequence.waits) != sequence.preempted:
+                sequence.preempted = waits
+                self.outbox.turned(sequence.key, waits=waits)
+        self.turned.clear()
 
     def turn_away(self, key: SequenceKey, why: str, *, invalid: bool) -> None:
         if invalid:
@@ -226,5 +238,8 @@ class Residents:
                 raise InvariantViolation(f"{sequence.name} is an orphan that nobody can claim", sequence.story())
         elif self.streams[sequence.key.stream_id].live.get(sequence.key.handle) is not sequence:
             raise InvariantViolation(f"{sequence.name} is unknown to its stream", sequence.story())
+        is_new = not (sequence.may_overfill or sequence.output_token_ids or sequence.state is SequenceState.SWAPPED)
+        if sequence.preempted != (sequence.unsent is None and sequence.waits and not is_new):
+            raise InvariantViolation(f"the dispatcher of {sequence.name} has not heard the latest", sequence.story())
         if sequence.token_count != len(sequence.prompt_token_ids) + len(sequence.output_token_ids):
             raise InvariantViolation(f"{sequence.name} miscounts its tokens", sequence.story())

@@ -77,6 +77,7 @@ class Scheduler:
         self.waiting_tokens = 0
         self.waiting_block_count = 0
         self.preemptions_total = 0
+        self.turned: list[Sequence] = []  # let in, or put back into the line, since somebody looked
         self._awaited_block_count = 0  # blocks about to be free, for which sequences skip a step
         self.swap = SwapSpace(limits.swap_block_count, limits.block_tokens, limits.swap_blocks_per_step)
 
@@ -97,9 +98,7 @@ class Scheduler:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of prompts that run which are in no batch yet. A long one counts as a full batch: the next one may
-        come in beside it.
-        """
+        """Tokens of running prompts in no batch yet. A long one counts as a full batch: another may come beside it."""
         most = self._limits.max_batch_tokens
         left = [s.token_count - max(s.computed_tokens, s.departed_tokens) for s in self.running]
         return sum([min(count, most) for count in left if count > 1])
@@ -191,6 +190,7 @@ class Scheduler:
             if sequence.state is SequenceState.SWAPPED:
                 self._reserve(sequence, need)
                 self.swap.come_back(sequence)
+                self.turned.append(sequence)
                 sequence.note(at_s, "its KV comes back")
                 continue
             self._leave_line(sequence)
@@ -230,6 +230,8 @@ class Scheduler:
 
     def _run(self, sequence: Sequence, added_block_count: int, at_s: float, why: str) -> None:
         sequence.move(SequenceState.RUNNING, at_s, why)
+        if sequence.preempted:
+            self.turned.append(sequence)
         self._reserve(sequence, added_block_count)
         bisect.insort(self.running, sequence, key=_order)
 
@@ -282,9 +284,7 @@ class Scheduler:
         sequence.reserved_tokens = sequence.reserved_block_count * self.block_tokens
 
     def stranded(self) -> list[Sequence]:
-        """Running sequences that have outgrown the whole cache. They are to be ended before the next plan: no
-        preemption can help them.
-        """
+        """Running sequences that have outgrown the whole cache, to be ended before the next plan: no victim helps."""
         ceiling_tokens = self.ceiling_tokens
         return [s for s in self.running if s.token_count > ceiling_tokens]
 
@@ -419,11 +419,9 @@ class Scheduler:
                 return victims
             if self.swap.takes(victim):
                 self._swap_out(victim, at_s, f"no block free for {sequence.name}")
-                if victim is sequence:
-                    return victims
-                continue
-            self._preempt(victim, at_s, f"no block free for {sequence.name}")
-            victims.append(victim)
+            else:
+                self._preempt(victim, at_s, f"no block free for {sequence.name}")
+                victims.append(victim)
             if victim is sequence:
                 return victims
         self._reserve(sequence, 1)
@@ -450,6 +448,7 @@ class Scheduler:
         left, back = self.swap.settle()
         for sequence in left:
             self._reserve(sequence, -sequence.reserved_block_count)
+            self.turned.append(sequence)
             sequence.note(at_s, "its KV is in host memory")
         for sequence in back:
             self._run(sequence, 0, at_s, "its KV is back")
@@ -492,6 +491,7 @@ class Scheduler:
         sequence.computed_tokens = sequence.departed_tokens = 0
         sequence.may_overfill = True
         sequence.move(SequenceState.WAITING, at_s, why)
+        self.turned.append(sequence)
         self.enqueue(sequence)
 
     def start_over(self, sequence: Sequence, at_s: float, why: str) -> None:

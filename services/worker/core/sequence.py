@@ -82,6 +82,7 @@ class Sequence:
         "may_overfill",
         "on_stages",
         "output_token_ids",
+        "preempted",
         "prompt_token_ids",
         "rank",
         "request_id",
@@ -122,6 +123,7 @@ class Sequence:
         self.unsent: Unsent | None = None  # of an orphan
         self.may_overfill = False  # it had been let in before it came to the waiting line: the bound is for others
         self.first_token_at_s: float | None = None  # of this attempt
+        self.preempted = False  # its dispatcher has been told that it waits, and not yet that it runs again
         self._story: deque[tuple[float, str]] = deque(maxlen=STORY_LINES)
 
     def move(self, to: SequenceState, at_s: float, why: str) -> None:
@@ -129,6 +131,12 @@ class Sequence:
             raise InvariantViolation(f"{self.name} cannot go from {self.state.value} to {to.value}", self.story())
         self.state = to
         self.note(at_s, f"{to.value}: {why}")
+
+    @property
+    def waits(self) -> bool:
+        """For memory, with none of it reserved. What is being copied to the host still has its own."""
+        waiting, swapped = self.state is SequenceState.WAITING, self.state is SequenceState.SWAPPED
+        return waiting or (swapped and not self.reserved_block_count)
 
     def note(self, at_s: float, what: str) -> None:
         self._story.append((at_s, what))

@@ -159,6 +159,8 @@ class WorkerCore:
                 self._close_leaving()
             case _:
                 lane.handle(event)
+        if self._residents.turned:
+            self._residents.tell_turned()
         commands: list[Command] = [*self._outbox.take(self._seen_handle)]
         tells = isinstance(event, _TELLS_REMOVED)
         for each in self._lanes:
@@ -182,8 +184,9 @@ class WorkerCore:
         return self._lanes[-1]
 
     def _new_lane(self, block_count: int, book: BlockBook | None) -> Lane:
-        end, forms = self._residents.end_too_big, self._microbatching
-        return Lane(self._limits, block_count, end, book=book, steps=self._steps, microbatching=forms)
+        residents, steps, forms = self._residents, self._steps, self._microbatching
+        end, turned = residents.end_too_big, residents.turned
+        return Lane(self._limits, block_count, end, book=book, steps=steps, turned=turned, microbatching=forms)
 
     @property
     def leaving(self) -> Lane | None:
@@ -422,6 +425,7 @@ class WorkerCore:
             self._residents.place(sequence, lane, event.at_s)
         if event.output_token_ids:
             sequence.stop.resume(sequence.output_token_ids)
+            self._residents.turned.append(sequence)  # it was let in elsewhere
         if sequence.stop.finish_reason is not None:
             self._residents.end(sequence, event.at_s, sequence.stop.finish_reason)
         elif event.deadline_at_s is not None and event.deadline_at_s <= event.at_s:

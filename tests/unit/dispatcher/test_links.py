@@ -7,10 +7,15 @@ import pytest
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import DispatcherId, Incarnation, WorkerId
+from ballastpb.worker.v1 import worker_pb2 as pb
 from services.dispatcher.__main__ import MonotonicClock
-from services.dispatcher.core.events import Event, WorkerLost
+from services.dispatcher.core.events import Event, StepReceived, WorkerLost
 from services.dispatcher.policy.freeness import WorkerKey
 from services.dispatcher.shell.links import Identity, WorkerLink
+from services.worker.core.events import Emit
+from services.worker.output_stream import Output
+from services.worker.servicer import step_to_proto
+from tests.support.dispatcher_core import load
 
 
 def link_that_meets(error: Exception, met: list[Event]) -> WorkerLink:
@@ -50,6 +55,22 @@ def test_an_error_that_nobody_expects_is_the_loss_of_the_worker(error: Exception
     asyncio.run(story())
     assert len(met) > 1, "it tries again"
     assert all(isinstance(event, WorkerLost) for event in met)
+
+
+def test_what_a_worker_says_of_a_step_arrives_as_it_was_said() -> None:
+    met: list[Event] = []
+    link = link_that_meets(KeyError(), met)
+    emit = Emit(1, (5, 6), (1, 2), (7, 8, 9), ("x", ""), (), (), 9, preempted=(6, 3), resumed=(4,))
+    said = step_to_proto(Output(emit, load(waiting_count=2), 9))
+    heard = link._decode(pb.AttachResponse(step=pb.StepOutput.FromString(said.SerializeToString())))
+    assert heard == StepReceived(
+        heard.at_s, heard.worker, [5, 6], [1, 2], [7, 8, 9], ["x", ""], heard.logprobs, (), heard.load, 9, (6, 3), (4,)
+    )
+    assert heard.load.waiting_count == 2
+    said.ClearField("preempted_handles")
+    said.ClearField("resumed_handles")
+    of_older = link._decode(pb.AttachResponse(step=said))
+    assert (of_older.preempted, of_older.resumed) == ((), ())
 
 
 async def test_a_broken_invariant_is_not_taken_for_a_worker_that_is_lost() -> None:

@@ -4,7 +4,6 @@ import pytest
 
 from ballast.common.errors import InvariantViolation, Overloaded
 from ballast.common.ids import RequestId
-from ballast.common.load import LoadReport
 from ballast.common.sampling import FinishReason, PriorityClass
 from services.dispatcher.core.events import (
     AbortOnWorker,
@@ -456,112 +455,6 @@ def test_a_request_nobody_cancelled_must_not_end_cancelled() -> None:
     story.submit("r")
     answer = story.step("a", endings=[Ending(story.handle_of("r"), FinishReason.CANCELLED)])
     assert answer.errors == {"r": "PeerViolation"}
-
-
-def waiting_on_a() -> Story:
-    """Request "late" waits behind others on worker a, and worker b is full as well."""
-    story = Story("a", "b", placement=PlacementRules(recall_after_s=0.1))
-    story.step("b", report=FULL)
-    story.step("a", report=FULL)
-    assert story.submit("late").places == [("late", "a")]
-    return story
-
-
-def crowded() -> LoadReport:
-    return load(used_block_count=64, running_count=7, waiting_count=1, waiting_block_count=2)
-
-
-def test_who_waits_on_a_worker_is_asked_back_when_another_one_has_room() -> None:
-    story = waiting_on_a()
-    handle = story.handle_of("late")
-    story.now_s = 0.2
-    assert not story.step("a", report=crowded()).of(AbortOnWorker), "b is full too"
-    story.step("b", report=load())
-    asked = story.step("a", report=crowded())
-    assert asked.of(AbortOnWorker) == [AbortOnWorker(key("a"), handle)]
-    assert not asked.places, "it is the worker's until the worker gives it back"
-    assert not story.step("a", report=crowded()).commands, "asked once"
-    given_back = story.step("a", endings=[Ending(handle, FinishReason.CANCELLED)], report=FULL)
-    assert given_back.places == [("late", "b")]
-    assert story.core.replay_count == 0
-    assert story.core.recall_count == 1
-
-
-def test_who_waits_is_asked_back_as_often_as_another_one_has_room_with_ever_more_patience() -> None:
-    """The other one is full each time that the request gets there."""
-    story = waiting_on_a()
-    asked_at_s: list[float] = []
-    begun_s, there, other = 0.0, "a", "b"
-    for _ in range(8):
-        story.step(other, report=load())
-        while not story.step(there, report=crowded()).of(AbortOnWorker):
-            story.now_s += 0.05
-        asked_at_s.append(story.now_s - begun_s)
-        ending = Ending(story.handle_of("late"), FinishReason.CANCELLED)
-        assert story.step(there, endings=[ending], report=FULL).places == [("late", other)]
-        begun_s, there, other = story.now_s, other, there
-    assert asked_at_s == pytest.approx([0.1, 0.2, 0.4, 0.8, 0.8, 0.8, 0.8, 0.8], abs=0.06)
-
-
-def preempted_on_a() -> Story:
-    """Request "late" has four tokens from worker a, when that one lacks memory; worker b has room."""
-    story = waiting_on_a()
-    story.step("a", {"late": [1, 2, 3, 4]}, report=FULL)
-    story.step("b", report=load())
-    return story
-
-
-def test_what_was_preempted_is_asked_back_when_another_one_has_room_and_goes_on_there() -> None:
-    story = preempted_on_a()
-    handle = story.handle_of("late")
-    story.now_s = 0.9
-    assert not story.step("a", report=crowded()).of(AbortOnWorker), "a token may come yet"
-    story.now_s = 1.1
-    assert story.step("a", report=crowded()).of(AbortOnWorker) == [AbortOnWorker(key("a"), handle)]
-    given_back = story.step("a", {"late": [5]}, endings=[Ending(handle, FinishReason.CANCELLED)], report=FULL)
-    [place] = given_back.of(Place)
-    assert (place.worker, tuple(place.output_token_ids)) == (key("b"), (1, 2, 3, 4, 5))
-    assert story.core.replay_count == 0
-    assert story.core.recall_count == 1
-
-
-def test_what_gives_tokens_is_not_asked_back() -> None:
-    story = preempted_on_a()
-    for token_id in range(40):
-        story.now_s += 0.1
-        assert not story.step("a", {"late": [token_id]}, report=crowded()).of(AbortOnWorker)
-
-
-def test_what_computes_its_tokens_anew_is_given_time() -> None:
-    story = preempted_on_a()
-    story.now_s = 1.1
-    story.step("a", report=crowded())
-    story.step("a", endings=[Ending(story.handle_of("late"), FinishReason.CANCELLED)], report=FULL)
-    story.step("a", report=load())
-    story.now_s = 9.0
-    assert not story.step("b", report=crowded()).of(AbortOnWorker)
-    story.now_s = 9.2
-    assert len(story.step("b", report=crowded()).of(AbortOnWorker)) == 1
-
-
-def test_who_was_asked_back_and_has_ended_meanwhile_is_not_begun_again() -> None:
-    story = waiting_on_a()
-    story.now_s = 0.2
-    story.step("b", report=load())
-    assert story.step("a", report=crowded()).of(AbortOnWorker)
-    ended = story.step("a", {"late": [1, 2]}, endings=[Ending(story.handle_of("late"), FinishReason.LENGTH)])
-    assert finishes(ended) == {"late": "length"}
-    assert story.core.recall_count == 0
-
-
-def test_who_has_a_token_or_came_a_moment_ago_is_not_asked_back() -> None:
-    story = waiting_on_a()
-    story.step("b", report=load())
-    story.now_s = 0.05
-    assert not story.step("a", report=crowded()).commands, "it has hardly waited"
-    story.now_s = 0.2
-    story.step("a", {"late": [1]}, report=crowded())
-    assert not story.step("a", report=crowded()).commands
 
 
 def test_draining_refuses_new_requests_and_finishes_old_ones() -> None:

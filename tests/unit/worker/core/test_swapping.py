@@ -10,6 +10,7 @@ from ballast.common.sampling import PriorityClass
 from services.worker.core.events import (
     Aborted,
     CapacityChanged,
+    Emit,
     HandedOver,
     HandOver,
     Removed,
@@ -155,11 +156,31 @@ def test_stages_are_told_to_forget_what_is_being_copied_when_there_is_no_host_me
         driver.step()
     (entry,) = space(driver)._entries.values()
     blocks = driver.core.lane.scheduler.block_count
-    (removed,) = driver.core.handle(CapacityChanged(driver.at_s, blocks, swap_block_count=0))
+    told, removed = driver.core.handle(CapacityChanged(driver.at_s, blocks, swap_block_count=0))
+    assert isinstance(told, Emit)
+    assert told.preempted == (entry.sequence.key.handle,)
     assert isinstance(removed, Removed)
     assert removed.batch.removed == (entry.sequence.sequence_id,)
     driver.core.check()
     assert space(driver).used_block_count == 0
+
+
+def test_a_dispatcher_hears_of_what_is_swapped_out_when_its_blocks_are_free_and_when_it_is_let_in() -> None:
+    driver = swapping(per_step=1)
+    submit(driver, (8, 30), (8, 30), (8, 30))
+    while not space(driver).leaving_block_count:
+        driver.step()
+        assert not driver.preempted
+    (entry,) = space(driver)._entries.values()
+    key = entry.sequence.key
+    while space(driver).leaving_block_count:
+        assert not driver.preempted, "its blocks are not free yet"
+        driver.step()
+    assert driver.preempted == {key}
+    while space(driver).away:
+        driver.step()
+    assert not driver.preempted, "its KV comes back"
+    driver.run_to_end()
 
 
 def test_what_is_handed_over_takes_no_host_blocks_along() -> None:

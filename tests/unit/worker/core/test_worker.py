@@ -1,5 +1,7 @@
 """Stories of a worker's core: events in, commands out. The driver calls check() after each event."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from ballast.common.errors import ConfigError, InvariantViolation
@@ -7,7 +9,10 @@ from ballast.common.ids import RequestId
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
 from services.worker.core.batch import Batch, StepResult
 from services.worker.core.events import (
+    Aborted,
     BatchWanted,
+    CapacityChanged,
+    Command,
     Emit,
     Ending,
     Removed,
@@ -181,6 +186,58 @@ def test_the_latest_of_the_lowest_class_gives_way_and_comes_back_with_the_same_t
     re_entered = [new for execute in made.executed for new in execute.batch.added if new.output_token_ids]
     assert [new.sequence_id for new in re_entered] == [2]
     assert re_entered[0].output_token_ids == made.expected(young, prompt(6, 30)).token_ids[:7]
+
+
+def heard(commands: Sequence[Command]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Handles that are told to wait again and to run again, of each message that says so."""
+    emits = [c for c in commands if isinstance(c, Emit)]
+    return [(e.preempted, e.resumed) for e in emits if e.preempted or e.resumed]
+
+
+def test_a_dispatcher_is_told_once_that_a_request_waits_again_and_once_that_it_runs_again() -> None:
+    made = driver(block_count=6, block_tokens=4, max_batch_tokens=16)
+    made.submit(prompt(6), greedy(14))
+    young = made.submit(prompt(6, first=30), greedy(14))
+    told: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    while made.core.has_work:
+        told += heard(made.feed(BatchWanted(made.at_s)))
+        made.finish_step()
+    assert told == [((young.handle,), ()), ((), (young.handle,))]
+
+
+def test_what_ends_while_it_waits_again_is_not_told_to_run() -> None:
+    made = driver(block_count=6, block_tokens=4, max_batch_tokens=16)
+    made.submit(prompt(6), greedy(14))
+    young = made.submit(prompt(6, first=30), greedy(14))
+    while not made.preempted:
+        made.step()
+    commands = made.feed(Aborted(made.at_s, young))
+    assert not heard(commands)
+    assert ending(made, young).finish_reason is FinishReason.CANCELLED
+    made.run_to_end()
+
+
+def test_a_newcomer_that_waits_is_not_told_to_and_one_with_an_answer_is() -> None:
+    made = driver(block_count=4, block_tokens=4)
+    made.submit(prompt(10), greedy(3))
+    newcomer = made.submit(prompt(10, first=5), greedy(3))
+    assert newcomer not in made.preempted
+    begun = made.submit(prompt(6, first=9), greedy(3), output=(5,))
+    assert made.preempted == {begun}
+    made.run_to_end()
+    assert not made.preempted
+
+
+def test_what_gives_way_to_less_memory_is_told_behind_its_tokens() -> None:
+    made = driver(block_count=8, block_tokens=4, max_batch_tokens=32)
+    keys = [made.submit(prompt(6, first=10 * i), greedy(9)) for i in range(3)]
+    made.want_batch()
+    made.feed(CapacityChanged(made.at_s, 4))
+    assert not made.preempted, "all of them are in flight"
+    made.finish_step()
+    assert [len(made.received[key].token_ids) for key in keys] == [1, 1, 1]
+    assert made.preempted == {keys[2]}
+    made.run_to_end()
 
 
 def test_an_interactive_request_never_gives_way_to_a_batch_request() -> None:

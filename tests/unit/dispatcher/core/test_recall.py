@@ -1,0 +1,213 @@
+"""What waits on a full worker is asked back when another one has room: newcomers, and what was preempted there."""
+
+import pytest
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import RequestId
+from ballast.common.load import LoadReport
+from ballast.common.sampling import FinishReason
+from services.dispatcher.core.events import AbortOnWorker, Ending, Place, Withdrawn
+from services.dispatcher.core.placement import PlacementRules
+from tests.support.dispatcher_core import FULL, Story, finishes, key, load
+
+
+def waiting_on_a() -> Story:
+    """Request "late" waits behind others on worker a, and worker b is full as well."""
+    story = Story("a", "b", placement=PlacementRules(recall_after_s=0.1))
+    story.step("b", report=FULL)
+    story.step("a", report=FULL)
+    assert story.submit("late").places == [("late", "a")]
+    return story
+
+
+def crowded() -> LoadReport:
+    return load(used_block_count=64, running_count=7, waiting_count=1, waiting_block_count=2)
+
+
+def test_who_waits_on_a_worker_is_asked_back_when_another_one_has_room() -> None:
+    story = waiting_on_a()
+    handle = story.handle_of("late")
+    story.now_s = 0.2
+    assert not story.step("a", report=crowded()).of(AbortOnWorker), "b is full too"
+    story.step("b", report=load())
+    asked = story.step("a", report=crowded())
+    assert asked.of(AbortOnWorker) == [AbortOnWorker(key("a"), handle)]
+    assert not asked.places, "it is the worker's until the worker gives it back"
+    assert not story.step("a", report=crowded()).commands, "asked once"
+    given_back = story.step("a", endings=[Ending(handle, FinishReason.CANCELLED)], report=FULL)
+    assert given_back.places == [("late", "b")]
+    assert story.core.replay_count == 0
+    assert story.core.recall_count == 1
+
+
+def test_who_waits_is_asked_back_as_often_as_another_one_has_room_with_ever_more_patience() -> None:
+    """The other one is full each time that the request gets there."""
+    story = waiting_on_a()
+    asked_at_s: list[float] = []
+    begun_s, there, other = 0.0, "a", "b"
+    for _ in range(8):
+        story.step(other, report=load())
+        while not story.step(there, report=crowded()).of(AbortOnWorker):
+            story.now_s += 0.05
+        asked_at_s.append(story.now_s - begun_s)
+        ending = Ending(story.handle_of("late"), FinishReason.CANCELLED)
+        assert story.step(there, endings=[ending], report=FULL).places == [("late", other)]
+        begun_s, there, other = story.now_s, other, there
+    assert asked_at_s == pytest.approx([0.1, 0.2, 0.4, 0.8, 0.8, 0.8, 0.8, 0.8], abs=0.06)
+
+
+def test_who_was_asked_back_and_has_ended_meanwhile_is_not_begun_again() -> None:
+    story = waiting_on_a()
+    story.now_s = 0.2
+    story.step("b", report=load())
+    assert story.step("a", report=crowded()).of(AbortOnWorker)
+    ended = story.step("a", {"late": [1, 2]}, endings=[Ending(story.handle_of("late"), FinishReason.LENGTH)])
+    assert finishes(ended) == {"late": "length"}
+    assert story.core.recall_count == 0
+
+
+def test_who_has_a_token_or_came_a_moment_ago_is_not_asked_back() -> None:
+    story = waiting_on_a()
+    story.step("b", report=load())
+    story.now_s = 0.05
+    assert not story.step("a", report=crowded()).commands, "it has hardly waited"
+    story.now_s = 0.2
+    story.step("a", {"late": [1]}, report=crowded())
+    assert not story.step("a", report=crowded()).commands
+
+
+# ------------------------------------------------------------------------------------------------- what was preempted
+
+
+def preempted_on_a() -> Story:
+    """Worker a has told that it has preempted "late", of which four tokens have come; worker b has room."""
+    story = waiting_on_a()
+    story.step("a", {"late": [1, 2, 3, 4]}, preempted=["late"], report=crowded())
+    story.step("b", report=load())
+    return story
+
+
+def asked_back(story: Story, worker: str) -> list[AbortOnWorker]:
+    """What is asked back when the worker says that something waits there."""
+    return story.step(worker, report=crowded()).of(AbortOnWorker)
+
+
+def give_back(story: Story, worker: str) -> list[tuple[str, str]]:
+    """The worker gives "late" back; where it goes."""
+    ending = Ending(story.handle_of("late"), FinishReason.CANCELLED)
+    return story.step(worker, endings=[ending], report=FULL).places
+
+
+def test_what_was_preempted_is_asked_back_at_once_when_another_one_has_room_and_goes_on_there() -> None:
+    story = preempted_on_a()
+    handle = story.handle_of("late")
+    story.now_s = 0.05
+    assert not asked_back(story, "a"), "memory may be free in a moment"
+    story.now_s = 0.1
+    assert asked_back(story, "a") == [AbortOnWorker(key("a"), handle)]
+    assert not asked_back(story, "a"), "asked once"
+    given_back = story.step("a", {"late": [5]}, endings=[Ending(handle, FinishReason.CANCELLED)], report=FULL)
+    [place] = given_back.of(Place)
+    assert (place.worker, tuple(place.output_token_ids)) == (key("b"), (1, 2, 3, 4, 5))
+    assert story.core.replay_count == 0
+    assert story.core.recall_count == 1
+
+
+def test_what_was_preempted_stays_where_it_is_while_nobody_has_room() -> None:
+    story = preempted_on_a()
+    story.step("b", report=FULL)
+    for _ in range(40):
+        story.now_s += 0.1
+        assert not asked_back(story, "a")
+    story.step("b", report=load())
+    assert asked_back(story, "a")
+
+
+@pytest.mark.parametrize("word", ["resumed", "a token"])
+def test_what_runs_again_is_not_asked_back(word: str) -> None:
+    story = preempted_on_a()
+    if word == "resumed":
+        story.step("a", resumed=["late"], report=crowded())
+    else:
+        story.step("a", {"late": [5]}, report=crowded())
+    story.now_s = 9.0
+    assert not asked_back(story, "a")
+    story.step("a", preempted=["late"], report=crowded())
+    assert not asked_back(story, "a"), "it waits since now"
+    story.now_s = 9.2
+    assert asked_back(story, "a")
+
+
+def test_what_gives_no_tokens_and_was_not_preempted_is_not_asked_back() -> None:
+    story = waiting_on_a()
+    story.step("a", {"late": [1, 2, 3, 4]}, report=crowded())
+    story.step("b", report=load())
+    story.now_s = 9.0
+    assert not asked_back(story, "a")
+
+
+def test_the_one_that_has_waited_the_longest_since_it_was_preempted_is_asked_back_first() -> None:
+    story = waiting_on_a()
+    story.step("a", report=load())
+    story.submit("later")
+    story.step("a", {"late": [1], "later": [1]}, preempted=["later"], report=crowded())
+    story.now_s = 0.1
+    story.step("a", preempted=["late"], report=crowded())
+    story.step("b", report=load())
+    story.now_s = 0.5
+    assert [asked.handle for asked in asked_back(story, "a")] == [story.handle_of("later")]
+    assert [asked.handle for asked in asked_back(story, "a")] == [story.handle_of("late")]
+
+
+def test_between_two_full_workers_what_was_preempted_goes_to_and_fro_less_and_less() -> None:
+    """Each says that it has room until the request comes, and preempts it as soon as it is there."""
+    story = preempted_on_a()
+    asked_after_s: list[float] = []
+    since_s, there, other = 0.0, "a", "b"
+    for _ in range(6):
+        story.step(other, report=load())
+        while not asked_back(story, there):
+            story.now_s += 0.05
+        asked_after_s.append(story.now_s - since_s)
+        assert give_back(story, there) == [("late", other)]
+        story.step(other, preempted=["late"], report=crowded())
+        since_s, there, other = story.now_s, other, there
+    assert asked_after_s == pytest.approx([0.1, 0.2, 0.4, 0.8, 0.8, 0.8], abs=0.06)
+
+
+@pytest.mark.parametrize("how", ["ends", "is given back", "moves", "is withdrawn", "is lost"])
+def test_nothing_is_left_behind_by_what_was_preempted_and_leaves(how: str) -> None:
+    story = preempted_on_a()
+    [worker] = [worker for worker in story.core.fleet if worker.key == key("a")]
+    assert list(worker.preempted) == [story.handle_of("late")]
+    match how:
+        case "ends":
+            story.finish("a", "late", FULL)
+        case "is given back":
+            story.now_s = 0.2
+            assert asked_back(story, "a")
+            give_back(story, "a")
+        case "moves":
+            story.move("a", "late", "b")
+        case "is withdrawn":
+            story.handle(Withdrawn(story.now_s, RequestId("late"), "gone"))
+        case _:
+            story.lose("a")
+    assert not worker.preempted
+
+
+def test_what_a_worker_says_of_a_request_that_is_not_there_counts_as_stale() -> None:
+    story = waiting_on_a()
+    story.raw_step("a", {}, preempted=[77], resumed=[78], report=crowded())
+    assert story.core.stale_count == 2
+    story.lose("a")
+    story.raw_step("a", {}, preempted=[77], resumed=[78])
+    assert story.core.stale_count == 4
+
+
+def test_a_request_that_waits_where_it_is_not_is_found() -> None:
+    story = preempted_on_a()
+    [worker] = [worker for worker in story.core.fleet if worker.key == key("a")]
+    worker.preempted[77] = 0.0
+    with pytest.raises(InvariantViolation, match="wait"):
+        story.core.check()
