@@ -71,6 +71,7 @@ class Scenario(BaseModel):
     deadline_s: float = Field(3600.0, gt=0)
     block_size: int = Field(64, ge=1)
     max_num_seqs: int = Field(256, ge=1)
+    tpot_target_s: float | None = Field(None, gt=0)
     max_num_batched_tokens: int = Field(2048, ge=1)
     stop_after_s: float | None = Field(None, gt=0)  # whoever is there then has no ending
     faults: tuple[FaultPlan, ...] = ()

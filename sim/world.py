@@ -28,6 +28,7 @@ from services.worker.pipeline.member import GroupMember
 from services.worker.pipeline.planner_side import Transitions
 from services.worker.policy.lookahead import lookahead
 from services.worker.policy.microbatching import by_token_count
+from services.worker.policy.token_target import TokenTarget
 from sim.clients import Arrival, Clients
 from sim.clock import Clock
 from sim.cost import ExecutionModel, Roofline, fitted
@@ -106,6 +107,7 @@ class World:
         self.execution = options.execution or Roofline(options.model, options.cluster, timings)
         cost = fitted(self.execution, options.model.layer_count)
         self._pace = Pace(cost, options.model.layer_count, rules.worker.max_batch_tokens)
+        self._cost = cost
         self._microbatching = lookahead(lambda: cost) if rules.worker.lookahead else by_token_count
         self.state = StateServer(self.clock, delays)
         self._site = Site(self.clock, delays, self.lines, self.state)
@@ -211,6 +213,7 @@ class World:
             book=book,
             first_sequence_id=((number + 1) << 32) + ((incarnation - 1) << 24),
             microbatching=self._microbatching,
+            target=None if rules.tpot_target_s is None else TokenTarget(rules.tpot_target_s, lambda: self._cost),
         )
         instance = Instance(
             worker_id,

@@ -46,6 +46,7 @@ class _Knob:
 KNOBS: dict[str, _Knob] = {
     "watermark": _Knob("worker", "--admission-reserve-fraction", _EVERY, "KV kept free for the growth of what runs"),
     "max-num-seqs": _Knob("worker", "--max-num-seqs", _EVERY, "requests that run at once in a worker"),
+    "tpot-target-s": _Knob("worker", "--tpot-target-s", _EVERY, "seconds that a token may take: more requests wait"),
     "max-num-batched-tokens": _Knob("worker", "--max-num-batched-tokens", _EVERY, "tokens of one engine step"),
     "block-size": _Knob("worker", "--block-size", _EVERY, "tokens of a KV block"),
     "swap-space": _Knob("worker", "--swap-space-bytes", _SWAPPING, "host memory for swapped KV"),

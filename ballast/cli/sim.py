@@ -41,6 +41,7 @@ _FIELDS = (
     "deadline_s",
     "block_size",
     "max_num_seqs",
+    "tpot_target_s",
     "max_num_batched_tokens",
     "microbatching",
 )
@@ -77,6 +78,7 @@ def add_parser(subparsers: Commands) -> None:
     parser.add_argument("--deadline-s", type=float, metavar="S", help="of each request (3600)")
     parser.add_argument("--block-size", type=int, metavar="TOKENS", help="of a KV block (64)")
     parser.add_argument("--max-num-seqs", type=int, metavar="N", help="requests that run at once (256)")
+    parser.add_argument("--tpot-target-s", type=float, metavar="S", help="let in no more than run within that (none)")
     parser.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens of one step (2048)")
     parser.add_argument("--microbatching", metavar="WAY", help="of pipelines: lookahead (default) or token-count")
     parser.add_argument("--network-gbps", type=float, metavar="X", help="of each GPU's network card (of the catalogue)")

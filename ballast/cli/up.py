@@ -48,6 +48,7 @@ _WORKER_FLAGS = {
     "--transport": "what carries links between workers: auto, tcp, gloo, nccl or nixl",
     "--max-model-len": "longest prompt and answer together, in tokens",
     "--max-num-seqs": "requests that run at once in a worker",
+    "--tpot-target-s": "seconds that a token may take: more requests wait (default: whatever it takes)",
     "--max-num-batched-tokens": "tokens of one engine step",
     "--block-size": "tokens of a KV block",
     "--threads": "of one worker's engine",

@@ -47,6 +47,15 @@ class CostModel:
             token_count += chunk.token_count
         return math.fsum(costs) - max(0, len(costs) - 1) * self.shared_s + self._together_s(token_count)
 
+    def decodes_s(self, count: float, context_tokens: float) -> float:
+        """So many decodes together whose prefixes have so many tokens: equation 3 for a mean batch, which need not
+        have a whole number of them.
+        """
+        own_s = self.attention_s * (context_tokens + count) + self.prefix_s * context_tokens
+        own_s += (self.token_s + self.chunk_s) * count - max(0.0, count - 1.0) * self.shared_s
+        many_s = self.many_s if count > 1.0 else 0.0
+        return own_s + many_s + self.beyond_s * max(0.0, count - KNEE_TOKENS)
+
     def _own_s(self, chunk: Chunk) -> float:
         prefix, count = chunk
         pairs = prefix * count + (count * count + count) / 2

@@ -33,7 +33,7 @@ class LoadReport:
     waiting_block_count: int  # needed by the prompts of accepted requests that do not run yet, head of line included
     running_count: int
     waiting_count: int
-    max_running_count: int  # --max-num-seqs
+    max_running_count: int  # --max-num-seqs, or what --tpot-target-s allows
     steps_total: int
     preemptions_total: int
     prompt_tokens_total: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import math
 import secrets
 import socket
 import sys
@@ -42,6 +43,7 @@ from services.worker.pipeline.ground import BlockCopier
 from services.worker.pipeline.planner_side import Transitions
 from services.worker.policy.lookahead import lookahead
 from services.worker.policy.microbatching import by_token_count
+from services.worker.policy.token_target import TokenTarget
 from services.worker.ranks.channel import RankLog, RankLost
 from services.worker.reporter import MonitorReporter
 from services.worker.servicer import Identity, WorkerServicer
@@ -227,6 +229,14 @@ def limits_of(settings: WorkerSettings, engine: LoadedEngine) -> WorkerLimits:
     )
 
 
+def target_of(settings: WorkerSettings, kit: Kit) -> TokenTarget | None:
+    """What bounds the requests that run, by the costs of all layers; an emulated engine knows these from the start."""
+    if settings.tpot_target_s is None or math.isinf(settings.tpot_target_s):
+        return None
+    layer_count, costs = kit.engine.info.layer_count, kit.costs
+    return TokenTarget(settings.tpot_target_s, kit.cost if costs is None else lambda: costs.of_layers(layer_count))
+
+
 def swap_block_count(settings: WorkerSettings, engine: Instance) -> int:
     """Blocks of all layers that the host keeps for those that give way.
 
@@ -275,7 +285,8 @@ class WorkerProcess:
         self._detokenizer = functools.partial(primed_detokenizer, load_tokenizer(settings.model))
         # Unique but for one chance in 2^31 per pair: the ids of sequences that meet in a group begin with it.
         microbatching = lookahead(kit.cost) if settings.microbatching == "lookahead" else by_token_count
-        core, book = stage_core(limits_of(settings, engine), engine, secrets.randbits(31), microbatching)
+        target = target_of(settings, kit)
+        core, book = stage_core(limits_of(settings, engine), engine, secrets.randbits(31), microbatching, target)
         self._shell = WorkerShell(
             core=core,
             engine=engine,

@@ -63,6 +63,9 @@ class WorkerSettings(ServiceSettings):
     # How it schedules.
     max_num_seqs: int = Field(64, ge=1, le=4096)
     """Requests that run at once."""
+    tpot_target_s: float | None = Field(None, gt=0)
+    """Seconds that a token after the first may take on average: no more requests are let in than run within that, by
+    the costs that a worker learns; the others wait. Default: whatever it takes, as many run as --max-num-seqs."""
     max_num_batched_tokens: int = Field(512, ge=1, le=1 << 20)
     """Tokens of one engine step."""
     max_num_queued_reqs: int = Field(64, ge=1, le=1 << 16)

@@ -44,6 +44,7 @@ def job_of(scenario: Scenario, *, check_every: int = 0) -> SimJob:
             max_running_count=scenario.max_num_seqs,
             max_batch_tokens=scenario.max_num_batched_tokens,
             lookahead=scenario.microbatching == "lookahead",
+            tpot_target_s=scenario.tpot_target_s,
         ),
         check_every=check_every,
         faults=[Fault(**fault.model_dump()) for fault in scenario.faults],

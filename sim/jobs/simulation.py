@@ -69,6 +69,7 @@ class WorkerSize:
     max_running_count: int = 256
     max_batch_tokens: int = 2048
     lookahead: bool = True
+    tpot_target_s: float | None = None  # None: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +134,7 @@ def production_rules(worker: WorkerSize) -> ClusterRules:
             admission_reserve_fraction=defaults["admission_reserve_fraction"].default,
             report_interval_s=defaults["report_interval_s"].default,
             lookahead=worker.lookahead,
+            tpot_target_s=worker.tpot_target_s,
         ),
         migrations=MigrationRules(
             balances=False,
@@ -224,6 +226,8 @@ def with_knobs(spec: PolicySpec, rules: ClusterRules) -> ClusterRules:
                 worker = replace(worker, admission_reserve_fraction=_number(setting))
             case "max-num-seqs":
                 worker = replace(worker, max_running_count=int(_number(setting)))
+            case "tpot-target-s":
+                worker = replace(worker, tpot_target_s=_number(setting))
             case "max-num-batched-tokens":
                 worker = replace(worker, max_batch_tokens=int(_number(setting)))
             case "block-size":
@@ -326,6 +330,8 @@ def _settings(job: SimJob, runs: Mapping[str, SimRun]) -> dict[str, str | int | 
         "max_num_batched_tokens": job.worker.max_batch_tokens,
         "microbatching": "lookahead" if job.worker.lookahead else "token-count",
     }
+    if job.worker.tpot_target_s is not None:
+        settings["tpot_target_s"] = job.worker.tpot_target_s
     settings["prompt_share"] = prompt_share(job.model, cluster, job.timings, job.trace)
     settings["reading_is_short"] = reading_is_short(job.model, cluster, job.timings, job.trace)
     for name, run in runs.items():

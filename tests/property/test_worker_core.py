@@ -4,10 +4,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from ballast.common.cost import CostModel
 from ballast.common.load import MemoryReport
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
 from services.dispatcher.policy.freeness import runs_at_once
 from services.worker.core.events import Aborted, DrainRequested, Emit, SequenceKey, StreamClosed, Tick
+from services.worker.policy.token_target import TokenTarget
 from tests.support.dispatcher_core import view_of
 from tests.support.worker_core import VOCAB_SIZE, Driver, certain_chars, greedy, limits, piece, undisturbed
 
@@ -27,6 +29,7 @@ TOKEN_IDS = st.integers(0, VOCAB_SIZE - 1)
 PROMPTS = st.lists(TOKEN_IDS, min_size=1, max_size=8).map(tuple) | st.lists(TOKEN_IDS, min_size=1, max_size=40).map(
     tuple
 )
+COST = CostModel(attention_s=1e-5, token_s=0.001, chunk_s=0.01, shared_s=0.01)
 NO_MEMORY = MemoryReport(budget_bytes=0, parameter_bytes=0, kv_bytes=0, free_bytes=0)
 ENDS_OF_OTHERS = (FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.ERROR)
 
@@ -49,6 +52,7 @@ class WorkerMachine(RuleBasedStateMachine):
         max_waiting_count=st.integers(1, 6),
         reserve_fraction=st.sampled_from([0.0, 0.1]),
         swap=st.sampled_from([(0, 0), (0, 0), (5, 1), (40, 1), (40, 3), (40, 0)]),
+        target_s=st.sampled_from([None, None, 1e-9, 0.014, 0.018]),
     )
     def start(
         self,
@@ -59,6 +63,7 @@ class WorkerMachine(RuleBasedStateMachine):
         max_waiting_count: int,
         reserve_fraction: float,
         swap: tuple[int, int],
+        target_s: float | None,
     ) -> None:
         self.driver = Driver(
             limits(
@@ -73,6 +78,7 @@ class WorkerMachine(RuleBasedStateMachine):
                 swap_blocks_per_step=swap[1],
             ),
             block_count,
+            None if target_s is None else TokenTarget(target_s, lambda: COST),
         )
 
     def _open(self, stream_id: int) -> None:

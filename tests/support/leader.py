@@ -26,6 +26,7 @@ from services.worker.core.events import (
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.worker import WorkerCore
 from services.worker.policy.microbatching import Microbatching, by_token_count
+from services.worker.policy.token_target import TokenTarget
 from tests.support.worker_core import MEMORY, greedy, limits
 
 TEXT = "ab"  # of every token
@@ -42,12 +43,18 @@ class Leader:
         stages: int = 1,
         ordinal: int = 1,
         microbatching: Microbatching = by_token_count,
+        target: TokenTarget | None = None,
         **bounds: int,
     ) -> None:
         made = limits(**bounds)  # pyright: ignore[reportArgumentType]
         self.book = BlockBook(block_count, made.block_tokens)
         self.core = WorkerCore(
-            made, block_count, book=self.book, first_sequence_id=ordinal << 32, microbatching=microbatching
+            made,
+            block_count,
+            book=self.book,
+            first_sequence_id=ordinal << 32,
+            microbatching=microbatching,
+            target=target,
         )
         self.at_s = 100.0 * ordinal
         self.emits: list[Emit] = []

@@ -76,6 +76,7 @@ class Handovers:
             sequence.step_id, sequence.in_engine = 0, False  # those of the other lane
             sequence.may_overfill = True
             self._residents.place(sequence, target, event.at_s, suspended=suspended, waits=suspended)
+            self._residents.turned.append(sequence)  # what waits behind others here may go where there is room
         target.make_room(event.at_s)
         target.scheduler.admit(event.at_s)
 

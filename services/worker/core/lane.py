@@ -30,6 +30,7 @@ from services.worker.core.scheduler import Scheduler
 from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.policy.departure import Decoding
 from services.worker.policy.microbatching import Microbatching, by_token_count
+from services.worker.policy.token_target import TokenTarget
 
 
 class Lane:
@@ -43,12 +44,13 @@ class Lane:
         steps: Steps | None = None,
         turned: list[Sequence] | None = None,
         microbatching: Microbatching = by_token_count,
+        target: TokenTarget | None = None,
     ) -> None:
         """`block_count`: of the smallest stage. `book`: the tables of this worker's own stage, which outlive its being
         a leader; without one, the lane is a lone worker's and keeps its own. `microbatching` forms the batches of a
         group of several stages. `outgrown` is called with each sequence that has outgrown the whole cache, and the
         instant: it ends it. `steps` numbers batches; a worker's lanes share it. To `turned`, which they share as well,
-        are added those that wait again and those that run again.
+        are added those that wait again and those that run again. `target`: what a token may take.
         """
         self._limits = limits
         self._keeps_book = book is None
@@ -57,6 +59,7 @@ class Lane:
         self.scheduler = Scheduler(limits, block_count, microbatching)
         if turned is not None:
             self.scheduler.turned = turned
+        self.scheduler.target = target
         self.flights = Flights(self.book, Steps() if steps is None else steps)
         self.leads = True
         self.stopped = False  # no batch is formed any more
@@ -223,6 +226,9 @@ class Lane:
         """Its blocks are free for the next batch even if it is in flight (see `core.blocks`); not yet if KV is being
         written into them: then it stays until that is over. Its state has not changed yet.
         """
+        target = self.scheduler.target
+        if target is not None and sequence.state is SequenceState.RUNNING and sequence.output_token_ids:
+            target.ended(len(sequence.prompt_token_ids), len(sequence.output_token_ids))
         if sequence.state is not SequenceState.SUSPENDED:
             self.scheduler.release(sequence)
             self.flights.forget(sequence)

@@ -41,6 +41,8 @@ def foresee(lane: Lane) -> PlainSteps | None:
     scheduler, flights = lane.scheduler, lane.flights
     if not scheduler.decides_nothing or len(flights) or flights.to_remove:
         return None
+    if scheduler.target is not None:  # how many may run is another number after each of them, and is told
+        return None
     block_tokens = scheduler.block_tokens
     limit = scheduler.ceiling_tokens
     growth, early = [0] * block_tokens, list[int]()

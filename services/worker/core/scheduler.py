@@ -34,6 +34,7 @@ from services.worker.policy.admission import AdmissionView, admits, most_prompt_
 from services.worker.policy.batching import PrefillView, chunk_prefills
 from services.worker.policy.microbatching import Candidate, Microbatching, PipelineView, by_token_count
 from services.worker.policy.preemption import VictimView, choose_victim
+from services.worker.policy.token_target import Decoders, TokenTarget
 
 _FEW = 0.25  # of a microbatch's decodes
 _LIMITED_BATCHES = 4  # however small the limit, over no more than these are the prompts spread that there are at once
@@ -64,6 +65,7 @@ class Scheduler:
         self.expected_count = 0  # so many of these
         self.ceiling_block_count = block_count  # that there are, or may be soon
         self.admission_limit: int | None = None  # blocks; nothing new above it
+        self.target: TokenTarget | None = None  # nothing new that would make tokens take longer
         self.prefill_limit: int | None = None  # tokens of prompts in a batch that has decodes
         self._limits_always = False  # in others too
         self._limited_tokens = 0  # the most of prompts that were to be computed since there were none, while limited
@@ -111,6 +113,15 @@ class Scheduler:
     def max_running_count(self) -> int:
         """Each of the microbatches in flight may be a full one."""
         return self._limits.max_running_count * self.stage_count
+
+    @property
+    def place_count(self) -> int:
+        """Sequences that may run before newcomers wait. What already runs, or comes to run, is never too much by it."""
+        if self.target is None:
+            return self.max_running_count
+        count = self.running_count + self.expected_count
+        token_count = (self.reserved_block_count + self.expected_block_count) * self.block_tokens
+        return self.target.place_count(Decoders(count, token_count, self.stage_count), self.max_running_count)
 
     @property
     def max_in_flight_count(self) -> int:
@@ -204,7 +215,7 @@ class Scheduler:
             return ""
         return (
             f"{self.free_block_count} of {self.block_count} blocks are free, {block_count} are needed;"
-            f" {self.running_count} of {self.max_running_count} sequences run"
+            f" {self.running_count} of {self.place_count} sequences run"
         )
 
     def _lets_in(self, sequence: Sequence) -> bool:
@@ -224,7 +235,7 @@ class Scheduler:
             block_count,
             block_count - self.block_count + self.free_block_count,
             self.running_count + self.expected_count,
-            self.max_running_count,
+            self.place_count,
         )
         return admits(view, need_block_count, self._limits.admission_reserve_fraction)
 
@@ -576,7 +587,7 @@ class Scheduler:
             if [_order(s) for s in sequences] != sorted(_order(s) for s in sequences):
                 raise InvariantViolation(f"out of order: {[_order(s) for s in sequences]}")
         for sequence in self.running:
-            self._check_running(sequence)
+            sequence.check_running(self.block_tokens)
         for sequence in self.suspended.values():
             if sequence.state not in (SequenceState.SUSPENDED, SequenceState.ENDED):
                 raise InvariantViolation(f"{sequence.name} is among the suspended", sequence.story())
@@ -585,15 +596,4 @@ class Scheduler:
         if not self.without_blocks <= self.suspended.keys():
             raise InvariantViolation(f"{sorted(self.without_blocks)} wait for room, and not all are suspended")
         for sequence in waiting:
-            if sequence.state is not SequenceState.WAITING or sequence.computed_tokens or sequence.reserved_tokens:
-                raise InvariantViolation(f"{sequence.name} waits and holds something", sequence.story())
-
-    def _check_running(self, sequence: Sequence) -> None:
-        if sequence.state is not SequenceState.RUNNING:
-            raise InvariantViolation(f"{sequence.name} is in the running set", sequence.story())
-        if not 0 <= sequence.computed_tokens < sequence.token_count:
-            raise InvariantViolation(f"{sequence.name} has nothing left to compute", sequence.story())
-        if sequence.reserved_tokens != sequence.reserved_block_count * self.block_tokens:
-            raise InvariantViolation(f"{sequence.name} miscounts its reservation", sequence.story())
-        if sequence.computed_tokens > sequence.reserved_tokens:
-            raise InvariantViolation(f"{sequence.name} has KV beyond its reservation", sequence.story())
+            sequence.check_waiting()

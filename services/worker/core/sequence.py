@@ -169,3 +169,21 @@ class Sequence:
 
     def as_new(self) -> NewSequence:
         return NewSequence(self.sequence_id, self.prompt_token_ids, tuple(self.output_token_ids), self.sampling)
+
+    # ---------------------------------------------------------------- inspector
+
+    def check_running(self, block_tokens: int) -> None:
+        """Raise InvariantViolation unless it has something to compute, and blocks for what is."""
+        if self.state is not SequenceState.RUNNING:
+            raise InvariantViolation(f"{self.name} is in the running set", self.story())
+        if not 0 <= self.computed_tokens < self.token_count:
+            raise InvariantViolation(f"{self.name} has nothing left to compute", self.story())
+        if self.reserved_tokens != self.reserved_block_count * block_tokens:
+            raise InvariantViolation(f"{self.name} miscounts its reservation", self.story())
+        if self.computed_tokens > self.reserved_tokens:
+            raise InvariantViolation(f"{self.name} has KV beyond its reservation", self.story())
+
+    def check_waiting(self) -> None:
+        """Raise InvariantViolation if it holds anything."""
+        if self.state is not SequenceState.WAITING or self.computed_tokens or self.reserved_tokens:
+            raise InvariantViolation(f"{self.name} waits and holds something", self.story())

@@ -59,6 +59,7 @@ from services.worker.core.plain import PlainSteps, foresee, take
 from services.worker.core.residents import Residents, Stream
 from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.policy.microbatching import Microbatching, by_token_count
+from services.worker.policy.token_target import TokenTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +86,13 @@ class WorkerCore:
         book: BlockBook | None = None,
         first_sequence_id: int = 0,
         microbatching: Microbatching = by_token_count,
+        target: TokenTarget | None = None,
     ) -> None:
-        """`block_count`, `book` and `microbatching`: see `core.lane`. Ids follow on `first_sequence_id`."""
+        """`block_count`, `book`, `microbatching` and `target`: see `core.lane`. Ids follow on `first_sequence_id`."""
         self._limits = limits
         self._residents = residents = Residents(limits)
         self._handovers = Handovers(limits, residents, self._new_sequence_id)
-        self._microbatching = microbatching
+        self._microbatching, self._target = microbatching, target
         self._steps = Steps()
         self._lanes = [self._new_lane(block_count, book)]  # the leaving one, if any; the one in force
         self._last_formed: Lane | None = None
@@ -184,9 +186,18 @@ class WorkerCore:
         return self._lanes[-1]
 
     def _new_lane(self, block_count: int, book: BlockBook | None) -> Lane:
-        residents, steps, forms = self._residents, self._steps, self._microbatching
+        residents, steps, forms, target = self._residents, self._steps, self._microbatching, self._target
         end, turned = residents.end_too_big, residents.turned
-        return Lane(self._limits, block_count, end, book=book, steps=steps, turned=turned, microbatching=forms)
+        return Lane(
+            self._limits,
+            block_count,
+            end,
+            book=book,
+            steps=steps,
+            turned=turned,
+            microbatching=forms,
+            target=target,
+        )
 
     @property
     def leaving(self) -> Lane | None:
@@ -338,7 +349,7 @@ class WorkerCore:
                 kept_block_count = scheduler.kept_block_count
                 prompt_token_count = scheduler.prompt_tokens + scheduler.waiting_tokens
                 max_prompt_token_count = scheduler.max_prompt_tokens
-                max_running_count += scheduler.max_running_count
+                max_running_count += scheduler.place_count
             else:
                 max_running_count += scheduler.running_count
                 spare_block_count += max(0, scheduler.free_block_count)

@@ -20,6 +20,7 @@ from services.worker.pipeline.links import Links
 from services.worker.pipeline.member import GroupMember
 from services.worker.pipeline.stage_watch import watch_for
 from services.worker.policy.microbatching import Microbatching, by_token_count
+from services.worker.policy.token_target import TokenTarget
 from services.worker.shell import MemberEvent, WorkerShell
 
 if TYPE_CHECKING:
@@ -54,12 +55,21 @@ class Instance(Protocol):
 
 
 def stage_core(
-    limits: WorkerLimits, engine: Instance, ordinal: int, microbatching: Microbatching = by_token_count
+    limits: WorkerLimits,
+    engine: Instance,
+    ordinal: int,
+    microbatching: Microbatching = by_token_count,
+    target: TokenTarget | None = None,
 ) -> tuple[WorkerCore, BlockBook]:
     """`ordinal` is unique over the cluster: it makes the ids of sequences so."""
     book = BlockBook(engine.block_count, limits.block_tokens)
     core = WorkerCore(
-        limits, engine.block_count, book=book, first_sequence_id=ordinal << 32, microbatching=microbatching
+        limits,
+        engine.block_count,
+        book=book,
+        first_sequence_id=ordinal << 32,
+        microbatching=microbatching,
+        target=target,
     )
     return core, book
 

@@ -46,6 +46,12 @@ class OnlineCost:
         """None: there is no profile and too little has been executed."""
         return self._model
 
+    def of_layers(self, layer_count: int) -> CostModel | None:
+        """The model of a stage of so many layers, by what is known of the one that is executed."""
+        if self._model is None or self._shape is None:
+            return None
+        return self._model.scaled(layer_count / self._shape.layer_count)
+
     @property
     def step_count(self) -> int:
         """Steps that are kept."""

@@ -34,6 +34,7 @@ def test_there_are_some() -> None:
     [
         ("description: x\nmodel: a\ncluster: b\nrate: 2\n", "rate: unknown setting"),
         ("description: x\nmodel: a\ncluster: b\nlimit: 0\n", "limit: Input should be greater than or equal to 1"),
+        ("description: x\nmodel: a\ncluster: b\ntpot_target_s: 0\n", "tpot_target_s: Input should be greater than 0"),
         ("- a\n", "file: Input should be a valid dictionary"),
         ("a: [\n", "is not YAML"),
     ],

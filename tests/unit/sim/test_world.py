@@ -19,6 +19,7 @@ from services.worker.core.worker import WorkerCore
 from sim.clients import Arrival, Clients
 from sim.clock import Clock
 from sim.hardware import find_cluster, find_model
+from sim.jobs.simulation import WorkerSize, production_rules
 from sim.results import Outcome, SimRun
 from sim.world import World
 from tests.support.simulated import burst, options, world
@@ -209,3 +210,30 @@ def test_what_is_made_for_an_event_has_no_cycles(policy: str) -> None:
         assert gc.collect() < run.event_count / 100 + 500 * len(run.transitions)
     finally:
         gc.enable()
+
+
+def with_target(policy: str, target_s: float | None, arrivals: list[Arrival], cluster: str = "2xA100-40G") -> SimRun:
+    made = options(policy, cluster=cluster, check_every=1999)
+    worker = replace(made.rules.worker, tpot_target_s=target_s)
+    return World(replace(made, rules=replace(made.rules, worker=worker)), arrivals).run()
+
+
+def p50_tpot_s(run: SimRun) -> float:
+    gaps_s = [(r.token_times_s[-1] - r.token_times_s[0]) / (len(r.token_times_s) - 1) for r in run.records]
+    return sorted(gaps_s)[len(gaps_s) // 2]
+
+
+@pytest.mark.parametrize(("policy", "beyond"), [("recompute", 0.1), ("static-pipeline", 0.25)])
+def test_at_overload_tokens_take_what_they_may_and_requests_wait_instead(policy: str, beyond: float) -> None:
+    """More requests come than the instances compute, and all find memory."""
+    free, bound = (with_target(policy, it, burst(base_per_s=6.0), "2xA100-80G") for it in (None, 0.06))
+    assert p50_tpot_s(free) > 0.08
+    assert 0.9 * 0.06 < p50_tpot_s(bound) < (1 + beyond) * 0.06
+    assert p99_ttft_s(bound) > p99_ttft_s(free)
+    assert [record.outcome for record in bound.records] == [Outcome.FINISHED] * len(free.records)
+
+
+@pytest.mark.parametrize("policy", ["drop", "recompute", "static-pipeline"])
+def test_without_a_target_all_is_as_with_one_that_is_always_met(policy: str) -> None:
+    assert production_rules(WorkerSize()).worker.tpot_target_s is None
+    assert with_target(policy, None, burst()).trace_hash == with_target(policy, 100.0, burst()).trace_hash

@@ -46,6 +46,15 @@ def off_by(model: CostModel | None, true: CostModel, chunks: tuple[Chunk, ...]) 
     return model.batch_cost_s(chunks) / true.batch_cost_s(chunks) - 1
 
 
+def test_what_all_layers_cost_is_known_by_those_that_are_executed() -> None:
+    online = OnlineCost(PROFILE)
+    assert online.of_layers(8) is None
+    online.enter(HALF)
+    half = online.current()
+    assert half is not None
+    assert online.of_layers(8) == half.scaled(2.0)
+
+
 def test_the_profile_is_what_it_starts_with() -> None:
     assert entered().current() == LOADED
     assert entered(None).current() is None

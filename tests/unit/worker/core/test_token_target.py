@@ -1,0 +1,91 @@
+"""A target for the time of a token: who waits for it, and that who runs does not notice."""
+
+import pytest
+
+from ballast.common.cost import CostModel
+from ballast.common.sampling import PriorityClass
+from services.worker.policy.token_target import TokenTarget
+from tests.support.leader import Leader
+from tests.support.worker_core import MEMORY, Driver, greedy
+from tests.unit.worker.core.stories import driver, prompt
+
+COST = CostModel(attention_s=0.0, token_s=0.001, chunk_s=0.01, shared_s=0.01)  # 10 ms, and 1 for each that runs
+
+
+def counts(made: Driver | Leader) -> tuple[int, int, int]:
+    """Who runs, who waits, and what dispatchers are told of places."""
+    load = made.core.load(made.at_s, MEMORY)
+    return load.running_count, load.waiting_count, load.max_running_count
+
+
+def test_who_would_make_tokens_late_waits_until_another_has_ended() -> None:
+    made = driver(64, TokenTarget(0.0135, lambda: COST), max_running_count=8, max_batch_tokens=64)
+    keys = [made.submit(prompt(3), greedy(4 + number)) for number in range(6)]
+    made.step()
+    assert counts(made) == (3, 3, 3)
+    made.run_to_end()
+    assert [len(made.received[key].token_ids) for key in keys] == [4 + number for number in range(6)]
+    assert max(len(execute.batch.slices) for execute in made.executed) == 3
+    assert made.core.totals.preemptions == 0
+    made.assert_empty()
+
+
+def test_who_waits_for_a_target_is_let_in_in_the_order_of_service() -> None:
+    made = driver(64, TokenTarget(0.0115, lambda: COST))
+    keys = [made.submit(prompt(3), greedy(2), priority=priority) for priority in reversed(PriorityClass)]
+    ended = list[int]()
+    while made.step() is not None:
+        ended += [i for i, key in enumerate(keys) if made.received[key].ending is not None and i not in ended]
+    assert ended == [0, *range(len(keys) - 1, 0, -1)]  # the first was alone when it came
+    made.assert_empty()
+
+
+def test_one_runs_however_low_the_target_is() -> None:
+    made = driver(64, TokenTarget(1e-9, lambda: COST))
+    for _ in range(3):
+        made.submit(prompt(3), greedy(2))
+    made.step()
+    assert counts(made) == (1, 2, 1)
+    made.run_to_end()
+    made.assert_empty()
+
+
+def test_nobody_who_runs_gives_way_when_tokens_have_become_slow() -> None:
+    costs = [COST]
+    made = driver(64, TokenTarget(0.0135, lambda: costs[-1]))
+    for number in range(4):
+        made.submit(prompt(3), greedy(9 + number))
+    made.step()
+    costs.append(COST.scaled(10.0))
+    made.step()
+    assert counts(made) == (3, 1, 3)
+    costs.append(COST.scaled(0.5))
+    made.step()
+    assert counts(made) == (4, 0, 4)
+    assert made.core.totals.preemptions == 0
+
+
+@pytest.mark.parametrize(("stages", "count"), [(1, 3), (2, 6), (3, 9)])
+def test_in_a_pipeline_as_many_run_as_its_microbatches_have_room_for(stages: int, count: int) -> None:
+    leader = Leader(
+        64, stages=stages, target=TokenTarget(0.01301, lambda: COST), max_running_count=8, max_waiting_count=12
+    )
+    for number in range(12):
+        leader.submit(f"r{number}")
+    for _ in range(6):
+        leader.step()
+    assert counts(leader) == (count, 12 - count, count)
+
+
+def test_a_sequence_that_comes_with_its_kv_is_taken_whatever_the_target() -> None:
+    giver = Leader(ordinal=5)
+    giver.submit("theirs")
+    giver.step()
+    leader = Leader(target=TokenTarget(1e-9, lambda: COST))
+    leader.submit("mine")
+    leader.step()
+    leader.adopt(giver.hand_over(), last=True)
+    leader.submit("next")
+    leader.step()
+    assert counts(leader) == (2, 1, 2)
+    assert leader.core.totals.preemptions == 0
