@@ -18,7 +18,7 @@ from ballast.model.tiny import make_tiny
 from services.worker.core.batch import Batch
 from services.worker.links.config import TransportConfig
 from services.worker.pipeline.events import KvAsked
-from services.worker.pipeline.exchange import kv_bytes
+from services.worker.pipeline.mover import kv_bytes
 from services.worker.shell import MemberEvent
 from tests.support.group import Answer, Cluster, GroupWorker, Sizes, alone, layout, running_group
 from tests.support.shells import until
@@ -276,7 +276,7 @@ def test_kv_waits_for_room_among_the_transfers_of_a_link(
 
     async def run() -> list[tuple[int, ...]]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("services.worker.pipeline.exchange._TOGETHER", 1)
+            patch.setattr("services.worker.core.mover._TOGETHER", 1)
             async with running_group(model_dir, ["w0", "w1"], narrow) as cluster:
                 answers = await ask(cluster, ["w0", "w1"])
                 await tokens_flow(answers, 3)

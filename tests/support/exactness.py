@@ -22,6 +22,7 @@ from ballast.common.sampling import FinishReason, SamplingParams
 from ballast.common.transition import Phase, TransitionKind
 from services.worker.core.batch import Batch, TokenLogprobs
 from services.worker.core.room import RoomSizes
+from services.worker.core.spans import Piece, Span
 from services.worker.core.transition_messages import (
     AbortRequested,
     CommitRequested,
@@ -40,12 +41,12 @@ from services.worker.pipeline.events import (
     CapacityTold,
     HandoverArrived,
     KvAsked,
+    KvLanded,
     ResultArrived,
     RoomGranted,
     RoomWithdrawn,
     RosterArrived,
     Told,
-    WaveArrived,
 )
 from services.worker.shell import MemberEvent
 from tests.support.group import HERE, Answer, Cluster, Place, Sizes, Unprepared, layout, running_group
@@ -503,8 +504,8 @@ def _stale(rng: random.Random, cluster: Cluster, name: str) -> list[MemberEvent]
             ResultArrived(epoch, (1, "from another time")),
             CapacityTold(epoch, peer, 1, RoomSizes(1, 1), epoch),
             HandoverArrived(epoch, peer, (), 1, 1),
-            RosterArrived(epoch, peer, RosterReceived(0.0, epoch, peer, ()), (some_id,)),
-            WaveArrived(epoch, (), (some_id,), 1, rng.random() < 0.5),
+            RosterArrived(epoch, RosterReceived(0.0, epoch, peer, ()), (some_id,)),
+            RosterArrived(epoch, RosterReceived(0.0, epoch, peer, (), 1, rng.random() < 0.5), (some_id,)),
             Told(epoch, WaveDone(0.0, epoch, peer, 0)),
             KvAsked(epoch, peer, (some_id,)),
             RoomGranted(epoch, 1),
@@ -514,6 +515,7 @@ def _stale(rng: random.Random, cluster: Cluster, name: str) -> list[MemberEvent]
             Told(epoch, EpochEnded(0.0, epoch, peer)),
             Told(epoch, HandoverReceived(0.0, epoch, peer, ())),
             Told(epoch, KvReceived(0.0, epoch, some_id, peer)),
+            KvLanded(peer, Piece(epoch, some_id, 0, 1, Span(0, 1, 16, last=True)), delivered=True),
             Told(epoch, KvCompleteReceived(0.0, epoch, some_id, peer)),
         ]
     return [event for event in found if rng.random() < 0.5]

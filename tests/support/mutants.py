@@ -21,11 +21,11 @@ from services.planner.core.roster import Roster
 from services.planner.core.stages import Stage
 from services.planner.core.transition import Coordinator
 from services.worker.core.arrivals import Arrivals
+from services.worker.core.mover import Mover
 from services.worker.core.transition import Transition
 from services.worker.emulation.phantom import Phantom
 from services.worker.pipeline import stage_runner
 from services.worker.pipeline.driver import TransitionDriver
-from services.worker.pipeline.exchange import KvExchange
 from services.worker.pipeline.handover import Handover
 from services.worker.pipeline.planner_side import Transitions
 from services.worker.pipeline.restoring import Restoring
@@ -66,16 +66,6 @@ def _waits_for_aborts(overdue: Any) -> Any:
     return lambda self, at_s: {} if self.stage is Stage.ABORTING else overdue(self, at_s)
 
 
-def _not_again(transfer: Any) -> Any:
-    """B9: what the link has no room for is never sent."""
-
-    def begin(self: KvExchange, link: Any, to: Any, pieces: Any) -> Any:
-        transfer(self, link, to, pieces)
-        self._waiting.pop(to, None)
-
-    return begin
-
-
 def _untold(pass_on: Any) -> Any:
     """The leader gives a restore up, and its followers do not hear of it."""
 
@@ -103,9 +93,9 @@ def _kept_too(hand_over: Any) -> Any:
     return give
 
 
-def _wrong_block(table: Any) -> Any:
+def _wrong_block(blocks: Any) -> Any:
     """The sender takes the blocks in another order than the sequence has them."""
-    return lambda self, command: [*reversed(table(self, command))]
+    return lambda self, piece: (*reversed(blocks(self, piece)),)
 
 
 def _only_out(block_copies: Any) -> Any:
@@ -135,7 +125,7 @@ def _leader_only(landed: Any) -> Any:
 
 
 MUTANTS: Mapping[str, tuple[Patch, ...]] = {
-    "wrong-block": (_instead(KvExchange, "_table", _wrong_block),),
+    "wrong-block": (_instead(Mover, "_blocks", _wrong_block),),
     "B1-outside-not-told": (_instead(TransitionDriver, "is_outside", _never),),
     "B2-back-counts-as-whole": (_instead(Roster, "disagrees", _never),),
     "B2b-no-deadline": (_instead(Coordinator, "_overdue", lambda _: lambda *_: {}),),
@@ -143,7 +133,7 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
         _instead(Coordinator, "_member_said", _without_answer),
         _instead(Coordinator, "_overdue", _waits_for_aborts),
     ),
-    "B9-refused-transfer": (_instead(KvExchange, "_transfer", _not_again),),
+    "B9-refused-transfer": (_instead(Mover, "refused", _nothing),),  # what the link has no room for is never sent
     "migrated-without-copy": (_instead(Phantom, "clone", lambda _: lambda self: self),),
     "migrated-before-all-stages-have-it": (_instead(Arrivals, "landed", _leader_only),),
     "swapped-out-for-good": (_instead(stage_runner, "block_copies", _only_out),),

@@ -1,4 +1,4 @@
-"""Which KV goes from where to where when a sequence changes its group (pure): one map for exchange and live migration.
+"""Which KV goes from where to where when a sequence changes its group (pure).
 
 Each stage of the group that it goes to takes, from each stage of the group that it comes from, the layers that both
 execute. What travels at once is a `Span` of the sequence, cut at the borders of stages into one `Piece` for each hop.
@@ -10,6 +10,8 @@ from typing import NamedTuple, Protocol
 
 from ballast.common.ids import WorkerId
 from services.worker.core.batch import SequenceId
+
+Key = tuple[int, int, WorkerId, int]  # of what comes: move, sequence, giver and first layer
 
 
 class Holder(Protocol):
@@ -74,3 +76,7 @@ class Piece:
     first_layer: int
     last_layer: int
     span: Span
+
+
+def key_of(piece: Piece, giver: WorkerId) -> Key:
+    return piece.move, piece.sequence_id, giver, piece.first_layer

@@ -80,7 +80,6 @@ class _Progress:
     wave_missing: set[WorkerId] = field(default_factory=set)  # leader: stages that are not through with its wave
     outgoing: set[tuple[SequenceId, WorkerId]] = field(default_factory=set)
     incoming: dict[SequenceId, set[WorkerId]] = field(default_factory=dict)  # victim -> sources not yet done
-    early: set[tuple[SequenceId, WorkerId]] = field(default_factory=set)  # KV that came before the roster
     stages_missing: dict[SequenceId, set[WorkerId]] = field(default_factory=dict)  # leader: victim -> stages
     early_complete: set[tuple[SequenceId, WorkerId]] = field(default_factory=set)
     led: bool = False
@@ -311,25 +310,20 @@ class Transition:
         commands: list[Command] = []
         for victim in victims:
             moves = transfers(self.plan, victim, source)
-            sources = tuple(sorted({giver for giver, to, _, _ in moves if to == self.me}))
+            coming = tuple(hop for hop in moves if hop.taker == self.me)
             if self.me in members_of(group_of(self.plan.target, source)):
-                commands.append(ExpectKv(self.epoch, victim, sources))
-            if sources:
-                is_.incoming[victim.sequence_id] = set(sources)
-            for giver, to, first_layer, last_layer in moves:
-                if giver == self.me:
-                    is_.outgoing.add((victim.sequence_id, to))
-                    commands.append(SendKv(self.epoch, victim, to, first_layer, last_layer))
-        for sequence_id, giver in sorted(is_.early):
-            commands += self._kv_received(sequence_id, giver)
+                commands.append(ExpectKv(self.epoch, victim, coming))
+            if coming:
+                is_.incoming[victim.sequence_id] = {hop.giver for hop in coming}
+            going = [hop for hop in moves if hop.giver == self.me]
+            is_.outgoing.update((victim.sequence_id, hop.taker) for hop in going)
+            commands += [SendKv(self.epoch, victim, hop) for hop in going]
         return commands + self._maybe_done()
 
     def _kv_received(self, sequence_id: SequenceId, source: WorkerId) -> list[Command]:
         waiting = self._is.incoming.get(sequence_id)
         if waiting is None:
-            self._is.early.add((sequence_id, source))
             return []
-        self._is.early.discard((sequence_id, source))
         waiting.discard(source)
         if waiting:
             return []

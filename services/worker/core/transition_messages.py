@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from ballast.common.ids import Epoch, WorkerId
 from services.worker.core.plan import Plan, SequenceId, Victim
+from services.worker.core.spans import Hop
 
 # ---------------------------------------------------------------- events: from the planner
 
@@ -286,22 +287,20 @@ class SendRoster:
 
 @dataclass(frozen=True, slots=True)
 class SendKv:
-    """The KV of the victim's computed tokens in `[first_layer, last_layer)`. Answered with KvSent."""
+    """The KV of the victim's computed tokens in the layers of that hop. Answered with KvSent."""
 
     epoch: Epoch
     victim: Victim
-    to: WorkerId
-    first_layer: int
-    last_layer: int
+    hop: Hop
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectKv:
-    """Have blocks ready for a victim of the new group. Each piece is reported with KvReceived."""
+    """Have blocks ready for a victim of the new group. What comes by each of these hops is reported with KvReceived."""
 
     epoch: Epoch
     victim: Victim
-    sources: tuple[WorkerId, ...]
+    hops: tuple[Hop, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from ballast.common.ids import Epoch, WorkerId
 from services.worker.core.events import CapacityChanged
-from services.worker.core.leading import Leading
 from services.worker.core.room import GroupSizes, RoomSizes
+from services.worker.core.waves import Leading
 from services.worker.links.traffic import TrafficClass
 from services.worker.pipeline.events import CapacityTold
 from services.worker.pipeline.ground import Ground

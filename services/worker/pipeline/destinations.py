@@ -6,18 +6,18 @@ from collections.abc import Callable
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from ballast.common.ids import WorkerId
-from services.worker.core.spans import Piece
+from ballast.common.ids import Epoch, WorkerId
+from services.worker.core.spans import Key
 
 if TYPE_CHECKING:
     import torch
 
-Key = tuple[int, int, WorkerId, int]  # move, sequence, giver and first layer; or epoch, layer, source and 0
 Pieces = list["torch.Tensor"]
 
 
-def key_of(piece: Piece, giver: WorkerId) -> Key:
-    return piece.move, piece.sequence_id, giver, piece.first_layer
+def layer_key(epoch: Epoch, layer: int, source: WorkerId) -> Key:
+    """Of parameters: no KV has it."""
+    return epoch, layer, source, -1
 
 
 def whole(pieces: Pieces) -> Callable[[int, int], Pieces]:
@@ -52,10 +52,6 @@ class Destinations:
         """False: it has been taken, and may be being written."""
         with self._lock:
             return self._expected.pop(key, None) is not None
-
-    def clear(self) -> None:
-        with self._lock:
-            self._expected.clear()
 
 
 def _nothing(_first: int, _last: int) -> Pieces:

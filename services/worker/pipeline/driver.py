@@ -5,6 +5,7 @@
 
 import copy
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
@@ -13,7 +14,6 @@ from ballast.service.logs import get_logger
 from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import BlockBook
 from services.worker.core.events import KvArrived, LaneOpened, RoleChanged
-from services.worker.core.leading import Decision
 from services.worker.core.phases import BEFORE_COMMIT
 from services.worker.core.plan import Plan, Victim, part_of
 from services.worker.core.transition import Transition
@@ -32,8 +32,6 @@ from services.worker.core.transition_messages import (
     GiveWay,
     GroupEnded,
     HandoverReceived,
-    KvReceived,
-    KvSent,
     Lead,
     LeadWave,
     Led,
@@ -45,7 +43,6 @@ from services.worker.core.transition_messages import (
     ReleaseLost,
     ReleaseSent,
     Resume,
-    RosterReceived,
     SendEpochEnded,
     SendHandover,
     SendKv,
@@ -61,23 +58,21 @@ from services.worker.pipeline.capacity import Capacities
 from services.worker.pipeline.events import (
     HandoverArrived,
     KvAsked,
+    KvLeft,
     LinkMade,
-    PieceSent,
     PlanReceived,
     RosterArrived,
     Told,
-    WaveArrived,
 )
-from services.worker.pipeline.exchange import KvExchange
 from services.worker.pipeline.ground import Ground
 from services.worker.pipeline.handover import Handover
-from services.worker.pipeline.homecoming import Homecoming
 from services.worker.pipeline.leaving import Leaving
 from services.worker.pipeline.migrations import Migrations
+from services.worker.pipeline.mover import KvMover
 from services.worker.pipeline.restoring import Restoring
 from services.worker.pipeline.role import Role, own_layers
 from services.worker.pipeline.stage_runner import StageRunner
-from services.worker.pipeline.wire import Topic
+from services.worker.pipeline.wire import Topic, roster_to_bytes
 from services.worker.policy.placement import MemberView
 
 _AFTER_COMMIT = (Phase.COMMITTING, Phase.EXCHANGING)
@@ -91,7 +86,7 @@ class TransitionDriver:
         *,
         stage: StageRunner,
         capacities: Capacities,
-        homecoming: Homecoming,
+        mover: KvMover,
         restoring: Restoring,
         migrations: Migrations,
         broken: Callable[[Epoch, WorkerId, str], None],
@@ -108,7 +103,8 @@ class TransitionDriver:
         self._stage = stage
         self._capacities = capacities
         self._handover = Handover(ground, capacities)
-        self._homecoming = homecoming
+        self._mover = mover
+        self._homecoming = restoring.homecoming
         self._restoring = restoring
         self._migrations = migrations
         self._memory = ground.memory
@@ -118,7 +114,6 @@ class TransitionDriver:
         self._post = ground.post
         self.transition: Transition | None = None  # under way, or the last
         self._received: PlanReceived | None = None
-        self._exchange: KvExchange | None = None  # of that transition
         self.leaving: Leaving | None = None  # the group before, which dissolves
         self.quiescing = False  # no batches are formed
         self._learning = False  # a drop is prepared: checksums are taken of what is to be given up
@@ -146,10 +141,10 @@ class TransitionDriver:
         self._learning = False
         transition = self.transition = Transition(self._role.me, plan)
         self._received = event
-        progress = self._published.begin(plan.epoch, self._ground.book.block_count)
+        self._published.begin(plan.epoch, self._ground.book.block_count)
         self._handover.begin()
         self._early = []
-        self._exchange = KvExchange(transition, progress, self._ground)
+        self._mover.core.begin(self._ground.book)
         self._execute(transition.begin())
         self._publish()
 
@@ -163,9 +158,6 @@ class TransitionDriver:
                 self._pass_end_on(epoch)
             case CommitRequested() if transition.phase is Phase.PREPARED:
                 self._published.note_commit()
-            case KvReceived(sequence_id=sequence_id, source=source):
-                if not self._the_exchange().is_last_piece(sequence_id, source):
-                    return
             case _:
                 pass
         self.drive(event)
@@ -229,42 +221,33 @@ class TransitionDriver:
         if self._current().phase in BEFORE_COMMIT:
             self._early.append(event)
             return
-        for sequence_id in event.recomputed:  # their blocks are needed for those that keep their KV
-            self._ground.book.release(sequence_id)
-        self._the_exchange().forget(event.recomputed)
-        self.drive(event.event)
+        roster = event.event
+        if roster.wave:
+            roster = replace(roster, source=self._role.leader)
+            self._links.pass_down(Topic.WAVE, roster_to_bytes(roster, event.recomputed))
+            # Blocks that batches before it have freed are taken by KV that comes over links: nothing may touch them.
+            self._memory.pool.backend.synchronise()
+        else:
+            for sequence_id in event.recomputed:  # their blocks are needed for those that keep their KV
+                self._ground.book.release(sequence_id)
+        self._mover.core.forget(event.recomputed)
+        self.drive(roster)
         self._stage.run_early()
-
-    def wave_arrived(self, event: WaveArrived) -> None:
-        if not self.is_current(event.epoch):
-            return
-        victims, wave, last = event.victims, event.wave, event.last
-        self._handover.pass_wave_on(event.epoch, victims, event.recomputed, wave, last=last)
-        self._begin_wave(event.recomputed)
-        self.drive(RosterReceived(self._now(), event.epoch, self._role.leader, victims, wave, last))
-
-    def _begin_wave(self, recomputed: tuple[SequenceId, ...]) -> None:
-        """Blocks that batches before it have freed are taken by KV that comes over links: nothing may touch them."""
-        self._the_exchange().forget(recomputed)
-        self._memory.pool.backend.synchronise()
 
     def kv_asked(self, event: KvAsked) -> None:
         if self.is_current(event.epoch):
-            self._the_exchange().asked(event)
-            self._the_exchange().flush()
+            self._mover.asked(event)
 
-    def piece_sent(self, event: PieceSent) -> None:
-        for sequence_id in self._the_exchange().sent(event) if self.is_current(event.epoch) else ():
-            self.drive(KvSent(self._now(), event.epoch, sequence_id, event.to))
+    def kv_left(self, event: KvLeft) -> None:
+        for sent in self._mover.left(event) if self.is_current(event.send.epoch) else ():
+            self.drive(sent)
 
-    def abandon(self) -> Callable[[], bool]:
-        """The group is no more. Returns whether nothing of the KV is being sent any more."""
-        exchange = self._exchange
+    def abandon(self) -> None:
+        """The group is no more."""
         self._restoring.abandon()
         self._handover.begin()
-        self.transition, self._exchange, self.leaving = None, None, None
+        self.transition = self.leaving = None
         self.quiescing = self._learning = False
-        return lambda: exchange is None or exchange.idle
 
     def end_leaving(self, why: str) -> None:
         """Whatever the other members of the group that dissolves do: here it ends now."""
@@ -321,8 +304,6 @@ class TransitionDriver:
     def check(self) -> None:
         if self.transition is not None:
             self.transition.check()
-        if self._exchange is not None:
-            self._exchange.check()
         if self.leaving is not None:
             self.leaving.check()
 
@@ -360,15 +341,15 @@ class TransitionDriver:
                 case SendHandover(epoch=epoch, to=to):
                     self._handover.send(epoch, to)
                 case Lead(victims=victims):
-                    self._lead(victims)
+                    self._lead(victims, 0)
                 case LeadWave(wave=wave):
-                    self._lead_wave(wave)
+                    self._lead((), wave)
                 case SendRoster():
                     self._handover.send_roster(command)
                 case SendKv():
-                    self._the_exchange().send(command)
+                    self._mover.send(command)
                 case ExpectKv():
-                    self._the_exchange().expect(command)
+                    self._mover.expect(command)
                 case SendKvComplete(sequence_id=sequence_id, to=to):
                     self._links.send(to, TrafficClass.CONTROL, Topic.KV_COMPLETE, b"", stream=sequence_id)
                 case Resume(sequence_id=sequence_id):
@@ -381,8 +362,7 @@ class TransitionDriver:
                     self._release_lost()
                 case Broken(peer=peer, why=why):
                     self._broken(self._current().epoch, peer, why)
-        if self._exchange is not None:
-            self._exchange.flush()
+        self._mover.flush()
 
     # ------------------------------------------------------------ prepare
 
@@ -502,32 +482,20 @@ class TransitionDriver:
         self._handover.note_final(self._memory.blocks_after_drop(lost))
         block_count = self._memory.drop_layers(lost)
         if self._memory.kv.retired_layers:
-            block_count = self._memory.shrink_retired(self._the_exchange().retire())
+            block_count = self._memory.shrink_retired(self._mover.core.retire())
         self._ground.grow_book(block_count)
         progress.remap_s += self._now() - began_s
 
-    def _lead(self, victims: tuple[Victim, ...]) -> None:
-        transition, now_s = self._current(), self._now()
-        if transition.part.dissolves:
-            kept = self._handover.lead_alone(victims, now_s, complete=not transition.lost)
-            progress = self._published.counted
-            progress.halted_at_s, progress.victims_waiting = now_s, len(kept)
-            progress.victims_recomputed += len(victims) - len(kept)
-            self.drive(Led(now_s, transition.epoch, kept))
-            return
-        decision = self._handover.lead(transition, victims, self._published.counted, now_s)
-        self._the_exchange().forget(decision.recomputed)
-        self.quiescing = False
-        self._drive_led(transition, decision, 0)
-
-    def _lead_wave(self, wave: int) -> None:
-        transition, now_s = self._current(), self._now()
-        decision = self._handover.lead_on(self._published.counted, now_s)
-        self._begin_wave(decision.recomputed)
-        self._drive_led(transition, decision, wave)
-
-    def _drive_led(self, transition: Transition, decision: Decision, wave: int) -> None:
-        """Live only if all who hold KV are stages of the new group, and so come to every roster."""
+    def _lead(self, victims: tuple[Victim, ...], wave: int) -> None:
+        """A wave is live only if all who hold KV are stages of the new group, and so come to every roster."""
+        transition, now_s, progress = self._current(), self._now(), self._published.counted
+        if wave:
+            decision = self._handover.lead_on(progress, now_s)
+            self._memory.pool.backend.synchronise()  # see `roster_arrived`
+        else:
+            decision = self._handover.lead(transition, victims, progress, now_s)
+            self.quiescing = False
+        self._mover.core.forget(decision.recomputed)
         admitted, last = decision.wave.admitted, decision.wave.last
         self.drive(Led(self._now(), transition.epoch, admitted, wave, last))
 
@@ -542,7 +510,7 @@ class TransitionDriver:
     def _release_sent(self) -> None:
         """What has been sent makes room for the next wave."""
         progress, began_s = self._published.counted, self._now()
-        self._ground.grow_book(self._memory.shrink_retired(*self._the_exchange().take_moves()))
+        self._ground.grow_book(self._memory.shrink_retired(*self._mover.core.compact()))
         progress.remap_s += self._now() - began_s
         self._capacities.tell_leader(self._restoring.withdrawn_epoch)
 
@@ -580,8 +548,3 @@ class TransitionDriver:
         if self._received is None:
             raise InvariantViolation("no plan has been received")
         return self._received
-
-    def _the_exchange(self) -> KvExchange:
-        if self._exchange is None:
-            raise InvariantViolation("KV is exchanged and no transition is under way")
-        return self._exchange

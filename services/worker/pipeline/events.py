@@ -11,13 +11,14 @@ from ballast.common.ids import Epoch, WorkerId
 from ballast.common.sampling import Grammar
 from services.worker.core.batch import Batch, SequenceId, StepResult
 from services.worker.core.migration_messages import Message as MigrationMessage
-from services.worker.core.migration_messages import MigrationId
-from services.worker.core.plan import Plan, Victim
+from services.worker.core.mover import Send
+from services.worker.core.plan import Plan
 from services.worker.core.room import RoomSizes
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.spans import Piece
 from services.worker.core.transition_messages import Event as TransitionEvent
-from services.worker.links.transfer import TransferReport
+from services.worker.core.transition_messages import RosterReceived
+from services.worker.links.transfer import Outcome, TransferReport
 from services.worker.shell import MemberEvent
 
 if TYPE_CHECKING:
@@ -82,21 +83,11 @@ class HandoverArrived(MemberEvent):
 
 @dataclass(frozen=True, slots=True)
 class RosterArrived(MemberEvent):
-    epoch: Epoch
-    source: WorkerId
-    event: TransitionEvent
-    recomputed: tuple[SequenceId, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class WaveArrived(MemberEvent):
-    """The roster of a later wave, from the leader by way of the stages in between."""
+    """That of a later wave comes from the leader by way of the stages in between."""
 
     epoch: Epoch
-    victims: tuple[Victim, ...]
+    event: RosterReceived
     recomputed: tuple[SequenceId, ...]
-    wave: int
-    last: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +121,29 @@ class LinkMade(MemberEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class PieceSent(MemberEvent):
-    """A transfer of KV to this member has ended."""
+class KvLeft(MemberEvent):
+    """A transfer of KV from here has ended."""
 
-    epoch: Epoch
-    sequence_ids: tuple[SequenceId, ...]  # one for each piece
-    to: WorkerId
+    send: Send
     report: Future[TransferReport]
+
+    @property
+    def why_not(self) -> str:
+        """Empty: the receiver has it."""
+        if (error := self.report.exception()) is not None:
+            return str(error)
+        report = self.report.result()
+        return "" if report.outcome is Outcome.DELIVERED else f"{report.outcome.value}: {report.why}"
+
+
+@dataclass(frozen=True, slots=True)
+class KvLanded(MemberEvent):
+    """KV has come here; or it will not come any more."""
+
+    giver: WorkerId
+    piece: Piece
+    delivered: bool
+    unpack: Callable[[], None] | None = None  # it is here, and not in its place
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,22 +199,6 @@ class MigrationTold(MemberEvent):
     message: MigrationMessage
     link: Link  # answers go the same way
     at_s: float  # when it came: the engine may have been in a step
-
-
-@dataclass(frozen=True, slots=True)
-class SpanLanded(MemberEvent):
-    """KV of a sequence that comes here by a migration; or it will not come any more."""
-
-    giver: WorkerId
-    piece: Piece
-    delivered: bool
-    unpack: Callable[[], None] | None = None  # it is here, and not in its place
-
-
-@dataclass(frozen=True, slots=True)
-class SpanSent(MemberEvent):
-    migration_id: MigrationId
-    report: Future[TransferReport]
 
 
 @dataclass(frozen=True, slots=True)

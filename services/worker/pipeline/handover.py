@@ -7,13 +7,12 @@ from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import members_of
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.batch import SequenceId
-from services.worker.core.blocks import blocks_for
-from services.worker.core.events import Adopted, HandedOver, HandOver, KvAdmitted, KvLost, OfLeaving
-from services.worker.core.leading import Decision, Leading
+from services.worker.core.events import Adopted, HandedOver, HandOver, OfLeaving
 from services.worker.core.plan import Victim
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.transition import Transition
 from services.worker.core.transition_messages import SendRoster
+from services.worker.core.waves import Decision, Leading
 from services.worker.links.traffic import TrafficClass
 from services.worker.pipeline.capacity import Capacities
 from services.worker.pipeline.events import HandoverArrived
@@ -67,10 +66,12 @@ class Handover:
             if isinstance(command, HandedOver):
                 self._going |= dict(command.snapshots)
 
-    def send_away(self, epoch: Epoch, going: Mapping[SequenceId, WorkerId], now_s: float) -> None:
-        """Some of a group that dissolves go to their new leaders, by their tokens; others may follow."""
-        self._hand_over(OfLeaving(now_s, HandOver(now_s, going, by_tokens=True)))
-        for to in sorted(self._going):
+    def send_away(self, epoch: Epoch, going: Mapping[SequenceId, WorkerId], now_s: float, *, by_tokens: bool) -> None:
+        """Some of a group that dissolves go to their new leaders: by their tokens now, and others may follow; or with
+        their KV, with the next `send`.
+        """
+        self._hand_over(OfLeaving(now_s, HandOver(now_s, going, by_tokens=by_tokens)))
+        for to in sorted(self._going) if by_tokens else ():
             self.send(epoch, to, more=True)
 
     def _own_victims(self) -> tuple[Victim, ...]:
@@ -87,37 +88,6 @@ class Handover:
         self._links.send(to, TrafficClass.CONTROL, Topic.HANDOVER, body.SerializeToString())
 
     # ------------------------------------------------------------ as the leader to come
-
-    def give_leaving(self, going: Mapping[SequenceId, WorkerId], now_s: float) -> None:
-        """The sequences that are left in a group that dissolves go to their new leaders, with their KV."""
-        if going:
-            self._hand_over(OfLeaving(now_s, HandOver(now_s, going)))
-
-    def lead_alone(self, victims: Sequence[Victim], now_s: float, *, complete: bool) -> tuple[Victim, ...]:
-        """All members are ready: takes in what has come of the group that dissolves. Returns the victims that keep
-        their KV: if that is `complete`, those for which there is room. What this worker has led itself comes first.
-        """
-        lane, tokens = self._ground.lane, self._memory.kv.shape.block_tokens
-        mine, alive = {v.sequence_id: v for v in victims if v.old_leader == self._role.me}, set(lane.sequence_ids)
-        counts = {s.sequence_id: s.token_count for s in lane.sequences if s.sequence_id in mine.keys() & alive}
-        for snapshot in sorted(self._coming, key=lambda s: (s.priority.rank, -s.age_s)):
-            counts[snapshot.sequence_id] = len(snapshot.prompt_token_ids) + len(snapshot.output_token_ids)
-        # What has left the lane holds its blocks until the next batch.
-        free_blocks = min(lane.free_block_count, self._ground.book.free_count) if complete else -1
-        with_kv, kept = {v.sequence_id: v for v in victims}, list[Victim]()
-        for sequence_id, count in counts.items():
-            if sequence_id in with_kv and (need := blocks_for(count + 1, tokens)) <= free_blocks:
-                free_blocks -= need
-                kept.append(with_kv[sequence_id])
-        kept_ids = frozenset(victim.sequence_id for victim in kept)
-        lost_ids = frozenset(with_kv) - kept_ids
-        coming, self._coming = tuple(self._coming), []
-        self._recomputed = tuple(sorted(lost_ids))
-        for sequence_id in sorted(mine.keys() - kept_ids):
-            self._tell(KvLost(now_s, sequence_id))
-        self._tell(KvAdmitted(now_s, kept_ids & mine.keys()))
-        self._tell(Adopted(now_s, coming, kept_ids, lost_ids, last=True))
-        return tuple(sorted(kept, key=lambda victim: victim.sequence_id))
 
     def adopt_by_tokens(self, now_s: float) -> None:
         """Takes in the sequences that have come of a group that dissolves: they are computed anew."""
@@ -142,18 +112,25 @@ class Handover:
 
     def lead(self, transition: Transition, victims: Sequence[Victim], progress: Progress, now_s: float) -> Decision:
         """All members are ready. Who finds no room in the smallest stage waits for it, or starts over."""
-        members = members_of(transition.part.new)
-        self._capacities.add({peer: count for peer, count in self._told_counts.items() if peer in members})
-        in_the_end = {peer: count for peer, count in self._final_counts.items() if peer in members}
-        size = self._memory.kv.shape.block_tokens
-        leading = self._leading = Leading(self._role.me, transition.plan, transition.part, self._ground.lane, size)
-        decision = leading.lead(now_s, victims, self._coming, self._capacities.counts, in_the_end)
+        lane, book, size = self._ground.lane, self._ground.book, self._memory.kv.shape.block_tokens
+        leading = self._leading = Leading(self._role.me, transition.plan, transition.part, lane, size)
+        if transition.part.dissolves:
+            # What has left the lane holds its blocks until the next batch.
+            free_blocks = -1 if transition.lost else min(lane.free_block_count, book.free_count)
+            decision = leading.lead_alone(now_s, victims, self._coming, free_blocks)
+            progress.halted_at_s = now_s
+        else:
+            members = members_of(transition.part.new)
+            self._capacities.add({peer: count for peer, count in self._told_counts.items() if peer in members})
+            in_the_end = {peer: count for peer, count in self._final_counts.items() if peer in members}
+            decision = leading.lead(now_s, victims, self._coming, self._capacities.counts, in_the_end)
+            progress.victim_count, progress.waves = decision.victim_count, 1
+        progress.victims_waiting = decision.victim_count
         self._capacities.leading = leading
-        progress.victim_count = progress.victims_waiting = decision.victim_count
         self._carry_out(decision, progress)
         self._coming = []
         for sequence_id in decision.recomputed:  # for those who keep their KV
-            self._ground.book.release(sequence_id)
+            book.release(sequence_id)
         return decision
 
     def lead_on(self, progress: Progress, now_s: float) -> Decision:
@@ -161,6 +138,7 @@ class Handover:
         if self._leading is None:
             raise InvariantViolation("a wave is over and no victims have been led")
         decision = self._leading.lead_on(now_s, self._capacities.counts)
+        progress.waves += 1
         self._carry_out(decision, progress)
         return decision
 
@@ -168,28 +146,14 @@ class Handover:
         for event in decision.events:
             self._tell(event)
         self._recomputed = decision.recomputed
-        progress.waves += 1
         progress.victims_recomputed += len(decision.wave.lost)
         progress.victims_waiting -= len(decision.wave.lost)
 
     def send_roster(self, roster: SendRoster) -> None:
+        """That of a wave goes down the pipeline, behind the batches that have freed the blocks which it takes."""
+        body = roster_to_bytes(roster, self._recomputed)
         if roster.wave:
-            self.pass_wave_on(roster.epoch, roster.victims, self._recomputed, roster.wave, last=roster.last)
+            self._links.pass_down(Topic.WAVE, body)
             return
-        body = roster_to_bytes(roster.epoch, roster.victims, self._recomputed, 0, last=roster.last)
         for member in roster.to:
             self._links.send(member, TrafficClass.CONTROL, Topic.ROSTER, body)
-
-    def pass_wave_on(
-        self,
-        epoch: Epoch,
-        victims: tuple[Victim, ...],
-        recomputed: tuple[SequenceId, ...],
-        wave: int,
-        *,
-        last: bool,
-    ) -> None:
-        """Down the pipeline, behind the batches that have freed the blocks which this wave takes."""
-        if not self._role.is_last:
-            body = roster_to_bytes(epoch, victims, recomputed, wave, last=last)
-            self._links.send(self._role.next_stage, TrafficClass.ACTIVATION, Topic.WAVE, body)

@@ -13,23 +13,23 @@ from typing import TYPE_CHECKING
 
 from ballast.common.ids import Epoch, WorkerId
 from ballastpb.worker.v1 import stage_pb2 as pb
-from services.worker.core.spans import Piece
+from services.worker.core.spans import Piece, key_of
 from services.worker.core.transition_messages import (
     EpochEnded,
     KvCompleteReceived,
-    KvReceived,
     PeerLost,
     RosterReceived,
     WaveDone,
 )
 from services.worker.links.transfer import Outcome, Refusal
-from services.worker.pipeline.destinations import Destinations, key_of
+from services.worker.pipeline.destinations import Destinations, layer_key
 from services.worker.pipeline.events import (
     BatchArrived,
     CapacityTold,
     GrammarComes,
     HandoverArrived,
     KvAsked,
+    KvLanded,
     LayerArrived,
     LayerAsked,
     MigrationTold,
@@ -37,10 +37,7 @@ from services.worker.pipeline.events import (
     RoomGranted,
     RoomWithdrawn,
     RosterArrived,
-    SpanLanded,
     Told,
-    WaveArrived,
-    Woken,
 )
 from services.worker.pipeline.wire import (
     Topic,
@@ -77,8 +74,7 @@ class Hub:
         self.post = post
         self._now = now
         self._device = device
-        self.kv = Destinations()
-        self.layers = Destinations()  # keyed (epoch, layer, source, 0)
+        self.places = Destinations()
         self._receiving: set[tuple[Link, int]] = set()  # transfers that write into this worker's memory
         self._lock = Lock()
         self._heads: dict[Link, bytes] = {}  # of the batch that comes next on that link
@@ -112,15 +108,11 @@ class Hub:
                 snapshots = tuple(snapshot_from_proto(s) for s in handover.sequences)
                 counts = handover.block_count, handover.final_block_count
                 self.post(HandoverArrived(epoch, peer, snapshots, *counts, handover.more))
-            case Topic.ROSTER:
+            case Topic.ROSTER | Topic.WAVE:
                 roster = pb.Roster.FromString(_whole(message))
                 victims = tuple(victim_from_proto(v) for v in roster.victims)
-                event = RosterReceived(now_s, epoch, peer, victims, last=roster.last)
-                self.post(RosterArrived(epoch, peer, event, tuple(roster.recomputed)))
-            case Topic.WAVE:
-                roster = pb.Roster.FromString(_whole(message))
-                victims = tuple(victim_from_proto(v) for v in roster.victims)
-                self.post(WaveArrived(epoch, victims, tuple(roster.recomputed), roster.wave, roster.last))
+                event = RosterReceived(now_s, epoch, peer, victims, roster.wave, roster.last)
+                self.post(RosterArrived(epoch, event, tuple(roster.recomputed)))
             case Topic.WAVE_DONE:
                 self.post(Told(epoch, WaveDone(now_s, epoch, peer, message.stream)))
             case Topic.KV_WANTED:
@@ -141,34 +133,34 @@ class Hub:
                 self.post(RoomWithdrawn(Epoch(message.stream)))
             case Topic.MIGRATION:
                 self.post(MigrationTold(peer, migration_from_bytes(_whole(message)), link, now_s))
-            case Topic.MIGRATION_KV:
-                self._last_kv(link, peer, message)
-            case Topic.KV | Topic.LAYER:
+            case Topic.KV:
+                self._kv(link, peer, message)
+            case Topic.LAYER:
                 raise ValueError(f"{peer} sends {Topic(message.topic).name} as a message")
 
-    def _last_kv(self, link: Link, peer: WorkerId, message: Message) -> None:
+    def _kv(self, link: Link, peer: WorkerId, message: Message) -> None:
         (piece,) = pieces_from_bytes(message.meta)
         place, packed = self._place(piece, peer), message.tensor
         if place is None:
             return  # nobody waits for it
         size, expected = 0 if packed is None else packed.numel(), sum(tensor.nbytes for tensor in place)
         if size != expected:
-            self.post(SpanLanded(peer, piece, delivered=False))  # its place is taken: nothing else would tell of it
+            self.post(KvLanded(peer, piece, delivered=False))  # its place is taken: nothing else would tell of it
             raise ValueError(f"{peer} sends {piece} in {size} bytes of {expected}")
         unpack = None if packed is None else partial(link.unpack, packed, place)
-        self.post(SpanLanded(peer, piece, delivered=True, unpack=unpack))
+        self.post(KvLanded(peer, piece, delivered=True, unpack=unpack))
 
     def _place(self, piece: Piece, giver: WorkerId) -> list[torch.Tensor] | None:
         """None: nobody waits for it."""
-        return self.kv.take(key_of(piece, giver), piece.span.first_block, piece.span.last_block)
+        return self.places.take(key_of(piece, giver), piece.span.first_block, piece.span.last_block)
 
     def on_opening(self, link: Link, opening: Opening) -> Sequence[torch.Tensor] | Refusal:
         peer, epoch = WorkerId(link.peer_id), Epoch(link.epoch)
-        if opening.topic in (Topic.KV, Topic.MIGRATION_KV):
+        if opening.topic == Topic.KV:
             found = [self._place(piece, peer) for piece in pieces_from_bytes(opening.meta)]
             pieces = None if None in found else [tensor for part in found for tensor in part or ()]
         else:
-            pieces = self.layers.take((epoch, pb.LayerWanted.FromString(opening.meta).layer, peer, 0))
+            pieces = self.places.take(layer_key(epoch, pb.LayerWanted.FromString(opening.meta).layer, peer))
         if pieces is None:
             return Refusal("nobody waits for this")
         if opening.total_bytes != (expected := sum(tensor.nbytes for tensor in pieces)):
@@ -184,15 +176,8 @@ class Hub:
         with self._lock:
             self._receiving.discard((link, opening.transfer))
         if opening.topic == Topic.KV:
-            if delivered:
-                for piece in pieces_from_bytes(opening.meta):
-                    self.post(Told(epoch, KvReceived(self._now(), epoch, piece.sequence_id, peer)))
-            else:
-                self.post(Woken())
-            return
-        if opening.topic == Topic.MIGRATION_KV:
             for piece in pieces_from_bytes(opening.meta):
-                self.post(SpanLanded(peer, piece, delivered))
+                self.post(KvLanded(peer, piece, delivered))
             return
         wanted = pb.LayerWanted.FromString(opening.meta)
         failure = "" if delivered else f"{peer}: {outcome.value}"

@@ -20,7 +20,7 @@ from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.links.traffic import TrafficClass
 from services.worker.links.transfer import Transfer
 from services.worker.memory.parameters import ParameterStore
-from services.worker.pipeline.destinations import whole
+from services.worker.pipeline.destinations import layer_key, whole
 from services.worker.pipeline.events import LayerArrived, LayerChecked, Woken
 from services.worker.pipeline.ground import Background
 from services.worker.pipeline.hub import Hub
@@ -178,7 +178,7 @@ class LayerPull:
         self._cancelled = True
         self._queue.clear()
         for layer, source in list(self._under_way.items()):
-            if source is not None and self._hub.layers.forget((self._epoch, layer, source, 0)):
+            if source is not None and self._hub.places.forget(layer_key(self._epoch, layer, source)):
                 del self._under_way[layer]
 
     def _begin(self, layer: int) -> None:
@@ -189,10 +189,10 @@ class LayerPull:
                 future = self._workers.fill(layer)
                 future.add_done_callback(lambda f, i=layer: self._post(_arrival(self._epoch, i, f)))
                 return
-            self._hub.layers.put((self._epoch, layer, source, 0), whole(self._parameters.pieces(layer)))
+            self._hub.places.put(layer_key(self._epoch, layer, source), whole(self._parameters.pieces(layer)))
             if self._ask(source, layer):
                 return
-            self._hub.layers.forget((self._epoch, layer, source, 0))
+            self._hub.places.forget(layer_key(self._epoch, layer, source))
         self._under_way.pop(layer, None)
         self.failure = f"layer {layer} could not be had from any source"
 
@@ -230,7 +230,7 @@ class LayerPull:
     def _again(self, layer: int, why: str) -> None:
         source = self._under_way.pop(layer)
         if source is not None:
-            self._hub.layers.forget((self._epoch, layer, source, 0))
+            self._hub.places.forget(layer_key(self._epoch, layer, source))
         if self._cancelled:
             return
         get_logger().warning("layer is asked for again", layer=layer, why=why)

@@ -83,7 +83,7 @@ class Leaving:
         if not self.role.leads or self.closed:
             return False
         lane, now_s = self._ground.lane, self._ground.now()
-        self._send_away(lane.may_leave(running=False), now_s)
+        self._send_away(lane.may_leave(running=False), now_s, by_tokens=True)
         self._progress.victims_waiting = count = len(lane.sequences)
         if count < self._left_count:
             self._left_count, self._left_s = count, now_s
@@ -94,8 +94,7 @@ class Leaving:
             self._ground.answers.tell(LeavingStopped(now_s))
         if lane.flights:
             return False
-        if lane.sequences:
-            self._hand_over(lane.may_leave(running=True), now_s)
+        self._send_away(lane.may_leave(running=True), now_s, by_tokens=False)
         return not lane.flights.to_remove
 
     def _over_at_s(self) -> float:
@@ -107,18 +106,7 @@ class Leaving:
         now_s = self._ground.now()
         self._heirs = {worker_id: heir for worker_id, heir in self._heirs.items() if worker_id not in lost}
         self._ground.answers.tell(FlightsLost(now_s))
-        self._send_away(self._ground.lane.may_leave(running=True), now_s)
-
-    def _hand_over(self, requests: Sequence[Request], now_s: float) -> None:
-        """With their KV."""
-        placed, me = self._place(requests), self.role.me
-        mine = [r for r in requests if placed[r.sequence_id] == me or r.unsent is not None]
-        self.own_victims = tuple(Victim(r.sequence_id, r.computed_tokens, me) for r in mine if r.computed_tokens)
-        if mine:
-            ids = frozenset(r.sequence_id for r in mine)
-            self._ground.answers.tell(MovedOver(now_s, ids, frozenset(v.sequence_id for v in self.own_victims)))
-        stay = {r.sequence_id for r in mine}
-        self._handover.give_leaving({i: to for i, to in placed.items() if i not in stay}, now_s)
+        self._send_away(self._ground.lane.may_leave(running=True), now_s, by_tokens=True)
 
     def _place(self, requests: Iterable[Request]) -> dict[SequenceId, WorkerId]:
         """Where each goes: to the member with most room left of those that a member has at home."""
@@ -133,18 +121,22 @@ class Leaving:
             self._heirs[heir.worker_id] = MemberView(heir.worker_id, left_blocks, left_count)
         return placed
 
-    def _send_away(self, requests: Sequence[Request], now_s: float) -> None:
-        """By their tokens."""
+    def _send_away(self, requests: Sequence[Request], now_s: float, *, by_tokens: bool) -> None:
+        """By their tokens, while others may follow; or at the end, with their KV."""
         if not requests:
             return
         placed, me = self._place(requests), self.role.me
-        stay = {r.sequence_id for r in requests if r.unsent is not None}  # its dispatcher asks for it here
-        going = {i: to for i, to in placed.items() if to != me and i not in stay}
-        self._progress.victims_recomputed += len(placed)
-        if len(going) < len(placed):
-            self._ground.answers.tell(MovedOver(now_s, frozenset(placed) - going.keys()))
-        if going:
-            self._handover.send_away(self.epoch, going, now_s)
+        # What has not been told yet stays: its dispatcher asks for it here.
+        mine = [r for r in requests if placed[r.sequence_id] == me or r.unsent is not None]
+        ids = frozenset(r.sequence_id for r in mine)
+        if by_tokens:
+            self._progress.victims_recomputed += len(placed)
+        kept = [Victim(r.sequence_id, r.computed_tokens, me) for r in mine if r.computed_tokens and not by_tokens]
+        self.own_victims = (*self.own_victims, *kept)
+        if ids:
+            self._ground.answers.tell(MovedOver(now_s, ids, frozenset(victim.sequence_id for victim in kept)))
+        if going := {i: to for i, to in placed.items() if i not in ids}:
+            self._handover.send_away(self.epoch, going, now_s, by_tokens=by_tokens)
 
     # ------------------------------------------------------------ its room
 

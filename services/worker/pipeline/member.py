@@ -18,7 +18,8 @@ from ballast.service.logs import get_logger
 from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import BlockBook
 from services.worker.core.events import Execute, GroupLost, LaneOpened, Removed, RoleChanged
-from services.worker.core.transition_messages import PeerLost
+from services.worker.core.mover import Mode
+from services.worker.core.transition_messages import KvReceived, PeerLost
 from services.worker.core.worker import WorkerCore
 from services.worker.memory.device import DeviceMemory
 from services.worker.pipeline.answers import Answer, Answers
@@ -30,28 +31,27 @@ from services.worker.pipeline.events import (
     GrammarComes,
     HandoverArrived,
     KvAsked,
+    KvLanded,
+    KvLeft,
     LayerArrived,
     LayerAsked,
     LayerChecked,
     LinkMade,
     MigrationOrdered,
     MigrationTold,
-    PieceSent,
     PlanReceived,
     ResultArrived,
     RoomGranted,
     RoomWithdrawn,
     RosterArrived,
-    SpanLanded,
-    SpanSent,
     Told,
-    WaveArrived,
     Woken,
 )
 from services.worker.pipeline.grammars import GrammarsAhead
 from services.worker.pipeline.ground import Ground, Surroundings
 from services.worker.pipeline.homecoming import Homecoming
 from services.worker.pipeline.migrations import Migrations
+from services.worker.pipeline.mover import KvMover
 from services.worker.pipeline.published import Published
 from services.worker.pipeline.rescue import Rescue
 from services.worker.pipeline.restoring import Restoring
@@ -122,14 +122,15 @@ class GroupMember:
             engine, copier = surroundings.engine, surroundings.copier
             return ground, StageRunner(ground, engine, copier, pace=pace, watch=watch(), awaits_roster=lambda _: False)
 
+        self._mover = mover = KvMover(ground)
         self._migrations = migrations = Migrations(
-            ground, layout_changes=lambda: self._rescue is not None or self._driver.under_way
+            ground, mover, layout_changes=lambda: self._rescue is not None or self._driver.under_way
         )
         self._driver = TransitionDriver(
             ground,
             stage=stage,
             capacities=capacities,
-            homecoming=homecoming,
+            mover=mover,
             restoring=restoring,
             migrations=migrations,
             broken=self._break_up,
@@ -213,12 +214,16 @@ class GroupMember:
                 driver.handover_arrived(event)
             case RosterArrived():
                 driver.roster_arrived(event)
-            case WaveArrived():
-                driver.wave_arrived(event)
             case KvAsked():
                 driver.kv_asked(event)
-            case PieceSent():
-                driver.piece_sent(event)
+            case KvLeft(send=send) if send.mode is Mode.EXCHANGE:
+                driver.kv_left(event)
+            case KvLanded():
+                for news in self._mover.landed(event):
+                    if isinstance(news, KvReceived):
+                        driver.drive(news)
+                    else:
+                        self._migrations.answer((news,))
             case LinkMade():
                 driver.link_made(event)
             case CapacityTold():
@@ -234,7 +239,7 @@ class GroupMember:
                 restoring.layer_asked(event)
             case LayerArrived() | LayerChecked():
                 restoring.layer_news(event)
-            case MigrationOrdered() | MigrationTold() | SpanLanded() | SpanSent():
+            case MigrationOrdered() | MigrationTold() | KvLeft():
                 self._migrations.handle(event)
             case Woken():
                 pass  # see `poll`
@@ -278,6 +283,7 @@ class GroupMember:
         self._ground.book.check()
         self._memory.check()
         self._migrations.check()
+        self._mover.core.check()
         self._driver.check()
         if self._ground.book.block_count > self._memory.kv.block_count:
             raise InvariantViolation(
@@ -337,9 +343,9 @@ class GroupMember:
         now_s, role = self._now(), self._role
         self.published.fail_open(f"{peer}: {why}")
         self._migrations.abandon(f"{peer}: {why}")
+        self._mover.abandon()
         self._links.retire(Epoch(max(epoch, role.epoch) + 1))
-        self._hub.kv.clear()
-        nothing_is_sent = self._driver.abandon()
+        self._driver.abandon()
         role.leave_group()
         self._answers.tell(GroupLost(now_s))
         self._answers.tell(RoleChanged(now_s, leads=False))
@@ -352,7 +358,7 @@ class GroupMember:
             epoch,
             progress,
             self._homecoming,
-            quiet=lambda: not self._hub.receives and nothing_is_sent() and self._migrations.idle,
+            quiet=lambda: not self._hub.receives and self._migrations.idle,
             kept=role.layers,
             began_s=now_s,
         )

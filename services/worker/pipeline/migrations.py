@@ -1,13 +1,13 @@
 """Live migrations of single sequences, to and from this worker's group. Engine thread only.
 
 `core.departures` and `core.arrivals` decide, at the leaders of both groups; each stage gives and takes what is of its
-layers (`stage_kv`). Nobody takes part whose layout changes: `give_up` ends what can be ended, and `idle` says when
+layers (`mover`). Nobody takes part whose layout changes: `give_up` ends what can be ended, and `idle` says when
 nothing is left that reads or writes the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,10 +49,9 @@ from services.worker.core.migration_messages import (
 )
 from services.worker.core.spans import Stage, stages_of
 from services.worker.links.traffic import TrafficClass
-from services.worker.links.transfer import Outcome
-from services.worker.pipeline.events import MigrationOrdered, MigrationTold, SpanLanded, SpanSent
+from services.worker.pipeline.events import KvLeft, MigrationOrdered, MigrationTold
 from services.worker.pipeline.ground import Ground
-from services.worker.pipeline.stage_kv import StageKv
+from services.worker.pipeline.mover import KvMover
 from services.worker.pipeline.wire import Topic, migration_to_bytes
 from services.worker.policy.departure import choose_departure
 
@@ -74,6 +73,7 @@ class Migrations:
     def __init__(
         self,
         ground: Ground,
+        mover: KvMover,
         layout_changes: Callable[[], bool],
     ) -> None:
         self._role = ground.role
@@ -90,7 +90,7 @@ class Migrations:
         block_bytes = shape.layer_count * ground.memory.kv.block_bytes
         self._departures = Departures(shape.block_tokens, max(1, _SPAN_BYTES // block_bytes))
         self._arrivals = Arrivals(shape.block_tokens, lambda blocks, new: core.why_no_room(blocks, new=new))
-        self._stage = StageKv(ground, self._why_not, self._answer)
+        self._mover = mover
         self._orders: dict[WorkerId, _Order] = {}
         self._epoch = Epoch(0)  # of the links between groups
         self._link: dict[WorkerId, Link] = {}  # to leaders of other groups, over which something is open or was last
@@ -100,16 +100,14 @@ class Migrations:
 
     # ------------------------------------------------------------ what happens
 
-    def handle(self, event: MigrationOrdered | MigrationTold | SpanLanded | SpanSent) -> None:
+    def handle(self, event: MigrationOrdered | MigrationTold | KvLeft) -> None:
         match event:
             case MigrationOrdered():
                 self._ordered(event)
             case MigrationTold():
                 self._told(event)
-            case SpanLanded():
-                self._stage.landed(event)
-            case SpanSent(migration_id=migration_id):
-                self._sent(migration_id, _why_not_sent(event))
+            case KvLeft(send=send):
+                self._sent(send.parcels[0].piece.move, event.why_not)
 
     def poll(self) -> None:
         """Between two steps."""
@@ -128,26 +126,25 @@ class Migrations:
         if peer in self._link and self._link[peer].epoch == epoch:
             self._carry_out(self._departures.peer_lost(self._now(), peer, why))
             self._carry_out(self._arrivals.peer_lost(peer))
-        self._stage.peer_lost(epoch, peer)
+        self.answer(self._mover.core.peer_lost(epoch, peer))
 
     def give_up(self, why: str) -> None:
         """The layout is about to change. What was handed over to this leader is still waited for."""
         self._orders.clear()
         self._carry_out(self._departures.give_up_all(self._now(), why))
         self._carry_out(self._arrivals.give_up_all(why))
-        self._stage.give_up(coming=not self._role.leads)
+        self.answer(self._mover.give_up(coming=not self._role.leads))
 
     def abandon(self, why: str) -> None:
         """The group is lost, and its sequences with it. Those that have left it are their heirs'."""
         self._orders.clear()
         self._carry_out(self._departures.give_up_all(self._now(), why))
         self._carry_out(self._arrivals.abandon(why))
-        self._stage.abandon()
 
     @property
     def idle(self) -> bool:
         """Nothing of the cache is read or written for a migration, and no block is kept for one."""
-        return not len(self._arrivals) and self._stage.idle
+        return not len(self._arrivals) and self._mover.idle
 
     @property
     def at_rest(self) -> bool:
@@ -162,7 +159,7 @@ class Migrations:
     @property
     def _stages(self) -> tuple[Stage, ...]:
         """Of this worker's group."""
-        return stages_of(self._role.stages) or (self._stage.stage,)
+        return stages_of(self._role.stages) or (self._mover.stage,)
 
     def _why_not(self) -> str:
         """Why this worker takes part in none; empty: it may."""
@@ -172,7 +169,7 @@ class Migrations:
         why = self._why_not()
         if order.epoch < self._published.newest_epoch:
             why = f"epoch {order.epoch} is an old one"
-        elif order.epoch != self._epoch and not (self.at_rest and self._stage.idle):
+        elif order.epoch != self._epoch and not (self.at_rest and self._mover.idle):
             why = f"some are on their way over the links of epoch {self._epoch}"
         elif self._role.leader not in (order.source, order.target):
             why = f"{self._role.leader} leads here"
@@ -241,17 +238,21 @@ class Migrations:
     def _order(self, message: ForStages) -> str:
         """To the stages behind this one, in order with batches, and to this one. Returns why a span cannot be given."""
         self._links.pass_down(Topic.MIGRATION, migration_to_bytes(message))
-        why = self._stage.order(message)
+        why, said = "", self._mover.order(message, self._why_not())
+        for each in said:
+            why = each.why if isinstance(each, Off) else why
+        self.answer([each for each in said if not isinstance(each, Off)])
         if why and not self._role.leads:
             self._sent(message.migration_id, why)
         return why
 
-    def _answer(self, message: Ready | Landed) -> None:
+    def answer(self, messages: Iterable[Ready | Landed]) -> None:
         """To the leader."""
-        if not self._role.leads:
-            self._tell_leader(message)
-            return
-        self._told_in_group(self._role.me, message, self._now())
+        for message in messages:
+            if self._role.leads:
+                self._told_in_group(self._role.me, message, self._now())
+            else:
+                self._tell_leader(message)
 
     def _tell_leader(self, message: Ready | Landed | Off) -> None:
         self._links.send(self._role.leader, TrafficClass.CONTROL, Topic.MIGRATION, migration_to_bytes(message))
@@ -336,11 +337,3 @@ class Migrations:
         self._tell_room()
         lost = frozenset[SequenceId]() if command.kv_tokens else frozenset({snapshot.sequence_id})
         self._tell(Adopted(now_s, (snapshot,), lost_ids=lost, in_order=True))
-
-
-def _why_not_sent(event: SpanSent) -> str:
-    error = event.report.exception()
-    if error is not None:
-        return str(error)
-    report = event.report.result()
-    return "" if report.outcome is Outcome.DELIVERED else f"{report.outcome.value}: {report.why}"

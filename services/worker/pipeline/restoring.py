@@ -39,7 +39,7 @@ class Restoring:
         self._role = ground.role
         self._links = ground.links
         self._capacities = capacities
-        self._homecoming = homecoming
+        self.homecoming = self._homecoming = homecoming
         self._published = ground.published
         self._memory = ground.memory
         self._under_way = under_way

@@ -30,6 +30,7 @@ from services.worker.core.plan import Victim
 from services.worker.core.room import RoomSizes
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.spans import Piece
+from services.worker.core.transition_messages import RosterReceived, SendRoster
 
 _COPY = Mapper(SwapCopy, pb.SwapCopy)
 
@@ -50,10 +51,9 @@ class Topic(IntEnum):
     LAYER_REFUSED = 11  # payload: why, or nothing
     ROOM_WITHDRAWN = 14  # no payload
     BATCH_HEAD = 15  # a StageBatch that is too long to stand beside hidden states: they follow in a BATCH
-    KV = 16  # transfers
-    LAYER = 17
+    KV = 16  # transfers; or a message, with the last of a sequence that migrates
+    LAYER = 17  # transfers
     MIGRATION = 19
-    MIGRATION_KV = 20  # transfers; or a message, with the last of a sequence's
     WAVE = 21  # a Roster that goes from stage to stage, in order with batches
     WAVE_DONE = 22  # no payload; the stream is the wave
     GRAMMAR = 30  # to the last stage: a request with it comes; SamplingParams with nothing else
@@ -164,16 +164,10 @@ def victim_from_proto(message: pb.Victim) -> Victim:
     return Victim(message.sequence_id, message.computed_tokens, WorkerId(message.old_leader))
 
 
-def roster_to_bytes(
-    epoch: Epoch, victims: tuple[Victim, ...], recomputed: tuple[int, ...], wave: int, *, last: bool
-) -> bytes:
-    return pb.Roster(
-        epoch=epoch,
-        victims=[victim_to_proto(v) for v in victims],
-        recomputed=recomputed,
-        wave=wave,
-        last=last,
-    ).SerializeToString()
+def roster_to_bytes(roster: SendRoster | RosterReceived, recomputed: tuple[int, ...]) -> bytes:
+    victims = [victim_to_proto(victim) for victim in roster.victims]
+    said = pb.Roster(epoch=roster.epoch, victims=victims, recomputed=recomputed, wave=roster.wave, last=roster.last)
+    return said.SerializeToString()
 
 
 def logprobs_to_proto(logprobs: TokenLogprobs) -> cluster_pb2.Logprobs:

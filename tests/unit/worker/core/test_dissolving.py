@@ -4,6 +4,7 @@ from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, Member
 from ballast.common.transition import Phase, TransitionKind
 from services.worker.core.plan import Plan, Victim
+from services.worker.core.spans import Hop
 from services.worker.core.transition import Transition
 from services.worker.core.transition_messages import (
     AbortRequested,
@@ -131,7 +132,7 @@ def test_kv_of_what_is_left_is_exchanged() -> None:
     transition.handle(HandoverReceived(0.0, NEW, W2, ()))
     assert transition.handle(HandoverReceived(0.0, NEW, W0, (victim,))) == [Lead(NEW, (victim,))]
     said = transition.handle(Led(0.0, NEW, (victim,)))
-    assert said[1:] == [ExpectKv(NEW, victim, (W0, W2))]
+    assert said[1:] == [ExpectKv(NEW, victim, (Hop(W0, W1, 0, 2), Hop(W2, W1, 4, 6)))]
     for other in (W0, W2):
         transition.handle(RosterReceived(0.0, NEW, other, ()))
     assert transition.handle(KvReceived(0.0, NEW, 7, W0)) == []

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from ballast.common.ids import WorkerId
-from services.worker.core.spans import Piece, Span
+from services.worker.core.spans import Piece, Span, key_of
 from services.worker.links.connection import Link
 from services.worker.links.ports import Message
 from services.worker.links.traffic import TrafficClass
 from services.worker.links.transfer import Opening
-from services.worker.pipeline.destinations import key_of, whole
-from services.worker.pipeline.events import SpanLanded
+from services.worker.pipeline.destinations import whole
+from services.worker.pipeline.events import KvLanded
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.wire import Topic, pieces_to_bytes
 from services.worker.shell import MemberEvent
@@ -31,11 +31,11 @@ class FakeLink:
 
 
 def as_message(hub: Hub, link: Link, meta: bytes) -> object:
-    return hub.on_message(link, Message(TrafficClass.CONTROL, Topic.MIGRATION_KV, 0, meta, PLACE[:63]))
+    return hub.on_message(link, Message(TrafficClass.CONTROL, Topic.KV, 0, meta, PLACE[:63]))
 
 
 def as_transfer(hub: Hub, link: Link, meta: bytes) -> object:
-    return hub.on_opening(link, Opening(1, TrafficClass.KV, Topic.MIGRATION_KV, 0, 63, meta))
+    return hub.on_opening(link, Opening(1, TrafficClass.KV, Topic.KV, 0, 63, meta))
 
 
 @pytest.mark.parametrize("comes", [as_message, as_transfer])
@@ -44,9 +44,9 @@ def test_kv_of_another_size_ends_the_link_and_is_waited_for_no_more(
 ) -> None:
     posted: list[MemberEvent] = []
     hub, link = Hub(posted.append, device="cpu"), cast("Link", FakeLink())
-    hub.kv.put(key_of(PIECE, PEER), whole([PLACE]), 0, 2)
+    hub.places.put(key_of(PIECE, PEER), whole([PLACE]), 0, 2)
     with pytest.raises(ValueError, match="63 bytes of 64"):
         comes(hub, link, pieces_to_bytes((PIECE,)))
-    assert posted == [SpanLanded(PEER, PIECE, delivered=False)]
+    assert posted == [KvLanded(PEER, PIECE, delivered=False)]
     assert not hub.receives
-    assert not hub.kv.forget(key_of(PIECE, PEER)), "its place has been taken"
+    assert not hub.places.forget(key_of(PIECE, PEER)), "its place has been taken"

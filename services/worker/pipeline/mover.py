@@ -1,0 +1,231 @@
+"""Carries out what `core.mover` wants: KV goes from the blocks of one stage straight into those of another.
+
+Engine thread only. What comes in is put in its place by link threads (`hub`), and told here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from ballast.common.errors import BallastError, Overloaded
+from ballast.common.ids import WorkerId
+from ballast.service.logs import get_logger
+from ballastpb.worker.v1 import stage_pb2 as pb
+from services.worker.core.blocks import blocks_for
+from services.worker.core.migration_messages import ForStages, Give, Keep, Landed, Off, Ready, Stop, Take
+from services.worker.core.mover import Ask, CopyOver, Mode, Mover, Parcel, Place, Send
+from services.worker.core.spans import Stage, hops
+from services.worker.core.transition_messages import ExpectKv, KvReceived, KvSent, SendKv
+from services.worker.links.traffic import TrafficClass
+from services.worker.links.transfer import Transfer
+from services.worker.memory.kv_cache import KvCache
+from services.worker.pipeline.destinations import Pieces
+from services.worker.pipeline.events import KvAsked, KvLanded, KvLeft
+from services.worker.pipeline.ground import Ground
+from services.worker.pipeline.wire import Topic, pieces_to_bytes
+
+if TYPE_CHECKING:
+    from services.worker.links.connection import Link
+
+
+def kv_pieces(kv: KvCache, blocks: Sequence[int], first_layer: int, last_layer: int) -> Pieces:
+    """The memory of these blocks in `[first_layer, last_layer)`, layer by layer and block by block: [n, 2, T, K, H] per
+    rank of the instance and run of ids. Runs need not be the same on both sides.
+    """
+    runs, pieces = _runs(blocks), Pieces()
+    for layer in range(first_layer, last_layer):
+        pieces += [rank_B2TKH[first:last] for rank_B2TKH in kv.of_ranks(layer) for first, last in runs]
+    return pieces
+
+
+def kv_bytes(kv: KvCache, computed_tokens: int, layer_count: int) -> int:
+    """Bytes of whole blocks."""
+    return blocks_for(computed_tokens, kv.shape.block_tokens) * kv.block_bytes * layer_count
+
+
+def _runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
+    for block in blocks:
+        if runs and runs[-1][1] == block:
+            runs[-1] = (runs[-1][0], block + 1)
+        else:
+            runs.append((block, block + 1))
+    return runs
+
+
+class KvMover:
+    def __init__(self, ground: Ground) -> None:
+        self._ground = ground
+        self._kv = ground.memory.kv
+        self._links = ground.links
+        self._places = ground.hub.places
+        self.core = Mover(self._kv.shape.block_tokens, self._kv.block_bytes, self._places.forget)
+        self._transfers: list[Transfer] = []  # that read the cache
+
+    @property
+    def idle(self) -> bool:
+        """Nothing of the cache is being sent, and no block is kept for a migration."""
+        return not self.core.holds and all(transfer.done.done() for transfer in self._transfers)
+
+    @property
+    def stage(self) -> Stage:
+        layers = self._ground.role.layers
+        return Stage(self._ground.me, layers.start, layers.stop)
+
+    def landed(self, event: KvLanded) -> Sequence[KvReceived | Landed]:
+        """What it means for the transition, or for the leader of this group."""
+        news = self.core.landed(self._ground.now(), event.giver, event.piece, delivered=event.delivered)
+        if news is None:
+            self._ground.published.stale_total += 1
+            return ()
+        if event.delivered and event.unpack is not None:
+            event.unpack()
+        return news
+
+    def give_up(self, *, coming: bool) -> Sequence[Landed]:
+        """The layout is about to change. With `coming`, what comes is not let in any more."""
+        news = self.core.give_up() if coming else ()
+        self._cancel()
+        return news
+
+    def abandon(self) -> None:
+        """The group is lost."""
+        self.core.abandon()
+        self._cancel()
+
+    def _cancel(self) -> None:
+        for transfer in self._transfers:
+            transfer.cancel()
+
+    # ------------------------------------------------------------ what a leader orders in a migration
+
+    def order(self, message: ForStages, why_not: str) -> Sequence[Ready | Landed | Off]:
+        """`why_not`: why this worker takes no part now; empty: it may. `Off`: a span cannot be given."""
+        match message:
+            case Give():
+                why = self._give(message, why_not)
+                return [Off(message.migration_id, why)] if why else ()
+            case Take():
+                return [self._take(message, why_not)]
+            case Stop():
+                return self.core.stop(message)
+            case Keep():
+                self.core.keep(message, self._ground.book)
+                return ()
+
+    def _give(self, give: Give, why_not: str) -> str:
+        sends = self.core.give(give, self.stage, self._ground.book)
+        if sends is None:
+            return "it has ended, or has given way"
+        if why_not and not give.span.last:
+            return why_not
+        self._ground.memory.pool.backend.synchronise()  # waits for the device
+        return next((why for send in sends if (why := self._begin(send))), "")
+
+    def _take(self, take: Take, why_not: str) -> Ready | Landed:
+        coming_here = hops(take.givers, (self.stage,))
+        linked = all(self._links.to(hop.giver, take.epoch) is not None for hop in coming_here)
+        places = self.core.take(take, coming_here, self._ground.book) if linked and not why_not else None
+        if places is None:
+            why = why_not or ("no room" if linked else "no link")
+            get_logger().debug("no migration", why=why, sequence_id=take.sequence_id)
+            return Landed(take.migration_id, None)
+        self._let_come(places)
+        return Ready(take.migration_id)
+
+    def _let_come(self, commands: Iterable[Place | CopyOver]) -> int:
+        """Returns how many bytes."""
+        size_bytes = 0
+        for command in commands:
+            if isinstance(command, CopyOver):
+                self._ground.memory.move_leaving(command.moves)
+                continue
+            first_layer, last_layer = command.hop.first_layer, command.hop.last_layer
+
+            def pieces(first: int, last: int, c: Place = command) -> Pieces:
+                return kv_pieces(self._kv, c.table[first:last], c.hop.first_layer, c.hop.last_layer)
+
+            self._places.put(command.key, pieces, command.first_block, command.last_block)
+            size_bytes += (command.last_block - command.first_block) * self._kv.block_bytes * (last_layer - first_layer)
+        return size_bytes
+
+    # ------------------------------------------------------------ what a transition wants
+
+    def expect(self, command: ExpectKv) -> None:
+        self._ground.published.counted.kv_bytes_received += self._let_come(self.core.expect(command, self._ground.book))
+
+    def send(self, command: SendKv) -> None:
+        self._ground.published.counted.kv_bytes_to_send += self.core.order(command)
+
+    def asked(self, event: KvAsked) -> None:
+        self.core.asked(event.peer, event.sequence_ids)
+        self.flush()
+
+    def flush(self) -> None:
+        for command in self.core.flush():
+            if isinstance(command, Ask):
+                body = pb.KvWantedAll(sequence_ids=command.sequence_ids).SerializeToString()
+                self._links.send(command.giver, TrafficClass.CONTROL, Topic.KV_WANTED, body)
+            else:
+                self._begin(command)
+        for to in self.core.waiting_to:
+            self._send_again(to)
+
+    def left(self, event: KvLeft) -> Sequence[KvSent]:
+        """A transfer of an exchange has ended."""
+        send, why = event.send, event.why_not
+        if why:
+            if (link := self._links.to(send.to)) is not None:
+                _give_up(link, send, why)
+            return ()
+        self._ground.published.counted.kv_bytes_sent += event.report.result().sent_bytes
+        self._send_again(send.to)
+        return self.core.sent(self._ground.now(), send)
+
+    def _send_again(self, to: WorkerId) -> None:
+        """What the link had no room for, as far as it has some now."""
+        for send in self.core.again(to):
+            self._begin(send)
+
+    # ------------------------------------------------------------ sending
+
+    def _begin(self, send: Send) -> str:
+        """Returns why it could not begin."""
+        link, exchanged = self._links.to(send.to, send.epoch), send.mode is Mode.EXCHANGE
+        if link is None or link.retired or not link.is_up:
+            return f"there is no link to {send.to}"
+        tensors = [tensor for parcel in send.parcels for tensor in self._tensors(parcel)]
+        meta = pieces_to_bytes(parcel.piece for parcel in send.parcels)
+        if send.mode is Mode.LAST and sum(tensor.nbytes for tensor in tensors) < link.packed_below_bytes:
+            # A transfer would wait for several threads on either side before it comes; a message is sent at once, and
+            # one thread takes it in. No activation waits behind it: those go over links of the group.
+            packed = link.pack(tensors) if tensors else None
+            self._links.send_over(link, TrafficClass.CONTROL, Topic.KV, meta, packed)
+            return ""
+        if send.mode is Mode.LAST:
+            tensors = [tensor.clone() for tensor in tensors]
+        stream = send.parcels[0].piece.sequence_id
+        try:
+            transfer = link.transfer(TrafficClass.KV, tensors, topic=Topic.KV, meta=meta, stream=stream, rank=send.rank)
+        except Overloaded as error:  # nothing of it was sent
+            self.core.refused(send)
+            return str(error)
+        except BallastError as error:
+            if exchanged:
+                _give_up(link, send, str(error))
+            return str(error)
+        if send.mode is not Mode.LAST:
+            self._transfers = [t for t in self._transfers if not t.done.done()] + [transfer]
+        transfer.done.add_done_callback(lambda report: self._ground.post(KvLeft(send, report)))
+        return ""
+
+    def _tensors(self, parcel: Parcel) -> Pieces:
+        return kv_pieces(self._kv, parcel.blocks, parcel.piece.first_layer, parcel.piece.last_layer)
+
+
+def _give_up(link: Link, send: Send, why: str) -> None:
+    """KV that is not sent is missing for good: the link ends, which both members are told as an event."""
+    sequence_ids = [parcel.piece.sequence_id for parcel in send.parcels]
+    get_logger().error("KV is not sent", sequence_ids=sequence_ids, to=link.peer_id, why=why)
+    link.give_up(f"KV could not be sent: {why}")
