@@ -109,8 +109,8 @@ class _Exchange:
     ordered: dict[_Going, Parcel] = field(default_factory=dict[_Going, Parcel])
     asked: set[_Going] = field(default_factory=set[_Going])
     to_begin: dict[WorkerId, list[Parcel]] = field(default_factory=dict[WorkerId, list[Parcel]])  # at the next `flush`
-    waiting: dict[WorkerId, deque[Send]] = field(default_factory=dict[WorkerId, deque[Send]])  # for room on the link
     to_ask: dict[WorkerId, list[SequenceId]] = field(default_factory=dict[WorkerId, list[SequenceId]])  # likewise
+    waiting: dict[WorkerId, deque[Send]] = field(default_factory=dict[WorkerId, deque[Send]])  # for room on the link
     given: dict[SequenceId, None] = field(default_factory=dict[SequenceId, None])  # in this wave
 
 
