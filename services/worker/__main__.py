@@ -230,7 +230,7 @@ def limits_of(settings: WorkerSettings, engine: LoadedEngine) -> WorkerLimits:
 
 
 def target_of(settings: WorkerSettings, kit: Kit) -> TokenTarget | None:
-    """What bounds the requests that run, by the costs of all layers; an emulated engine knows these from the start."""
+    """The bound on requests that run, by the costs of all layers, which an emulated engine knows from the start."""
     if settings.tpot_target_s is None or math.isinf(settings.tpot_target_s):
         return None
     layer_count, costs = kit.engine.info.layer_count, kit.costs

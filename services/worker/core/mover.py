@@ -57,7 +57,7 @@ class Send:
 
     @property
     def rank(self) -> int:
-        """Of an exchange the short ones first: most of them go on soonest."""
+        """The order of sending: in an exchange the short ones first, since most of them go on soonest."""
         if self.mode is Mode.EXCHANGE:
             return self.parcels[0].piece.span.token_count
         return 0 if self.mode is Mode.LAST else _BEHIND_EXCHANGE
@@ -73,7 +73,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What comes of this hop is written into the blocks `[first_block, last_block)` of the table."""
+    """Blocks `[first_block, last_block)` of the table, into which the KV of this hop is written."""
 
     key: Key
     hop: Hop
@@ -91,7 +91,7 @@ class CopyOver:
 
 @dataclass(slots=True)
 class _Coming:
-    """What is to come of a sequence in one move."""
+    """The KV of a sequence that is to come in one move."""
 
     epoch: Epoch  # of the links
     exchanged: bool
@@ -102,7 +102,7 @@ class _Coming:
 
 @dataclass(slots=True)
 class _Exchange:
-    """What goes in one transition."""
+    """The KV that goes in one transition."""
 
     book: BlockBook  # of the layout before; in a restore another one is in force when KV is expected
     retired: BlockBook | None = None  # of layers that this member has given up
@@ -167,7 +167,7 @@ class Mover:
     def landed(
         self, at_s: float, giver: WorkerId, piece: Piece, *, delivered: bool
     ) -> list[KvReceived | Landed] | None:
-        """None: nobody waits for it."""
+        """The news of a piece that has come, or has failed to. None: nobody waits for it."""
         move, key = (piece.move, piece.sequence_id), key_of(piece, giver)
         coming = self._coming.get(move)
         if coming is None or key not in coming.keys:
@@ -202,7 +202,10 @@ class Mover:
         return [landed for move, coming in found for landed in self._fail(move, coming)]
 
     def _fail(self, move: _Move, coming: _Coming) -> list[Landed]:
-        """Of what is being written is still told. An exchange that fails takes its group with it."""
+        """Withdraws the places of a migration that fails, and reports it once nothing is being written into them.
+
+        An exchange that fails takes its group with it.
+        """
         coming.failed = True
         if not coming.exchanged:
             coming.keys = {key for key in coming.keys if not self._withdraw(key)}
@@ -295,7 +298,7 @@ class Mover:
         return tuple(self._is.waiting)
 
     def again(self, to: WorkerId) -> Iterator[Send]:
-        """What has been refused, one by one until one is refused again."""
+        """The transfers that had been refused, one by one until one is refused again."""
         waiting = self._is.waiting.pop(to, deque[Send]())
         while waiting and to not in self._is.waiting:
             yield waiting.popleft()
@@ -314,7 +317,7 @@ class Mover:
         return self._is.retired.used_end
 
     def forget(self, sequence_ids: Iterable[SequenceId]) -> None:
-        """Nobody wants their KV, or it has been sent."""
+        """Frees blocks of sequences whose KV has been sent, or is wanted by nobody."""
         if (book := self._is.retired) is not None:
             for sequence_id in sequence_ids:
                 book.release(sequence_id)

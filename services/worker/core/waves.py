@@ -172,9 +172,9 @@ class Decision:
 
 
 class Leading:
-    """What the leader of a new group tells its core about victims, in the order in which the core has to hear it: which
-    keep KV, which wait for room, which start over. In a drop `lead`, then `lead_on` whenever all members are through
-    with a wave; alone, at the end of a group that dissolves, `lead_alone`. Its lane is only read.
+    """The decisions of a new group's leader about victims, as events in the order in which its core has to hear them:
+    which keep KV, which wait for room, which start over. In a drop `lead`, then `lead_on` whenever all members are
+    through with a wave; alone, at the end of a group that dissolves, `lead_alone`. Its lane is only read.
     """
 
     def __init__(self, me: WorkerId, plan: Plan, part: Part, lane: Lane, block_tokens: int) -> None:
