@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ballast.common.cost import CostModel
 from ballast.common.ids import GroupId
 from ballast.common.traffic import Pace, Traffic
-from services.planner.policy.compare import Running, compare, compare_restore
+from services.planner.policy.compare import Running, choose, compare, compare_restore
 from services.planner.policy.drop import plan_of
 from services.planner.policy.snapshot import Snapshot
 from tests.support.drop_plans import model, singles
@@ -64,3 +64,15 @@ def test_there_is_always_an_answer(loaded: tuple[Snapshot, Running], traffic: Tr
     restored = {GroupId(group.group_id): (5,) for group in snapshot.groups[:1]}
     back = compare_restore(snapshot, running, traffic, pace, restored)
     assert back.chosen in back.candidates
+
+
+_LOSSES = st.sampled_from([0.0, 0.04, 0.09, 0.1, 0.15, 0.2, 0.3, 1.0, math.inf])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(_LOSSES, _LOSSES, st.integers(0, 4)), min_size=1, max_size=8))
+def test_what_is_left_unfinished_would_not_have_been_chosen(trials: list[tuple[float, float, int]]) -> None:
+    full = [first + others for first, others, _ in trials]
+    changes = [change for *_, change in trials]
+    good = [i for i, loss in enumerate(full) if loss <= min(full) + math.log(1.1)]
+    assert choose([first for first, *_ in trials], changes, full.__getitem__) == min(good, key=changes.__getitem__)

@@ -8,7 +8,7 @@ more would hide what can, and without it a drop would seem to help what has wait
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import add
@@ -22,6 +22,7 @@ from services.planner.policy.snapshot import GroupState, Snapshot, columns_of
 from services.planner.policy.split import Splitter, SplitTolerance
 
 LASTS_S = (2.0, 15.0, 60.0)  # the futures: so long the present rate may go on
+_MIDDLE = len(LASTS_S) // 2
 _UNSURE = 1.1  # how much better than doing less has to be what is done
 _ANOTHER = 1.5  # machines are told apart by powers of this
 # A drop keeps what it moves from running: so long, or until the KV has come over a card of 200 Gbps in both directions.
@@ -54,7 +55,7 @@ class Judged:
     name: str
     recipe: "Recipe | None"  # of an overload's; None: nothing is done
     prediction: Prediction  # in the future that lasts middling long
-    loss: float
+    loss: float  # at least so much, if it was clear before the end that it would not be chosen
 
     @property
     def merges(self) -> tuple[tuple[GroupId, ...], ...]:
@@ -87,11 +88,10 @@ def compare(
 ) -> Comparison:
     """At an overload. The snapshot is consistent, and has at least one group."""
     judge = _Judge(snapshot, running, traffic, pace, targets or Targets())
-    judged = [judge.judge(name, judge.board.kinds(recipe), recipe) for name, recipe in judge.board.recipes()]
-    least = min(one.loss for one in judged)
-    good = [one for one in judged if one.loss <= least + math.log(_UNSURE)]
-    chosen = min(good, key=lambda one: one.change_count)
-    return Comparison(chosen, tuple(judged), judge.horizon_s, judge.targets)
+    trials = [judge.begin(name, judge.board.kinds(recipe), recipe) for name, recipe in judge.board.recipes()]
+    least = [trial.judged.loss for trial in trials]
+    chosen = choose(least, [trial.judged.change_count for trial in trials], lambda i: judge.finish(trials[i]).loss)
+    return Comparison(trials[chosen].judged, tuple([trial.judged for trial in trials]), judge.horizon_s, judge.targets)
 
 
 def compare_restore(
@@ -109,8 +109,8 @@ def compare_restore(
         restored: Blocks of each member of a pipeline, once it has all layers.
     """
     judge = _Judge(snapshot, running, traffic, pace, targets or Targets())
-    stay = judge.judge("stay", judge.board.kinds(None))
-    whole = judge.judge(f"give back {len(restored)}", judge.board.dissolved(restored))
+    stay = judge.finish(judge.begin("stay", judge.board.kinds(None)))
+    whole = judge.finish(judge.begin(f"give back {len(restored)}", judge.board.dissolved(restored)))
     unsure = math.log(_UNSURE)
     chosen = whole if whole.loss <= unsure or whole.loss <= stay.loss - unsure else stay
     return Comparison(chosen, (stay, whole), judge.horizon_s, judge.targets)
@@ -130,15 +130,64 @@ class _Judge:
         stays_s = 2 * self._futures[0].answer_tokens * tpot_s
         self.horizon_s = min(_MOST_S, max(_LEAST_S, stays_s))
 
-    def judge(self, name: str, kinds: Sequence[Kind], recipe: "Recipe | None" = None) -> Judged:
-        predicted = [look_ahead(self._machine, kinds, future, self.horizon_s) for future in self._futures]
+    def begin(self, name: str, kinds: Sequence[Kind], recipe: "Recipe | None" = None) -> "_Trial":
+        """Looks at the middle future only."""
+        prediction = look_ahead(self._machine, kinds, self._futures[_MIDDLE], self.horizon_s)
+        return _Trial(kinds, Judged(name, recipe, prediction, self._loss([prediction])))
+
+    def finish(self, trial: "_Trial") -> Judged:
+        """Looks at the other futures."""
+        others = (*self._futures[:_MIDDLE], *self._futures[_MIDDLE + 1 :])
+        predicted = [look_ahead(self._machine, trial.kinds, future, self.horizon_s) for future in others]
+        trial.judged = replace(trial.judged, loss=self._loss([trial.judged.prediction, *predicted]))
+        return trial.judged
+
+    def _loss(self, predicted: Sequence[Prediction]) -> float:
+        """The mean over all futures; of those that nobody has looked at, none."""
         losses = [
             loss_of(wait_s, one.tpot_s, self.targets)
             for one in predicted
             for wait_s in (one.ttft_p99_s, one.ahead_p99_s)
         ]
-        loss = math.fsum(losses) / len(losses)
-        return Judged(name, recipe, predicted[len(predicted) // 2], loss if math.isfinite(loss) else math.inf)
+        loss = math.fsum(losses) / (2 * len(self._futures))
+        return loss if math.isfinite(loss) else math.inf
+
+
+@dataclass(slots=True)
+class _Trial:
+    """A candidate, and what is known of it so far."""
+
+    kinds: Sequence[Kind]
+    judged: Judged
+
+
+def choose(losses: Sequence[float], changes: Sequence[int], finish: Callable[[int], float]) -> int:
+    """Of all candidates whose loss is nearly the least, the one that changes least, the first of equals.
+
+    Finished are those only that can decide it: by being better than the best so far, or as good with less change.
+
+    Args:
+        losses: Of each candidate at least so much.
+        changes: How much each changes.
+        finish: Gives the loss of a candidate; that takes long.
+    """
+    losses, unsure, least, best = list(losses), math.log(_UNSURE), math.inf, 0
+    change = list(zip(changes, range(len(changes)), strict=True))
+    unfinished, finished = set(range(len(losses))), list[int]()
+    while undecided := [
+        i
+        for i in unfinished
+        if not finished
+        or losses[i] < losses[best] - unsure
+        or (losses[i] <= least + unsure and change[i] < change[best])
+    ]:
+        number = min(undecided, key=lambda i: (losses[i], i))
+        unfinished.remove(number)
+        finished.append(number)
+        losses[number] = finish(number)
+        least = min(least, losses[number])
+        best = min((i for i in finished if losses[i] <= least + unsure), key=change.__getitem__)
+    return best
 
 
 def loss_of(ttft_p99_s: float, tpot_s: float, targets: Targets) -> float:
@@ -343,7 +392,7 @@ class _Board:
             there = len(pool.order)
             most = there // 2
             if pool.stages == 1 and layers >= 2:
-                counts = range(1, most + 1) if most <= 4 else sorted({1, 2, 3, 4, most // 2, most})
+                counts = range(1, most + 1) if most <= 4 else sorted({most >> halvings for halvings in range(4)} - {0})
                 found += [(f"{n} pair{'s' if n > 1 else ''}{pool.told()}", Recipe(pool, 2, n)) for n in counts]
             if pool.stages == 1 and layers >= 4 and there >= 4:
                 found.append((f"{there // 4} of four{pool.told()}", Recipe(pool, 4, there // 4)))

@@ -316,7 +316,8 @@ class _Planning:
         is_exact_here = choice.method is Method.EXACT and len(set(self.units.stages)) == 1
         if not self.groups or is_exact_here:
             return choice.cost / WEIGHT_UNIT
-        bound = lower_bound(self.units, len(choice.partition)) if self._is_affordable() else inf
+        is_asked = choice.method is not Method.COMPARED and self._is_affordable()
+        bound = lower_bound(self.units, len(choice.partition)) if is_asked else inf
         return None if bound == inf else bound / WEIGHT_UNIT
 
 

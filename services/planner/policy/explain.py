@@ -6,9 +6,11 @@ from services.planner.policy.merged import GroupPlan
 from services.planner.policy.restore import RestorePlan
 from services.planner.policy.snapshot import ModelShape
 
+MOST_GROUPS = 32  # in words; whoever wants all of a large cluster reads the layout
+
 
 def explain(plan: DropPlan, model: ModelShape) -> list[str]:
-    """One line for the need, one for the cost, one per group that changes."""
+    """One line for the need, one for the cost, one for each of the first `MOST_GROUPS` groups that change."""
     lines = [_need_line(plan)]
     if not plan.groups:
         return [*lines, "nothing changes"]
@@ -18,7 +20,9 @@ def explain(plan: DropPlan, model: ModelShape) -> list[str]:
             f"only {human_bytes(plan.usable_bytes)} of it count for admission:"
             " the stage with most layers has room for fewest blocks"
         )
-    lines += [group_line(group, model) for group in plan.groups]
+    lines += [group_line(group, model) for group in plan.groups[:MOST_GROUPS]]
+    if len(plan.groups) > MOST_GROUPS:
+        lines.append(f"and {len(plan.groups) - MOST_GROUPS} groups more")
     if plan.unchanged:
         lines.append(f"unchanged: {len(plan.unchanged)} of {len(plan.unchanged) + _merged_count(plan)} groups")
     return lines
