@@ -8,6 +8,11 @@ and a restore have to succeed, every answer has to be what it was before, and no
 
 With `--faults in out both` it is in a black hole instead: what is sent to it is lost, what it sends, or both, of
 everything or (`links-in` ...) of the links between workers alone. See benchmarks/holes.py for what that takes.
+
+With `--faults kill` its process is killed while a drop or a restore is in each of its stages, and started anew after
+so many seconds:
+
+    python -m benchmarks.pauses --faults kill --seconds 2 inf
 """
 
 import argparse
@@ -40,10 +45,13 @@ from benchmarks.holes import Hole, HoledCluster
 LIMIT_S = 20.0  # of a request
 RECOVERY_S = 15.0  # from the event, or its end
 _PROMPTS = tuple(tuple(3 + (5 * i + 7 * j) % 400 for j in range(6 + 5 * i)) for i in range(6))
-_EVERY_S = 0.2  # a request
+_ANSWER_TOKENS = 160
+_EVERY_S = 0.1  # a request
 _CHANGE_S = 60.0  # within which a drop or a restore has to end
 _LINKS = ("links-in", "links-out", "links-both")
-_FAULTS = ("pause", "in", "out", "both", *_LINKS)
+_FAULTS = ("pause", "kill", "in", "out", "both", *_LINKS)
+_STAGES = ("preparing", "committing", "exchanging", "done")
+_TRIES = 30  # to meet a change in a stage that lasts for milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +61,14 @@ class Case:
     pause_s: float  # inf: it never goes on
     workers: int
     loaded: bool
+    change: str = ""  # drop or restore: while one is under way
+    stage: str = ""  # of the change: one of _STAGES
 
     def __str__(self) -> str:
         length = "for ever" if math.isinf(self.pause_s) else f"{self.pause_s:g} s"
         load = "load" if self.loaded else "idle"
-        return f"{self.fault} {self.victim} of a pair, {self.workers} workers, {load}, {length}"
+        when = f", {self.change} {self.stage}" if self.change else ""
+        return f"{self.fault} {self.victim} of a pair{when}, {self.workers} workers, {load}, {length}"
 
     @property
     def victim_number(self) -> int:
@@ -123,9 +134,12 @@ class Scene:
         pair = ["worker-0", "worker-1"]
         try:
             self._expected = [await self._answer(i) for i in range(len(_PROMPTS))]
-            await self._change(drop=pair)
+            if case.change != "drop":
+                await self._change(drop=pair)
             async with self._load() if case.loaded else contextlib.nullcontext():
                 await asyncio.sleep(1.0)
+                if case.change:
+                    await self._meet(pair)
                 self._silence()
                 event_s = time.monotonic()
                 if not case.lasts:
@@ -144,15 +158,26 @@ class Scene:
     def _silence(self) -> None:
         victim = self._case.victim_number
         if self._hole is None:
-            self._cluster.kill("worker", victim, signal.SIGSTOP)
+            self._cluster.kill("worker", victim, signal.SIGKILL if self._case.fault == "kill" else signal.SIGSTOP)
         else:
             self._hole.open(self._cluster.processes["worker"][victim])
 
     def _heal(self) -> None:
-        if self._hole is None:
+        if self._case.fault == "kill":
+            self._cluster.respawn(f"worker-{self._case.victim_number}")
+        elif self._hole is None:
             self._cluster.kill("worker", self._case.victim_number, signal.SIGCONT)
         else:
             self._hole.close()
+
+    async def _meet(self, pair: Sequence[str]) -> None:
+        """Returns when the change is in the stage. Raises TimeoutError if it went through it unseen each time."""
+        here, back = (pair, None) if self._case.change == "drop" else (None, pair)
+        for _ in range(_TRIES):
+            if await self._change(here, until=self._case.stage):
+                return
+            await self._change(back)
+        raise TimeoutError(f"{self._case}: the stage was not seen in {_TRIES} changes")
 
     async def _check_changes(self, living: Sequence[str], partners: Sequence[str]) -> None:
         if self._shape(await self._client.status()) != sorted(living):
@@ -165,7 +190,7 @@ class Scene:
     # ------------------------------------------------------------ requests
 
     async def _answer(self, i: int) -> tuple[int, ...]:
-        sampling = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=_ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
         answer = await self._client.generate(token_ids=_PROMPTS[i], sampling=sampling, deadline_s=3 * LIMIT_S)
         return answer.token_ids
 
@@ -235,13 +260,17 @@ class Scene:
             return False
         return True
 
-    async def _change(self, drop: Sequence[str] | None) -> None:
-        """Carries a drop or a restore out. Raises TimeoutError if it has not succeeded in time."""
+    async def _change(self, drop: Sequence[str] | None, until: str = "done") -> bool:
+        """Carries a drop or a restore out, until it is seen in a stage: False if that was not seen, and it is done.
+
+        Raises:
+            TimeoutError: it has not succeeded in time.
+        """
         async with asyncio.timeout(_CHANGE_S):
             while True:
                 request_id = uuid.uuid4().hex
                 if drop is None and not any("+" in group for group in self._shape(await self._client.status())):
-                    return  # its members left the pair by themselves meanwhile
+                    return until == "done"  # its members left the pair by themselves meanwhile
                 try:
                     if drop is None:
                         begun = await self._planner.Restore(pb.RestoreRequest(request_id=request_id), timeout=_CHANGE_S)
@@ -252,20 +281,21 @@ class Scene:
                     self.found.story.append(f"{time.monotonic() - self._began_s:6.1f} s  {error.details()}")
                     await asyncio.sleep(0.5)
                     continue
-                if await self._end_of(begun.epoch) == "done":
-                    return
+                if (seen := await self._seen_in(begun.epoch, until)) != "aborted":
+                    return seen == until
 
-    async def _end_of(self, epoch: int) -> str:
+    async def _seen_in(self, epoch: int, stage: str) -> str:
+        """The stage, or the one in which the change has ended."""
         while True:
             listed = (await self._planner.ListTransitions(pb.ListTransitionsRequest(), timeout=_CHANGE_S)).transitions
             found = next((one for one in listed if one.epoch == epoch), None)
-            if found is not None and found.phase in ("done", "aborted"):
+            if found is not None and found.phase in (stage, "done", "aborted"):
                 return found.phase
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.05 if stage == "done" else 0.0)
 
 
 async def run_case(case: Case, model: Path, logs: Path) -> Found:
-    pauses = case.fault == "pause"
+    pauses = case.fault in ("pause", "kill")
     lost, links = case.fault.removeprefix("links-"), case.fault in _LINKS
     hole = None if pauses else Hole(case.victim_number, lost, links=links)
     cluster = (LocalCluster if pauses else HoledCluster)(
@@ -290,6 +320,8 @@ def main() -> int:
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--faults", nargs="+", choices=_FAULTS, default=["pause"])
     parser.add_argument("--victims", nargs="+", choices=("leader", "stage"), default=["leader", "stage"])
+    parser.add_argument("--changes", nargs="+", choices=("drop", "restore"), default=["drop", "restore"])
+    parser.add_argument("--stages", nargs="+", choices=_STAGES, default=list(_STAGES))
     parser.add_argument("--load", choices=("idle", "load", "both"), default="both")
     parser.add_argument("--logs", type=Path, default=Path("out/pauses"))
     args = parser.parse_args()
@@ -297,11 +329,14 @@ def main() -> int:
     failures = 0
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny("llama", Path(folder) / "tiny", max_len=512)
-        for fault, victim, seconds, workers, loaded in itertools.product(
-            args.faults, args.victims, args.seconds, args.workers, loads
-        ):
-            case = Case(fault, victim, seconds, workers, loaded)
-            logs = args.logs / f"{fault}-{victim}-{seconds:g}-{workers}-{'load' if loaded else 'idle'}"
+        moments = [*itertools.product(args.changes, args.stages)]
+        cases = [
+            Case(*of, *moment)
+            for of in itertools.product(args.faults, args.victims, args.seconds, args.workers, loads)
+            for moment in (moments if of[0] == "kill" else [("", "")])
+        ]
+        for number, case in enumerate(cases):
+            logs = args.logs / str(number)
             try:
                 found = asyncio.run(run_case(case, model, logs))
             except ConfigError as error:
