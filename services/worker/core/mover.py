@@ -346,6 +346,21 @@ class Mover:
         self._held.clear()
         self.begin(self._is.book)
 
-    def check(self) -> None:
-        if self._is.retired is not None:
-            self._is.retired.check()
+    def check(self, places: Iterable[Key]) -> None:
+        """Raise InvariantViolation unless the account is about what is on its way.
+
+        Args:
+            places: In which KV may be written.
+        """
+        is_, expected = self._is, {key for coming in self._coming.values() for key in coming.keys}
+        if unknown := set(places) - expected:
+            raise InvariantViolation(f"KV may be written into {sorted(unknown)}, and nobody waits for it")
+        if idle := [move for move, coming in self._coming.items() if not coming.keys]:
+            raise InvariantViolation(f"{idle} are waited for, and nothing is to come")
+        held = {sequence_id for (_, sequence_id), coming in self._coming.items() if not coming.exchanged}
+        if lost := held - self._held:
+            raise InvariantViolation(f"KV of {sorted(lost)} comes into blocks that are not kept for it")
+        if stuck := is_.ordered.keys() & is_.asked:
+            raise InvariantViolation(f"{sorted(stuck)} has been asked for and does not go")
+        if is_.retired is not None:
+            is_.retired.check()

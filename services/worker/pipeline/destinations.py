@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     import torch
 
 Pieces = list["torch.Tensor"]
+_PARAMETERS = -1  # in the place of a layer, in a key
 
 
 def layer_key(epoch: Epoch, layer: int, source: WorkerId) -> Key:
     """Of parameters: no KV has it."""
-    return epoch, layer, source, -1
+    return epoch, layer, source, _PARAMETERS
 
 
 def whole(pieces: Pieces) -> Callable[[int, int], Pieces]:
@@ -47,6 +48,10 @@ class Destinations:
                 return None
             del self._expected[key]
         return pieces(first_block, last_block)
+
+    def of_kv(self) -> list[Key]:
+        with self._lock:
+            return [key for key in self._expected if key[-1] != _PARAMETERS]
 
     def forget(self, key: Key) -> bool:
         """False: it has been taken, and may be being written."""

@@ -283,7 +283,7 @@ class GroupMember:
         self._ground.book.check()
         self._memory.check()
         self._migrations.check()
-        self._mover.core.check()
+        self._mover.check()
         self._driver.check()
         if self._ground.book.block_count > self._memory.kv.block_count:
             raise InvariantViolation(

@@ -98,6 +98,9 @@ class KvMover:
         for transfer in self._transfers:
             transfer.cancel()
 
+    def check(self) -> None:
+        self.core.check(self._places.of_kv())
+
     # ------------------------------------------------------------ what a leader orders in a migration
 
     def order(self, message: ForStages, why_not: str) -> Sequence[Ready | Landed | Off]:

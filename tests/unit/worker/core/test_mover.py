@@ -292,9 +292,21 @@ def test_what_is_left_lies_side_by_side_and_is_what_it_was(seed: int) -> None:
         left -= set(gone)
         mover.forget(gone)
         used_end, moves = mover.compact()
-        mover.check()
+        mover.check(places=())
         assert not {source for source, _ in moves} & {to for _, to in moves}
         content.update({to: content[source] for source, to in moves})
         for sequence_id in left:
             assert tuple(content[block] for block in retired(mover, sequence_id)) == book.table(sequence_id)
         assert used_end == sum(len(book.table(sequence_id)) for sequence_id in left)
+
+
+def test_a_place_that_nobody_waits_for_is_seen() -> None:
+    """KV of an ended life would be written into blocks that are somebody else's by then."""
+    stands = Stands()
+    stands.expect(SEQUENCE, 70)
+    stands.mover.check(stands.places)
+    left = set(stands.places)
+    stands.mover.abandon()
+    stands.mover.check(stands.places)
+    with pytest.raises(InvariantViolation, match="nobody waits"):
+        stands.mover.check(left)
