@@ -262,10 +262,11 @@ class LocalCluster:
         return [process for process in everyone if process.child.name == name]
 
     def respawn(self, name: str) -> list[ServiceProcess]:
-        """Starts a child process that has ended once more: the same ids, the same log, and where clients connect the
-        same port. They are in `processes` in the place of the dead ones."""
+        """Starts a child process once more: the same ids, the same log, and where clients connect the same port. They
+        are in `processes` in the place of the dead ones. One that never came up, and still runs, is killed before."""
         dead = self.find(name)
         old, command = dead[0].child, list(dead[0].child.command)
+        old.kill()
         if dead[0].service in _OUTSIDE and dead[0].address:
             command[command.index("--port") + 1] = dead[0].address.rpartition(":")[2]
         child = ChildProcess(name, command, log_path=old.log_path, environ=self._environ)

@@ -1,6 +1,7 @@
-"""A member of a pipeline stops for a while on real processes, no connection is reset, and nobody waits for it.
+"""A member of a pipeline stops for a while on real processes, no connection is reset, and nobody waits for it; or it is
+killed in the middle of a drop or a restore.
 
-`python -m benchmarks.pauses` has more of them, from two seconds to for ever.
+`python -m benchmarks.pauses` has more of them: from two seconds to for ever, and every stage of a change.
 """
 
 import asyncio
@@ -24,6 +25,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Case("pause", "stage", 5.0, 2, loaded=True),  # longer than a worker's lease, shorter than what breaks a link
         Case("pause", "leader", 13.0, 3, loaded=True),
         Case("pause", "leader", math.inf, 2, loaded=False),
+        Case("kill", "leader", math.inf, 3, loaded=True, change="drop", stage="exchanging"),
+        Case("kill", "stage", 2.0, 2, loaded=True, change="restore", stage="exchanging"),
     ],
     ids=str,
 )
