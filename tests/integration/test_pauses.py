@@ -25,7 +25,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Case("pause", "stage", 5.0, 2, loaded=True),  # longer than a worker's lease, shorter than what breaks a link
         Case("pause", "leader", 13.0, 3, loaded=True),
         Case("pause", "leader", math.inf, 2, loaded=False),
-        Case("kill", "leader", math.inf, 3, loaded=True, change="drop", stage="exchanging"),
         Case("kill", "stage", 2.0, 2, loaded=True, change="restore", stage="exchanging"),
     ],
     ids=str,

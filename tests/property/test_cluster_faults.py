@@ -19,7 +19,7 @@ from services.worker.core import transition as member
 from tests.support.cluster_campaign import story
 from tests.support.cluster_swarm import Kind
 
-SEEDS = 1000  # of the gate
+SEEDS = 500  # of the gate: two minutes of two cores
 CHUNK = 125
 _SEEN = ("drop done", "restore done", "restore aborted", "moved", "stayed")
 LONG_SEEDS = int(os.environ.get("BALLAST_CLUSTER_SEEDS", "8000"))
