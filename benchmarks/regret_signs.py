@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import replace
+from dataclasses import asdict, replace
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from benchmarks.regret_cells import CELLS, job_of
 from benchmarks.regret_rules import OURS
 from services.planner.core.foresight import Foretold
 from services.planner.policy.compare import loss_of
+from services.planner.policy.outlook import Prediction
 from sim.jobs.simulation import SimJob, specs_of, world_of
 from sim.results import RequestRecord, SimRun
 from sim.world import World
@@ -49,22 +50,23 @@ def without(job: SimJob, foretold: Foretold, zero_s: float) -> SimRun:
     return world.run()
 
 
-def came(records: Sequence[RequestRecord], begin_s: float, end_s: float, until_s: float) -> tuple[float, float] | None:
-    """P99 TTFT and mean TPOT, in seconds, of what waited at the first instant or came until the second, and of all
-    tokens between them. None: too little to say. What waits at `until_s` is taken to have waited so long.
+def came(records: Sequence[RequestRecord], begin_s: float, end_s: float, until_s: float) -> Prediction | None:
+    """What came of it: waits of what waited at the first instant or came until the second, and the time of all tokens
+    between them. None: too little to say. What waits at `until_s` is taken to have waited so long.
     """
-    waits_s, tokens, took_s = list[float](), 0, 0.0
+    waits_s, ahead_s, tokens, took_s = list[float](), list[float](), 0, 0.0
     for record in records:
         times = np.asarray(record.token_times_s)
         first_s = float(times[0]) if len(times) else until_s
         if record.arrival_s < end_s and first_s >= begin_s:
             waits_s.append(min(first_s, until_s) - record.arrival_s)
+            ahead_s.append(min(first_s, until_s) - max(record.arrival_s, begin_s))
         within = (times[1:] >= begin_s) & (times[1:] < end_s)
         tokens += int(within.sum())
         took_s += float(np.diff(times)[within].sum())
     if not waits_s or not tokens:
         return None
-    return float(np.quantile(waits_s, 0.99)), took_s / tokens
+    return Prediction(float(np.quantile(waits_s, 0.99)), float(np.quantile(ahead_s, 0.99)), took_s / tokens)
 
 
 def judged(run: SimRun, other: SimRun, foretold: Foretold) -> Mapping[str, Any] | None:
@@ -72,16 +74,16 @@ def judged(run: SimRun, other: SimRun, foretold: Foretold) -> Mapping[str, Any] 
     assert foretold.settled_at_s is not None
     begin_s, end_s = foretold.at_s - run.zero_s, foretold.settled_at_s - run.zero_s
     found = [came(one.records, begin_s, end_s, end_s + _AFTER_S) for one in (run, other)]
-    if None in found:
+    if found[0] is None or found[1] is None:
         return None
-    losses = [loss_of(*one, foretold.targets) for one in found if one is not None]
-    told = [loss_of(one.ttft_p99_s, one.tpot_s, foretold.targets) for one in (foretold.predicted, foretold.nothing)]
+    losses = [loss_of(one, foretold.targets) for one in found if one is not None]
+    told = [loss_of(one, foretold.targets) for one in (foretold.predicted, foretold.nothing)]
     return {
         "change": foretold.decision,
         "at_s": begin_s,
         "lasts_s": end_s - begin_s,
-        "with": found[0],
-        "without": found[1],
+        "with": asdict(found[0]),
+        "without": asdict(found[1]),
         "gain": losses[1] - losses[0],  # logarithms of factors
         "foretold_gain": told[1] - told[0],
     }
@@ -95,12 +97,16 @@ def signs_of(name: str, traces: Path, draw: int) -> list[Mapping[str, Any]]:
     return [{"cell": name, "draw": draw, **one} for one in found if one is not None]
 
 
+def _words(one: Mapping[str, float]) -> str:
+    return f"{one['ttft_p99_s']:7.2f} s ({one['ahead_p99_s']:.2f} ahead) {1e3 * one['tpot_s']:4.0f} ms"
+
+
 def told(found: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line for each change, and what all say together; of drops and of restores, too."""
     lines = [
-        f"{one['cell']:20} {one['draw']} at {one['at_s']:6.1f} s {one['change']:16} with {one['with'][0]:7.2f} s"
-        f" {1e3 * one['with'][1]:4.0f} ms, without {one['without'][0]:7.2f} s {1e3 * one['without'][1]:4.0f} ms:"
-        f" {math.exp(one['gain']):6.2f} x, foretold {math.exp(one['foretold_gain']):6.2f} x"
+        f"{one['cell']:20} {one['draw']} at {one['at_s']:6.1f} s {one['change']:16} with {_words(one['with'])},"
+        f" without {_words(one['without'])}: {math.exp(one['gain']):6.2f} x,"
+        f" foretold {math.exp(one['foretold_gain']):6.2f} x"
         for one in found
     ]
     decided = [one for one in found if abs(one["foretold_gain"]) > _DECIDES]

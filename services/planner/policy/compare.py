@@ -144,12 +144,7 @@ class _Judge:
 
     def _loss(self, predicted: Sequence[Prediction]) -> float:
         """The mean over all futures; of those that nobody has looked at, none."""
-        losses = [
-            loss_of(wait_s, one.tpot_s, self.targets)
-            for one in predicted
-            for wait_s in (one.ttft_p99_s, one.ahead_p99_s)
-        ]
-        loss = math.fsum(losses) / (2 * len(self._futures))
+        loss = math.fsum(loss_of(one, self.targets) for one in predicted) / len(self._futures)
         return loss if math.isfinite(loss) else math.inf
 
 
@@ -190,10 +185,11 @@ def choose(losses: Sequence[float], changes: Sequence[int], finish: Callable[[in
     return best
 
 
-def loss_of(ttft_p99_s: float, tpot_s: float, targets: Targets) -> float:
+def loss_of(one: Prediction, targets: Targets) -> float:
     """0: all is good enough."""
-    ttft, tpot = targets.ttft_s, targets.tpot_s or tpot_s
-    return math.log(max(ttft_p99_s, ttft) / ttft) + math.log(max(tpot_s, tpot) / tpot)
+    ttft, tpot = targets.ttft_s, targets.tpot_s or one.tpot_s
+    waits = math.log(max(one.ttft_p99_s, ttft) / ttft) + math.log(max(one.ahead_p99_s, ttft) / ttft)
+    return waits / 2 + math.log(max(one.tpot_s, tpot) / tpot)
 
 
 def _futures(snapshot: Snapshot, running: Running, traffic: Traffic) -> list[Future]:

@@ -1,10 +1,11 @@
 """A run with a change of the layout beside the same run without."""
 
 from array import array
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from ballast.bench.traces import TraceRequest
 from benchmarks.regret_signs import came, judged, told, without
+from services.planner.policy.outlook import Prediction
 from sim.jobs.simulation import specs_of, world_of
 from sim.results import RequestRecord
 from tests.unit.sim.test_first_burst import burst_job
@@ -16,11 +17,11 @@ def record(arrival_s: float, *token_times_s: float) -> RequestRecord:
 
 def test_what_waits_at_the_first_instant_or_comes_until_the_second_is_judged() -> None:
     before, waiting, late = record(0.0, 1.0, 2.0, 4.0, 9.0), record(1.0, 6.0), record(8.0, 8.5)
-    assert came([before, waiting, late], 3.0, 7.0, 20.0) == (5.0, 2.0)
+    assert came([before, waiting, late], 3.0, 7.0, 20.0) == Prediction(5.0, 3.0, 2.0)
 
 
 def test_what_is_never_served_has_waited_till_the_end() -> None:
-    assert came([record(0.0, 1.0, 4.0), record(2.0)], 3.0, 7.0, 20.0) == (18.0, 3.0)
+    assert came([record(0.0, 1.0, 4.0), record(2.0)], 3.0, 7.0, 20.0) == Prediction(18.0, 17.0, 3.0)
 
 
 def test_where_nothing_came_nothing_is_said() -> None:
@@ -48,7 +49,8 @@ def test_without_a_drop_the_run_is_the_same_until_then_and_drops_nothing() -> No
 
 
 def test_changes_of_which_no_difference_was_foretold_have_no_sign() -> None:
-    one = {"cell": "c", "draw": 0, "change": "give back 1", "at_s": 1.0, "with": (1.0, 0.1), "without": (2.0, 0.1)}
+    one = {"cell": "c", "draw": 0, "change": "give back 1", "at_s": 1.0, "with": asdict(Prediction(1.0, 1.0, 0.1))}
+    one["without"] = asdict(Prediction(2.0, 1.0, 0.1))
     lines = told([{**one, "gain": 0.7, "foretold_gain": 0.01}])
     assert lines[-2].startswith("foretold to differ by more than a tenth: 0 changes")
     assert lines[-1].startswith("foretold to differ by less: 1 changes, 1 did")
