@@ -141,7 +141,7 @@ def _section(part: Part, folder: Path, root: Path, figures: Path, page: Path) ->
 def _where(study: Study) -> str:
     sample = study.workloads[0].sample
     machine, model, cluster = sample.environment, sample.model, sample.config.cluster
-    settings = ", ".join(f"{name} {value}" for name, value in cluster.items() if "." in name)
+    settings = ", ".join(f"{name} {value}" for name, value in cluster.items() if "." in name) or "shipped settings"
     loads = "; ".join(_load(workload) for workload in study.workloads)
     return (
         f"{study.files} runs on {machine.cpu}, {machine.core_count} cores, Python {machine.python}, commit"
