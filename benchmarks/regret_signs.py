@@ -51,8 +51,8 @@ def without(job: SimJob, foretold: Foretold, zero_s: float) -> SimRun:
 
 
 def came(records: Sequence[RequestRecord], begin_s: float, end_s: float, until_s: float) -> Prediction | None:
-    """What came of it: waits of what waited at the first instant or came until the second, and the time of all tokens
-    between them. None: too little to say. What waits at `until_s` is taken to have waited so long.
+    """P99 waits, in seconds, of requests that waited at the first instant or came until the second, and the mean TPOT
+    between them. None: too little to say. A request that waits at `until_s` is taken to have waited so long.
     """
     waits_s, ahead_s, tokens, took_s = list[float](), list[float](), 0, 0.0
     for record in records:

@@ -132,3 +132,17 @@ def test_a_crash_is_reported_on_leaving(model: Path, tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match=r"planner-0: was killed by SIGKILL; its log ends with\n"):
         asyncio.run(story())
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_process_that_is_started_again_is_never_there_twice(model: Path, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LocalCluster(model, workers=0, dispatchers=0, log_dir=tmp_path) as cluster:
+            [old] = cluster.processes["planner"]
+            [fresh] = cluster.respawn(old.id)
+            assert old.child.returncode == -signal.SIGKILL, "it ran still"
+            async with asyncio.timeout(60):
+                while not fresh.read_ready():  # noqa: ASYNC110 -- a process sets no asyncio.Event
+                    await asyncio.sleep(0.05)
+            assert cluster.processes["planner"] == [fresh]
+
+    asyncio.run(story())

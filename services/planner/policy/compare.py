@@ -143,7 +143,7 @@ class _Judge:
         return trial.judged
 
     def _loss(self, predicted: Sequence[Prediction]) -> float:
-        """The mean over all futures; of those that nobody has looked at, none."""
+        """The mean over all futures, of which those without a prediction count as 0: at least so much it will be."""
         loss = math.fsum(loss_of(one, self.targets) for one in predicted) / len(self._futures)
         return loss if math.isfinite(loss) else math.inf
 
@@ -157,14 +157,17 @@ class _Trial:
 
 
 def choose(losses: Sequence[float], changes: Sequence[int], finish: Callable[[int], float]) -> int:
-    """Of all candidates whose loss is nearly the least, the one that changes least, the first of equals.
+    """The candidate that changes least, the first of equals, among those whose loss is nearly the least.
 
-    Finished are those only that can decide it: by being better than the best so far, or as good with less change.
+    Only a candidate that can decide it is finished: one better than the best so far, or as good with less change.
 
     Args:
         losses: Of each candidate at least so much.
         changes: How much each changes.
-        finish: Gives the loss of a candidate; that takes long.
+        finish: Returns the loss of a candidate; that takes milliseconds.
+
+    Returns:
+        Its index.
     """
     losses, unsure, least, best = list(losses), math.log(_UNSURE), math.inf, 0
     change = list(zip(changes, range(len(changes)), strict=True))

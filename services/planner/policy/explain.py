@@ -6,7 +6,7 @@ from services.planner.policy.merged import GroupPlan
 from services.planner.policy.restore import RestorePlan
 from services.planner.policy.snapshot import ModelShape
 
-MOST_GROUPS = 32  # in words; whoever wants all of a large cluster reads the layout
+MOST_GROUPS = 32  # in words; the layout has all of them
 
 
 def explain(plan: DropPlan, model: ModelShape) -> list[str]:

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 from services.planner.policy.drop import Method, plan
 from services.planner.policy.explain import (
+    MOST_GROUPS,
     explain,
     explain_restore,
     group_line,
@@ -54,6 +55,15 @@ def test_nothing_to_do_is_told() -> None:
 def test_groups_that_stay_are_counted() -> None:
     snapshot = singles(5, model(8))
     assert explain(plan(snapshot, 8_000), model(8))[-1] == "unchanged: 3 of 5 groups"
+
+
+def test_of_very_many_groups_some_are_named_and_the_others_counted() -> None:
+    snapshot = singles(100, model(8))
+    lines = explain(plan(snapshot, 45 * 8_000, Method.FIGURE6), model(8))
+    groups = len(plan(snapshot, 45 * 8_000, Method.FIGURE6).groups)
+    assert groups > MOST_GROUPS
+    assert sum(line.startswith("group {") for line in lines) == MOST_GROUPS
+    assert f"and {groups - MOST_GROUPS} groups more" in lines
 
 
 def test_a_restore_is_told() -> None:
