@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ballast.bench.policies import COMPARED
 from ballast.bench.report import text_table
 from ballast.bench.results import BenchResult
 from ballast.bench.study import Study, WorkloadStudy, read_study
@@ -33,6 +34,8 @@ _SPIKE_WINDOW_S = 100  # of it: its burst of some twelve seconds and what is aro
 _KNOBS = "recompute,swap,migrate,static-pipeline,drop"
 _DEGREES = "recompute,static-pipeline,static-pipeline:degree=4,drop"
 _RESTORES = "recompute,drop,drop:restore=off"
+# Traces are squeezed into seconds here, so a wait of half a second is as long as one of several in the real one.
+_COMPARED = ",".join((*COMPARED, "drop:ttft-target-s=0.1"))
 # Requests that wait for memory: prompts are a third of their tokens, so that arithmetic is not what is short; a worker
 # holds eight of them. The rate follows from a probe: the burst asks for so much memory, and the average for half of it.
 _SIZES = ("--mean-tokens", "120", "--answer-share", "0.7", "--sequences-each", "8", "--probe-s", "3")
@@ -71,11 +74,12 @@ class Part:
 
 
 def parts(traces: Path | None) -> list[Part]:
-    compared = {"workers-2": Command(2, 21, "spike"), "workers-4": Command(4, 12, "spike")}
+    against = ("--policies", _COMPARED)
+    compared = {"workers-2": Command(2, 21, "spike", against), "workers-4": Command(4, 12, "spike", against)}
     restores = ("--policies", _RESTORES)
     long = {"workers-2": Command(2, 22, "twice:spike", restores)}
     if traces is not None:
-        compared["workers-2-real"] = Command(2, 12, f"{traces / SPIKE}@{_SPIKE_WINDOW_S}+burstgpt")
+        compared["workers-2-real"] = Command(2, 12, f"{traces / SPIKE}@{_SPIKE_WINDOW_S}+burstgpt", against)
         # At half the speed of the real one: how long drops and restores take does not shrink with it.
         long["workers-2-real"] = Command(2, 160, f"twice:{traces / SPIKE}+burstgpt", restores)
     slow_links = ("--ablation", "--set", "worker.link_bytes_per_s=50000000")

@@ -4,15 +4,16 @@
 
 Two workers of a small model, with the engine that computes. The simulator and the emulated engine know of this machine
 what `ballast profile` measures (`--profile FILE`, or measured first) and what lone requests show: how long a step takes
-beyond the engine's own time, and a request beyond its steps. Three workloads: steady, bursty (the KV overflows: drops
-and restores), and long prompts. Rates follow from profile and calibration, so that they fit any machine.
+beyond the engine's own time, and a request beyond its steps. Four workloads: steady, bursty (more than can be computed,
+where a drop mostly does not pay), long answers (in a burst the KV overflows, and a drop pays), and long prompts. Rates
+follow from profile and calibration, so that they fit any machine.
 
 Workers, dispatcher and client share this machine's cores. What the processes around the engines take of them for each
 step and each token is measured with some requests at a time (benchmarks/fidelity_probes.py), and simulated. What is
-left comes from a fourth workload, with other lengths, another rate and another seed: steps, and tokens of prompts, take
-so many times as long that its mean TPOT and TTFT are right. Both are done before and after each of the three, as a
+left comes from another workload, with other lengths, another rate and another seed: steps, and tokens of prompts, take
+so many times as long that its mean TPOT and TTFT are right. Both are done before and after each of the four, as a
 machine is not equally fast at all times: a workload is simulated with what its two neighbours have shown. A pipeline is
-looked at once, and taken to be as much slower later as lone workers are. Nothing is calibrated on the three that are
+looked at once, and taken to be as much slower later as lone workers are. Nothing is calibrated on the four that are
 compared.
 
 Goals: mean TTFT and TPOT within 15 % of the real run, p99 within 30 %, as many drops. Figures of a machine that does
@@ -92,6 +93,7 @@ class Workload:
 WORKLOADS = (
     Workload("steady", 120, 40, 0.4),
     Workload("bursty", 160, 60, 0.25, 3.0),
+    Workload("long answers", 60, 300, 0.25, 3.0),
     Workload("long prompts", 600, 24, 0.4),
 )
 
@@ -428,7 +430,8 @@ async def measured(args: argparse.Namespace, folder: Path, console: Console) -> 
         seen = replace(lone, pipelined=await probe_pipeline(cluster, lone.background))
     known = known_from([(seen, before)])
     # By what was seen, so that the machine is as loaded as is said, whatever else it does.
-    traces = {w.name: draw(w, slowed(machine, known), args.seconds, args.seed) for w in WORKLOADS}
+    asked = [workload for workload in WORKLOADS if workload.name in args.workloads]
+    traces = {w.name: draw(w, slowed(machine, known), args.seconds, args.seed) for w in asked}
     real: dict[str, PolicyResult] = {}
     simulations: dict[str, PolicyResult] = {}
     async with cluster_of(checkpoint, budget, flags) as cluster:
@@ -472,6 +475,8 @@ def main() -> int:
     parser.add_argument("--profile-seconds", type=float, default=30.0, help="how long to measure without one")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each workload")
     parser.add_argument("--seed", type=int, default=1)
+    names = [workload.name for workload in WORKLOADS]
+    parser.add_argument("--workloads", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--out", type=Path, help="folder for figure and results")
     args = parser.parse_args()
     console = Console(width=140)

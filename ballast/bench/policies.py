@@ -58,6 +58,7 @@ KNOBS: dict[str, _Knob] = {
     "migrate-above": _Knob("planner", "--migrate-above-tokens", ("migrate",), "freeness of who takes them"),
     "transfers": _Knob("worker", "--transfers", ("drop",), "coordinated, or naive: one queue for KV and activations"),
     "degree": _Knob("planner", "--pipeline-degree", ("static-pipeline",), "instances of a pipeline"),
+    "ttft-target-s": _Knob("planner", "--ttft-target-s", ("drop",), "seconds until a first token is late"),
     "restore": _Knob("planner", "--restore", ("drop",), "on or off: whether parameters come back"),
 }
 

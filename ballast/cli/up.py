@@ -64,6 +64,7 @@ _PLANNER_FLAGS = {
     "--pipeline-degree": "instances of a pipeline, with static-pipeline",
     "--migrate-below-tokens": "with migrate: a worker with room for fewer tokens per request gives requests away",
     "--migrate-above-tokens": "with migrate: a worker with room for more tokens per request takes them",
+    "--ttft-target-s": "with drop: seconds within which a first token is soon enough (default: 0.5)",
     "--restore": "on or off: whether dropped parameters come back",
 }
 _GATEWAY_FLAGS = {

@@ -68,7 +68,6 @@ def build_shell(settings: MonitorSettings, state: StateServer) -> MonitorShell:
     rules = MonitorRules(
         lease_s=settings.lease_s,
         step_timeout_s=settings.step_timeout_s,
-        warmup_s=settings.warmup_s,
         pressure=pressure_rules(
             overload_threshold_fraction=settings.overload_threshold_fraction,
             relief_threshold_fraction=settings.relief_threshold_fraction,

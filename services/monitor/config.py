@@ -30,8 +30,6 @@ class MonitorSettings(ServiceSettings):
     step_timeout_s: float = Field(default=60.0, gt=0)
     """Seconds of one engine step after which an instance counts as lost until the step ends. It depends on the engine:
     an instance that compiles may be silent for a minute."""
-    warmup_s: float = Field(default=4.0, gt=0)
-    """Seconds that a new active monitor waits before it says who is missing: workers have to find it first."""
     overload_threshold_fraction: float = Field(default=0.95, gt=0)
     """The planner looks for something better once the forecast demand for KV is above this share of what there is: with
     a lower one it looks earlier."""

@@ -22,8 +22,10 @@ from services.planner.config import PlannerSettings
 from services.planner.core.conductor import ConductorRules
 from services.planner.core.machine import PlannerCore, PlannerRules
 from services.planner.core.stages import CoordinatorRules
+from services.planner.core.wishes import Planning
 from services.planner.metrics import PlannerMetrics
 from services.planner.peers import Members, MonitorEvents
+from services.planner.policy.compare import Targets
 from services.planner.policy.migrate import MigrationRules
 from services.planner.servicer import PlannerServicer
 from services.planner.shell.planner import PlannerShell
@@ -99,6 +101,7 @@ def build_shell(
             policy=settings.overload_policy,
             pipeline_degree=settings.pipeline_degree,
             restores=settings.restore,
+            planning=Planning(targets=Targets(ttft_s=settings.ttft_target_s)),
             coordinator=CoordinatorRules(restore_prepare_timeout_s=settings.restore_timeout_s),
         ),
     )

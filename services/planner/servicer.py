@@ -72,7 +72,8 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
             raise NotActive(self._shell.planner_id)
         load = await self._shell.load()
         try:
-            told = explain_now(core.layout, core.layout_model, load, required, method)
+            targets = core.conductor.rules.planning.targets
+            told = explain_now(core.layout, core.layout_model, load, required, method, targets)
         except NoSurvey as reason:
             raise NotPossible(str(reason)) from reason
         return pb.ExplainPlanResponse(

@@ -36,6 +36,7 @@ from services.planner.core.conductor import ConductorRules
 from services.planner.core.machine import PlannerRules
 from services.planner.core.record import TransitionRecord
 from services.planner.core.stages import CoordinatorRules
+from services.planner.policy.compare import Targets
 from services.planner.policy.migrate import MigrationRules
 from services.worker.config import WorkerSettings
 from sim.clients import Arrival
@@ -154,7 +155,6 @@ def _monitor_rules(settings: MonitorSettings, report_interval_s: float) -> Monit
     )
     return MonitorRules(
         lease_s=settings.lease_s,
-        warmup_s=settings.warmup_s,
         history_length=math.ceil(pressure.trend_window_s / report_interval_s) + 2,
         pressure=pressure,
     )
@@ -249,6 +249,9 @@ def with_knobs(spec: PolicySpec, rules: ClusterRules) -> ClusterRules:
                 rules = replace(rules, migrations=replace(rules.migrations, above_tokens=_number(setting)))
             case "degree":
                 transitions = replace(transitions, pipeline_degree=int(_number(setting)))
+            case "ttft-target-s":
+                planning = replace(transitions.planning, targets=Targets(ttft_s=_number(setting)))
+                transitions = replace(transitions, planning=planning)
             case "restore":
                 transitions = replace(transitions, restores=_switch(setting, "on", "off"))
             case "queue-order":

@@ -54,7 +54,7 @@ async def test_workers_come_into_the_layout_and_leave_it(plane: ControlPlane) ->
 
 async def test_a_standby_monitor_takes_over_and_nobody_is_lost(plane: ControlPlane) -> None:
     m1 = await plane.monitor("m1")
-    m2 = await plane.monitor("m2", "--warmup-s", "10")  # time for both workers to find it
+    m2 = await plane.monitor("m2")
     planner = await plane.planner("p1")
     await plane.worker("w1")
     await plane.worker("w2")

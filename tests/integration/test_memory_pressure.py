@@ -29,7 +29,7 @@ def running(tmp_path_factory: pytest.TempPathFactory, metrics_port: int) -> Iter
     model = make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny", max_len=256)
     flags = {
         "planner": ["--overload-policy", "recompute"],
-        "monitor": ["--warmup-s", "1", "--dwell-s", "1", "--metrics-port", str(metrics_port)],
+        "monitor": ["--dwell-s", "1", "--metrics-port", str(metrics_port)],
     }
     with running_cluster(Path(model), workers=WORKERS, device_memory_bytes=2 << 20, flags=flags) as cluster:
         yield cluster

@@ -22,7 +22,6 @@ from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 
 ENVIRON = {
     "BALLAST_MONITOR__LEASE_S": "6",
-    "BALLAST_MONITOR__WARMUP_S": "1.5",
     "BALLAST_MONITOR__LEADERSHIP_TTL_S": "2",
     "BALLAST_PLANNER__LEADERSHIP_TTL_S": "2",
 }

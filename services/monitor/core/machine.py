@@ -85,13 +85,13 @@ def pressure_rules(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorRules:
     lease_s: float  # silence for longer means lost
-    warmup_s: float  # after becoming active: time for workers to find this monitor
     pressure: PressureRules
     registry_interval_s: float = 1.0  # between two writes of the registry, for who only looks on
     max_instances: int = 1 << 16  # lest somebody who makes up names takes all memory
     history_length: int = 50  # load samples kept per instance: the window of a trend, of who reports twice as often
     backlog_lease_s: float = 1.0  # a dispatcher that says nothing new for longer is not there; it speaks ten times
     backlog_forget_s: float = 60.0
+    warmup_s: float = 4.0  # after becoming active: time for workers to find this monitor
     step_timeout_s: float = 60.0  # an engine whose step lasts longer serves nobody
     max_remembered: int = 10_000  # workers whose newest incarnation is kept after they have gone
 

@@ -24,7 +24,7 @@ from services.planner.core.survey import (
     survey,
 )
 from services.planner.core.transition import changed_members
-from services.planner.policy.compare import Comparison, Running, compare, compare_restore
+from services.planner.policy.compare import Comparison, Running, Targets, compare, compare_restore
 from services.planner.policy.drop import DropPlan, Method, plan, plan_of, plan_shallow
 from services.planner.policy.explain import explain, explain_restore
 from services.planner.policy.restore import RESTORE_USAGE_LIMIT, RestorePlan, plan_restore
@@ -35,6 +35,7 @@ from services.planner.policy.snapshot import ModelShape, Snapshot
 class Planning:
     """How an overload is met."""
 
+    targets: Targets = field(default_factory=Targets)
     compares: bool = True  # predictions, "nothing" among them; without them, or where nobody knows, by need
     # By need, groups become deeper than pairs only where pairs leave more than this share of the wanted KV unmet. The
     # need that the monitor tells has its margin: this is a demand of 1.25 times what there is.
@@ -122,7 +123,12 @@ def complete(base: Layout, members: tuple[Member, ...], epoch: Epoch, why: str) 
 
 
 def explain_now(
-    base: Layout, model: ModelInfo | None, load: ClusterLoad, required_bytes: int | None, method: Method
+    base: Layout,
+    model: ModelInfo | None,
+    load: ClusterLoad,
+    required_bytes: int | None,
+    method: Method,
+    targets: Targets | None = None,
 ) -> Explained:
     """What `ballast drop` would do now; first what is predicted of the layouts that an overload would choose from.
 
@@ -133,7 +139,7 @@ def explain_now(
     snapshot = surveyed.snapshot
     needed = demand_bytes(snapshot) if required_bytes is None else required_bytes
     found = _plan(snapshot, needed, method)
-    compared = _compared(surveyed, load)
+    compared = _compared(surveyed, load, targets or Targets())
     told = () if compared is None else ("an overload now would choose from (as predicted):", *compared.lines())
     target = dropped(base, found, Epoch(base.epoch + 1), "explained") if found.groups else base
     lines = (*told, *explain(found, snapshot.model))
@@ -159,7 +165,7 @@ def _drop(
         needed = demand_bytes(snapshot)
         if not needed:
             return Denied("demand fits into the KV memory there is: nothing lacks; say how much, or which workers")
-    compared = None if wish.request_id or not planning.compares else _compared(surveyed, load)
+    compared = None if wish.request_id or not planning.compares else _compared(surveyed, load, planning.targets)
     why = f"{wish.by}: {human_bytes(needed)} of KV needed"
     if compared is None:
         tolerable = 0.0 if wish.request_id else planning.tolerable_shortfall
@@ -181,7 +187,7 @@ def _drop(
 
 
 def _compared(
-    surveyed: Survey, load: ClusterLoad, restored: Mapping[GroupId, Sequence[int]] | None = None
+    surveyed: Survey, load: ClusterLoad, targets: Targets, restored: Mapping[GroupId, Sequence[int]] | None = None
 ) -> Comparison | None:
     """None: nobody knows how fast instances are, or what clients want. `restored`: see `compare_restore`."""
     if load.pace is None or not load.traffic.known_s:
@@ -193,8 +199,8 @@ def _compared(
         slowness=load.slowness,
     )
     if restored is not None:
-        return compare_restore(snapshot, running, load.traffic, load.pace, restored)
-    return compare(snapshot, running, load.traffic, load.pace)
+        return compare_restore(snapshot, running, load.traffic, load.pace, restored, targets)
+    return compare(snapshot, running, load.traffic, load.pace, targets)
 
 
 def _restore(
@@ -208,7 +214,7 @@ def _restore(
         return Denied("; ".join(lines))
     compared = None
     if planning.compares and not wish.whatever_the_load:
-        compared = _compared(surveyed, load, {d.group_id: d.block_counts for d in found.dissolutions})
+        compared = _compared(surveyed, load, planning.targets, {d.group_id: d.block_counts for d in found.dissolutions})
         if compared is not None and compared.chosen is compared.candidates[0]:
             return Denied("; ".join(("to give back would be worse", *compared.lines())), compared=compared)
     return Granted(

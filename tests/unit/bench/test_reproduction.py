@@ -63,7 +63,7 @@ def test_knobs_of_policies_change_the_rules() -> None:
                 "static-pipeline:microbatching=lookahead",
                 "swap:swap-space=2GiB",
                 "drop:restore=off:transfers=naive",
-                "drop:label=ours",
+                "drop:ttft-target-s=0.1:label=ours",
             )
         )
     }
@@ -75,6 +75,8 @@ def test_knobs_of_policies_change_the_rules() -> None:
     assert not stays.planner.transitions.restores
     assert not stays.coordinated
     assert found["ours"].planner.transitions.restores
+    assert found["ours"].planner.transitions.planning.targets.ttft_s == 0.1
+    assert stays.planner.transitions.planning.targets.ttft_s == 0.5
     assert found["ours"].coordinated
 
 

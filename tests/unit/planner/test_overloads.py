@@ -17,6 +17,7 @@ from services.planner.core.messages import (
 )
 from services.planner.core.stages import Stage
 from services.planner.core.wishes import Planning
+from services.planner.policy.compare import Targets
 from tests.support.planner_core import EXTENT, LOAD, Planner
 
 CALM = Traffic(recent_count=2, minute_count=10, minute_tokens=80, ended_count=50, ended_tokens=500, known_s=300.0)
@@ -42,6 +43,16 @@ def test_an_overload_in_which_nothing_would_be_better_is_looked_at_again() -> No
     [moved] = planner.told(TransitionMoved)
     assert isinstance(moved, TransitionMoved)
     assert "predicted 1 pair: P99 TTFT" in moved.record.journal.why
+
+
+@pytest.mark.parametrize(("ttft_s", "dropped"), [(0.5, True), (1000.0, False)])
+def test_nothing_is_dropped_for_a_first_token_that_comes_soon_enough(ttft_s: float, dropped: bool) -> None:
+    planner = Planner(planning=Planning(targets=Targets(ttft_s=ttft_s)))
+    planner.traffic = replace(SHORT, ended_tokens=5000)
+    planner.start("w0", "w1")
+    planner.load = replace(LOAD, used_block_count=32, running_count=8)
+    planner.tell(OverloadRaised(planner.now_s, "o1", EXTENT))
+    assert planner.journal == [Stage.PREPARING] * dropped
 
 
 def test_an_overload_is_not_looked_at_for_ever() -> None:

@@ -15,6 +15,13 @@ from services.planner.core.messages import Command, Event, SetTimer
 from services.planner.peers import Members, MonitorEvents
 
 
+def test_the_target_of_a_first_token_reaches_what_decides() -> None:
+    state = StateServer("redis://127.0.0.1:1")
+    monitor = MonitorEvents(LeaderAddress(state, "monitor", "127.0.0.1:1"))
+    shell = build_shell(PlannerSettings(ttft_target_s=0.1), state, monitor, Members(lambda _: None))
+    assert shell.core.conductor.rules.planning.targets.ttft_s == 0.1
+
+
 @pytest.mark.parametrize("error", [KeyError("w9"), ValueError("too large"), InvariantViolation("layers are missing")])
 def test_any_failure_in_a_timer_ends_the_planner(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
