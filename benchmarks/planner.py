@@ -151,6 +151,7 @@ def reported(snapshot: Snapshot) -> tuple[Layout, ModelInfo, ClusterLoad, Cluste
         calm_per_s=count / 8,
         ended_count=12 * count,
         ended_tokens=20_000 * count,
+        open_tokens=12_000 * count,
         known_s=300.0,
     )
     layout = Layout(Epoch(1), LAYERS, groups, "benchmark")

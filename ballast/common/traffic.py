@@ -30,6 +30,7 @@ class Traffic:
     calm_per_s: float = 0.0  # requests; the median of spans of RECENT_S in WINDOW_S
     ended_count: int = 0  # answers that ended in the last WINDOW_S
     ended_tokens: int = 0  # tokens of these
+    open_tokens: int = 0  # that answers have so far which go on
     known_s: float = 0.0  # for so long it has been counted, at most WINDOW_S
     oldest_wait_s: float = 0.0  # of the requests that have had no token yet, wherever they are
     # Requests that have ever had a first token, by the `wait_index` of their wait; zeros at the end are left out.
@@ -66,9 +67,10 @@ def read_traffic(text: str) -> Traffic:
     """
     words = text.split(" ")
     *numbers, firsts, later, later_s, prompts = words
-    queued, queued_tokens, recent, minute, minute_tokens, calm, ended, ended_tokens, known, oldest = numbers
+    queued, queued_tokens, recent, minute, minute_tokens, calm, ended, ended_tokens, going_on, known, oldest = numbers
     counts = [
-        int(value) for value in (queued, queued_tokens, recent, minute, minute_tokens, ended, ended_tokens, later)
+        int(value)
+        for value in (queued, queued_tokens, recent, minute, minute_tokens, ended, ended_tokens, going_on, later)
     ]
     rates = [float(value) for value in (calm, known, oldest, later_s)]
     first_counts, prompt_counts = (
@@ -90,7 +92,8 @@ def read_traffic(text: str) -> Traffic:
         known_s=rates[1],
         oldest_wait_s=rates[2],
         first_counts=tuple(first_counts),
-        later_count=counts[7],
+        open_tokens=counts[7],
+        later_count=counts[8],
         later_s=rates[3],
         prompt_counts=tuple(prompt_counts),
     )
@@ -108,6 +111,7 @@ def sum_traffic(parts: Iterable[Traffic]) -> Traffic:
         calm_per_s=math.fsum(p.calm_per_s for p in listed),
         ended_count=sum(p.ended_count for p in listed),
         ended_tokens=sum(p.ended_tokens for p in listed),
+        open_tokens=sum(p.open_tokens for p in listed),
         known_s=max((p.known_s for p in listed), default=0.0),
         oldest_wait_s=max((p.oldest_wait_s for p in listed), default=0.0),
         first_counts=tuple(map(sum, zip_longest(*(p.first_counts for p in listed), fillvalue=0))),

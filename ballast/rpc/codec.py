@@ -151,6 +151,7 @@ def _check_traffic(message: pb.Traffic) -> None:
             message.minute_tokens,
             message.ended_count,
             message.ended_tokens,
+            message.open_tokens,
             message.later_count,
             *message.first_counts,
             *message.prompt_counts,

@@ -36,6 +36,7 @@ def _traffics(draw: st.DrawFn) -> Traffic:
         calm_per_s=draw(rate),
         ended_count=draw(_COUNTS),
         ended_tokens=draw(_COUNTS),
+        open_tokens=draw(_COUNTS),
         known_s=draw(st.sampled_from([0.0, 1e-6, 20.0, 300.0])),
         oldest_wait_s=draw(st.sampled_from([0.0, 1e-6, 5.0, 1e12])),
     )

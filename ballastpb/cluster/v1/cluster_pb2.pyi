@@ -389,6 +389,7 @@ class Traffic(_message.Message):
     CALM_PER_S_FIELD_NUMBER: _builtins.int
     ENDED_COUNT_FIELD_NUMBER: _builtins.int
     ENDED_TOKENS_FIELD_NUMBER: _builtins.int
+    OPEN_TOKENS_FIELD_NUMBER: _builtins.int
     KNOWN_S_FIELD_NUMBER: _builtins.int
     FIRST_COUNTS_FIELD_NUMBER: _builtins.int
     LATER_COUNT_FIELD_NUMBER: _builtins.int
@@ -407,6 +408,8 @@ class Traffic(_message.Message):
     ended_count: _builtins.int
     """Answers that ended in the last five minutes, and their tokens."""
     ended_tokens: _builtins.int
+    open_tokens: _builtins.int
+    """Tokens that answers have so far which go on."""
     known_s: _builtins.float
     """For so long it has been counted, at most five minutes."""
     later_count: _builtins.int
@@ -433,6 +436,7 @@ class Traffic(_message.Message):
         calm_per_s: _builtins.float = ...,
         ended_count: _builtins.int = ...,
         ended_tokens: _builtins.int = ...,
+        open_tokens: _builtins.int = ...,
         known_s: _builtins.float = ...,
         first_counts: _abc.Iterable[_builtins.int] | None = ...,
         later_count: _builtins.int = ...,
@@ -442,7 +446,7 @@ class Traffic(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calm_per_s", b"calm_per_s", "ended_count", b"ended_count", "ended_tokens", b"ended_tokens", "first_counts", b"first_counts", "known_s", b"known_s", "later_count", b"later_count", "later_s", b"later_s", "minute_count", b"minute_count", "minute_tokens", b"minute_tokens", "oldest_wait_s", b"oldest_wait_s", "prompt_counts", b"prompt_counts", "queued_count", b"queued_count", "queued_tokens", b"queued_tokens", "recent_count", b"recent_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calm_per_s", b"calm_per_s", "ended_count", b"ended_count", "ended_tokens", b"ended_tokens", "first_counts", b"first_counts", "known_s", b"known_s", "later_count", b"later_count", "later_s", b"later_s", "minute_count", b"minute_count", "minute_tokens", b"minute_tokens", "oldest_wait_s", b"oldest_wait_s", "open_tokens", b"open_tokens", "prompt_counts", b"prompt_counts", "queued_count", b"queued_count", "queued_tokens", b"queued_tokens", "recent_count", b"recent_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

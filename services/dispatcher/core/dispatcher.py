@@ -302,9 +302,8 @@ class DispatcherCore:
         request = tracked.request
         self.accepted_count += 1
         self.requests[request.request_id] = tracked
-        self._traffic.arrived(
-            request.request_id, tracked.arrived_at_s, tracked.token_count, waits=not request.output_token_ids
-        )
+        made_count = len(request.output_token_ids)
+        self._traffic.arrived(request.request_id, tracked.arrived_at_s, tracked.token_count, made_count)
         self._deadlines.add(request.deadline_at_s, tracked.serial, request.request_id)
         self.backlog.add(tracked)
 
@@ -388,8 +387,10 @@ class DispatcherCore:
             if worker is None:
                 raise InvariantViolation(f"{tracked.request.request_id} runs on {tracked.worker}, which is gone")
             worker.take_off(tracked.handle)
-        for forget in (self.requests.pop, self._traffic.left, self._deadlines.forget):
-            forget(tracked.request.request_id)
+        request_id = tracked.request.request_id
+        self._traffic.left(request_id, len(tracked.output_token_ids))
+        self._deadlines.forget(request_id)
+        del self.requests[request_id]
 
     # --------------------------------------------------------------------------------------------- steps
 
@@ -561,7 +562,8 @@ class DispatcherCore:
         self._forsaken.check()
         self._placement.check()
         self.growth.check(self.requests.values())
-        self._traffic.check({name for name, tracked in self.requests.items() if tracked.first_token_at_s is None})
+        waiting = {name for name, tracked in self.requests.items() if tracked.first_token_at_s is None}
+        self._traffic.check(waiting, sum(len(tracked.output_token_ids) for tracked in self.requests.values()))
         moving = {tracked.request.request_id: tracked for tracked in self._moves.tracked}
         queued = {tracked.request.request_id: tracked for tracked in self.backlog}
         placed = {t.request.request_id: t for worker in self.fleet for t in worker.placed.values()}

@@ -32,14 +32,16 @@ class TrafficCounter:
         self._first_counts = [0] * WAIT_COUNTS
         self._later_count = 0
         self._later_s = 0.0
+        self._open_tokens = 0
         self._bins = deque[_Bin]()
         self._since_s: float | None = None  # of the first request ever
         self._waiting: dict[RequestId, float] = {}  # without a token: when they came, in that order
 
-    def arrived(self, request_id: RequestId, at_s: float, token_count: int, *, waits: bool = True) -> None:
-        """`waits`: for its first token."""
-        if waits:
+    def arrived(self, request_id: RequestId, at_s: float, token_count: int, made_count: int = 0) -> None:
+        """`made_count`: tokens that its answer has already; one with none waits for the first."""
+        if not made_count:
             self._waiting[request_id] = at_s
+        self._open_tokens += made_count
         if self._since_s is None:
             self._since_s = at_s
         here = self._bin(at_s)
@@ -56,15 +58,18 @@ class TrafficCounter:
     def began(self, request_id: RequestId, at_s: float) -> None:
         """A request has had its first token."""
         self._first_counts[wait_index(at_s - self._waiting.pop(request_id))] += 1
+        self._open_tokens += 1
 
-    def left(self, request_id: RequestId) -> None:
-        """A request has ended, with tokens or without."""
+    def left(self, request_id: RequestId, made_count: int) -> None:
+        """A request has ended, with so many tokens or with none."""
         self._waiting.pop(request_id, None)
+        self._open_tokens -= made_count
 
     def went_on(self, token_count: int, took_s: float) -> None:
         """Answers have had more tokens, which took so long together, each from the one before it."""
         self._later_count += token_count
         self._later_s += took_s
+        self._open_tokens += token_count
 
     def _bin(self, at_s: float) -> _Bin:
         index = int(at_s // _BIN_S)
@@ -104,6 +109,7 @@ class TrafficCounter:
             calm_per_s=_calm(spans) / RECENT_S,
             ended_count=ended,
             ended_tokens=ended_tokens,
+            open_tokens=self._open_tokens,
             known_s=known_s,
             oldest_wait_s=max(0.0, at_s - next(iter(self._waiting.values()), at_s)),
             first_counts=tuple(self._first_counts[: self._most()]),
@@ -116,10 +122,12 @@ class TrafficCounter:
         """Without the zeros at the end."""
         return next((i for i in range(WAIT_COUNTS, 0, -1) if self._first_counts[i - 1]), 0)
 
-    def check(self, waiting: Set[RequestId]) -> None:
-        """Raise InvariantViolation unless bins are in order, few, and count something, and `waiting` are those without
-        a token.
+    def check(self, waiting: Set[RequestId], open_tokens: int) -> None:
+        """Raise InvariantViolation unless bins are in order, few, and count something, `waiting` are those without a
+        token, and the others have so many.
         """
+        if self._open_tokens != open_tokens:
+            raise InvariantViolation(f"open answers have {open_tokens} tokens, {self._open_tokens} were counted")
         if self._waiting.keys() != waiting:
             raise InvariantViolation(f"{sorted(self._waiting.keys() ^ waiting)} wait, or are taken to wait")
         indices = [one.index for one in self._bins]

@@ -210,9 +210,7 @@ def _futures(snapshot: Snapshot, running: Running, traffic: Traffic) -> list[Fut
     if not traffic.minute_count and waiting:
         prompt = (traffic.queued_tokens + queued) / waiting
     spread = [traffic.prompt_quantile(quantile) for _, quantile in PARTS]
-    used = sum(columns.used) * block_tokens
-    running_count = sum(columns.running)
-    answer_tokens = _answer_tokens(traffic, running_count, max(0.0, used - running_count * prompt))
+    answer_tokens = _answer_tokens(traffic, sum(columns.running))
     return [
         Future(
             rate_per_s=rate_per_s,
@@ -229,14 +227,14 @@ def _futures(snapshot: Snapshot, running: Running, traffic: Traffic) -> list[Fut
     ]
 
 
-def _answer_tokens(traffic: Traffic, running_count: int, made_tokens: float) -> float:
-    """Tokens of an answer. `made_tokens`: of those that run; they count too, else only short answers would.
+def _answer_tokens(traffic: Traffic, running_count: int) -> float:
+    """Tokens of an answer. Those that go on count too, else only short answers would.
 
     All tokens over all endings, as if each token might be the last with the same probability. Where hardly any answer
     has ended that says nothing: then those that run are half through, and it is at most twice what follows from that.
     """
-    ended_count, tokens = traffic.ended_count + _PRIOR_COUNT, traffic.ended_tokens + made_tokens + _PRIOR_TOKENS
-    half_through = (tokens + made_tokens) / (ended_count + running_count)
+    ended_count, tokens = traffic.ended_count + _PRIOR_COUNT, traffic.ended_tokens + traffic.open_tokens + _PRIOR_TOKENS
+    half_through = (tokens + traffic.open_tokens) / (ended_count + running_count)
     return max(1.0, min(tokens / ended_count, 2 * half_through))
 
 

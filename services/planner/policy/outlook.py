@@ -244,10 +244,12 @@ class _Flow:
                 full_s = token_s(cost, decodes, context, chunk, prefix)
                 could = chunk * batches * dt / full_s
                 done = uncomputed if uncomputed < could else could
-                self.busy = share = done / could  # with little to compute only some steps have prompts in them
+                self.busy = share = (
+                    done / could
+                )  # of the time: with little to compute some steps have no prompts in them
                 # While more prompts wait than one, a pipeline has a microbatch more under way than stages.
                 trip_s = full_s * (1 + share * share / self.stages) if self.stages > 1 else full_s
-                took_s = share * trip_s + (1 - share) * took_s
+                took_s = 1 / (share / trip_s + (1 - share) / took_s)
             begun = prefills * done / uncomputed
             self.uncomputed = uncomputed - done
         made = running * dt / took_s

@@ -1,5 +1,6 @@
 import pytest
 
+from ballast.common.errors import InvariantViolation
 from ballast.common.ids import RequestId
 from ballast.common.traffic import Served, Traffic, read_traffic, served_between, sum_traffic, write_traffic
 from services.dispatcher.core.traffic import TrafficCounter
@@ -8,8 +9,8 @@ from services.dispatcher.core.traffic import TrafficCounter
 def counted(arrivals: list[float], at_s: float) -> Traffic:
     counter = TrafficCounter()
     for arrived_at_s in arrivals:
-        counter.arrived(RequestId("r"), arrived_at_s, 100, waits=False)
-        counter.check(set())
+        counter.arrived(RequestId("r"), arrived_at_s, 100, made_count=1)
+    counter.check(set(), len(arrivals))
     return counter.read(at_s, 3, 40)
 
 
@@ -43,7 +44,7 @@ def test_a_cluster_that_has_just_started_was_calm_before() -> None:
 
 def test_what_is_long_ago_is_forgotten() -> None:
     counter = TrafficCounter()
-    counter.arrived(RequestId("r"), 0.0, 10, waits=False)
+    counter.arrived(RequestId("r"), 0.0, 10, made_count=1)
     counter.ended(1.0, 500)
     assert counter.read(2.0, 0, 0).ended_tokens == 500
     assert counter.read(299.0, 0, 0).ended_count == 1
@@ -97,15 +98,34 @@ def test_the_oldest_wait_is_that_of_the_first_request_without_a_token() -> None:
         counter.arrived(name, float(second), 10)
     assert counter.read(5.0, 0, 0).oldest_wait_s == 5.0
     counter.began(names[0], 5.0)
-    counter.left(names[1])  # without a token
-    counter.left(names[0])
-    counter.check({names[2]})
+    counter.left(names[1], 0)
+    counter.left(names[0], 1)
+    counter.check({names[2]}, 0)
     found = counter.read(5.5, 0, 0)
     assert found.oldest_wait_s == 3.5
     assert read_traffic(write_traffic(found)) == found
     assert sum_traffic([found, Traffic(oldest_wait_s=9.0)]).oldest_wait_s == 9.0
     counter.began(names[2], 6.0)
     assert counter.read(7.0, 0, 0).oldest_wait_s == 0.0
+
+
+def test_tokens_of_answers_that_go_on_are_those_of_no_answer_that_has_ended() -> None:
+    counter = TrafficCounter()
+    long, short, taken_over = (RequestId(name) for name in ("long", "short", "over"))
+    for name, made_count in ((long, 0), (short, 0), (taken_over, 70)):
+        counter.arrived(name, 0.0, 10, made_count)
+    counter.began(long, 1.0)
+    counter.began(short, 1.0)
+    counter.went_on(41, 2.0)  # one of both together
+    counter.left(short, 2)
+    counter.ended(3.0, 2)
+    counter.check(set(), 111)
+    found = counter.read(4.0, 0, 0)
+    assert (found.open_tokens, found.ended_tokens) == (111, 2)
+    assert read_traffic(write_traffic(found)) == found
+    assert sum_traffic([found, found]).open_tokens == 222
+    with pytest.raises(InvariantViolation, match="110 tokens, 111 were counted"):
+        counter.check(set(), 110)
 
 
 def test_what_clients_had_between_two_looks() -> None:
@@ -123,15 +143,17 @@ def test_what_clients_had_between_two_looks() -> None:
     [
         "",
         "1 2",
-        "1 2 3 4 5 6 7 8 nine 0 [] 0 0 []",
-        "-1 0 0 0 0 0 0 0 0 0 [] 0 0 []",
-        "0 0 0 0 0 nan 0 0 0 0 [] 0 0 []",
-        "0 0 0 0 0 0 0 0 0 -1 [] 0 0 []",
-        "1" + "0" * 30 + " 0" * 9 + " [] 0 0 []",
-        "0 0 0 0 0 0 0 0 0 0 [-1] 0 0 []",
-        "0 0 0 0 0 0 0 0 0 0 [" + "1," * 60 + "] 0 0 []",
-        "0 0 0 0 0 0 0 0 0 0 [] 0 0 [-1]",
-        "0 0 0 0 0 0 0 0 0 0 [] 0 0 [" + "1," * 60 + "]",
+        "1 2 3 4 5 6 7 8 nine 0 0 [] 0 0 []",
+        "-1 0 0 0 0 0 0 0 0 0 0 [] 0 0 []",
+        "0 0 0 0 0 nan 0 0 0 0 0 [] 0 0 []",
+        "0 0 0 0 0 0 0 0 0 0 -1 [] 0 0 []",
+        "0 0 0 0 0 0 0 0 -1 0 0 [] 0 0 []",
+        "0 0 0 0 0 0 0 0 0 0 [] 0 0 []",
+        "1" + "0" * 30 + " 0" * 10 + " [] 0 0 []",
+        "0 0 0 0 0 0 0 0 0 0 0 [-1] 0 0 []",
+        "0 0 0 0 0 0 0 0 0 0 0 [" + "1," * 60 + "] 0 0 []",
+        "0 0 0 0 0 0 0 0 0 0 0 [] 0 0 [-1]",
+        "0 0 0 0 0 0 0 0 0 0 0 [] 0 0 [" + "1," * 60 + "]",
     ],
 )
 def test_a_strange_word_is_refused(text: str) -> None:

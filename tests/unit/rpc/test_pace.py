@@ -31,7 +31,7 @@ def test_nobody_saves_more_than_a_sequence_costs() -> None:
         codec.PACE.record(message)
 
 
-@pytest.mark.parametrize("field", ["queued_count", "minute_tokens", "ended_tokens"])
+@pytest.mark.parametrize("field", ["queued_count", "minute_tokens", "ended_tokens", "open_tokens"])
 def test_counts_of_traffic_are_not_negative(field: str) -> None:
     message = codec.TRAFFIC.message(Traffic(known_s=3.0))
     assert codec.TRAFFIC.record(message) == Traffic(known_s=3.0)

@@ -88,9 +88,16 @@ def test_the_first_burst_that_a_cluster_sees_is_no_reason_to_despair() -> None:
     """No answer has ended yet: that does not make them endless, or all would be lost and nothing worth it."""
     snapshot = alone(EIGHT, BLOCKS - 5, waiting=20)
     first = Traffic(
-        queued_count=200, queued_tokens=135_000, recent_count=300, minute_count=350, calm_per_s=20.0, known_s=12.0
+        queued_count=200,
+        queued_tokens=135_000,
+        recent_count=300,
+        minute_count=350,
+        minute_tokens=236_000,
+        calm_per_s=20.0,
+        open_tokens=88_000,
+        known_s=12.0,
     )
-    found = compare(running(snapshot, 50), Running(256, 2), replace(first, minute_tokens=236_000), PACE)
+    found = compare(running(snapshot, 50), Running(256, 2), first, PACE)
     assert len(found.chosen.merges) >= 2
     assert found.chosen.prediction.ttft_p99_s < 60.0
 
@@ -154,7 +161,7 @@ def test_what_has_to_be_exchanged_for_seconds_is_no_answer_to_a_burst_that_just_
     assert late.ttft_p99_s > early.ttft_p99_s + 1.0
 
 
-# A burst of completions of code that is nearly over: what is left of the line has waited long.
+# A burst of completions that is nearly over: what is left of the line has waited long.
 COMPLETIONS = Traffic(
     queued_count=22,
     queued_tokens=38_000,
@@ -162,17 +169,27 @@ COMPLETIONS = Traffic(
     minute_count=569,
     minute_tokens=1_218_000,
     ended_count=390,
-    ended_tokens=5440,
+    ended_tokens=40_000,
+    open_tokens=35_000,
     known_s=32.0,
 )
 
 
+def completing() -> Snapshot:
+    """What runs when they come: most of the memory is prompts, longer ones than most of those that come."""
+    groups = alone(EIGHT, BLOCKS * 9 // 10, waiting=40).groups
+    return Snapshot(SHAPE, tuple(group._replace(running_count=18, uncomputed_tokens=1800) for group in groups))
+
+
+def test_long_prompts_that_run_do_not_make_answers_long() -> None:
+    """What memory they hold beyond the mean prompt is no answer: short answers soon make room without a drop."""
+    short = replace(COMPLETIONS, ended_tokens=5440, open_tokens=2000)
+    assert compare(completing(), Running(256, 6), short, replace(PACE, cost=CHAT_COST)).chosen.name == "nothing"
+
+
 def test_what_has_waited_for_long_already_is_not_helped_by_a_drop() -> None:
     """As a simulation showed: a drop comes too late for the line's longest waits, and makes tokens slower."""
-    groups = (
-        g._replace(running_count=18, uncomputed_tokens=1800) for g in alone(EIGHT, BLOCKS * 9 // 10, waiting=40).groups
-    )
-    snapshot, pace = Snapshot(SHAPE, tuple(groups)), replace(PACE, cost=CHAT_COST)
+    snapshot, pace = completing(), replace(PACE, cost=CHAT_COST)
     fresh, late = (
         compare(snapshot, Running(256, 6), replace(COMPLETIONS, oldest_wait_s=waited_s), pace)
         for waited_s in (0.0, 14.0)
@@ -270,7 +287,8 @@ def test_parameters_come_back_when_that_makes_nobody_wait() -> None:
 def test_parameters_stay_away_while_the_burst_goes_on() -> None:
     snapshot = pairs(3 * BLOCKS // 2)
     restored = {group.group_id: (BLOCKS, BLOCKS) for group in snapshot.groups}
-    found = compare_restore(running(snapshot, 48), Running(256, 0), replace(LONG, queued_count=0), PACE, restored)
+    burst = replace(LONG, queued_count=0, open_tokens=190_000)
+    found = compare_restore(running(snapshot, 48), Running(256, 0), burst, PACE, restored)
     assert found.chosen.name == "stay"
     assert found.chosen.loss < found.candidates[1].loss
 
