@@ -244,9 +244,8 @@ class _Flow:
                 full_s = token_s(cost, decodes, context, chunk, prefix)
                 could = chunk * batches * dt / full_s
                 done = uncomputed if uncomputed < could else could
-                self.busy = share = (
-                    done / could
-                )  # of the time: with little to compute some steps have no prompts in them
+                # With little to compute only some steps have prompts in them: they take this share of the time.
+                self.busy = share = done / could
                 # While more prompts wait than one, a pipeline has a microbatch more under way than stages.
                 trip_s = full_s * (1 + share * share / self.stages) if self.stages > 1 else full_s
                 took_s = 1 / (share / trip_s + (1 - share) / took_s)
