@@ -116,6 +116,7 @@ class DispatcherNode:
         self.feed(d.LayoutChanged(self._clock.now_s, layout))
 
     def traffic(self) -> Traffic:
+        self.catch_up()
         return self.core.traffic(self._clock.now_s)
 
     # ------------------------------------------------------------ events and commands
