@@ -129,9 +129,10 @@ def test_what_the_planner_foretells_is_taken_down_with_what_followed() -> None:
     made = world("drop", check_every=0)
     done = made.run()
     assert done.foretold
-    first = decided(done.foretold[0], done.zero_s)
+    # One of them is overtaken by the next before anybody has had a first token.
+    first = next(one for one in (decided(foretold, done.zero_s) for foretold in done.foretold) if one["was_s"])
     assert 5.0 < first["at_s"] < 15.0  # the burst
-    assert first["after_s"] <= done.foretold[0].horizon_s + 1.0
+    assert first["after_s"] <= max(foretold.horizon_s for foretold in done.foretold) + 1.0
     assert first["predicted_s"] <= first["nothing_s"]
     waits_s = [r.token_times_s[0] - r.arrival_s for r in done.records if r.token_times_s]
     assert 0.0 < first["was_s"] < 1.25 * max(waits_s)
