@@ -34,7 +34,7 @@ _SPIKE_WINDOW_S = 100  # of it: its burst of some twelve seconds and what is aro
 _KNOBS = "recompute,swap,migrate,static-pipeline,drop"
 _DEGREES = "recompute,static-pipeline,static-pipeline:degree=4,drop"
 _RESTORES = "recompute,drop,drop:restore=off"
-# Traces are squeezed into seconds here, so a wait of half a second is as long as one of several in the real one.
+# Traces are squeezed into seconds here: a wait of half a second stands for one of seconds.
 _COMPARED = ",".join((*COMPARED, "drop:ttft-target-s=0.1"))
 # Requests that wait for memory: prompts are a third of their tokens, so that arithmetic is not what is short; a worker
 # holds eight of them. The rate follows from a probe: the burst asks for so much memory, and the average for half of it.

@@ -5,8 +5,8 @@
 Two workers of a small model, with the engine that computes. The simulator and the emulated engine know of this machine
 what `ballast profile` measures (`--profile FILE`, or measured first) and what lone requests show: how long a step takes
 beyond the engine's own time, and a request beyond its steps. Four workloads: steady, bursty (more than can be computed,
-where a drop mostly does not pay), long answers (in a burst the KV overflows, and a drop pays), and long prompts. Rates
-follow from profile and calibration, so that they fit any machine.
+where a drop mostly does not pay), long answers (more than memory holds in a burst, where in simulations it does), and
+long prompts. Rates follow from profile and calibration, so that they fit any machine.
 
 Workers, dispatcher and client share this machine's cores. What the processes around the engines take of them for each
 step and each token is measured with some requests at a time (benchmarks/fidelity_probes.py), and simulated. What is

@@ -91,7 +91,7 @@ def as_planned(snapshot: Snapshot, needed: int) -> DropPlan:
 
 
 def reported(snapshot: Snapshot) -> tuple[Layout, ModelInfo, ClusterLoad, ClusterLoad]:
-    """What the planner knows of such a cluster; the second load is that of a cluster whose memory is full."""
+    """Layout, model and loads as a planner hears of them; the second load is that of a cluster whose memory is full."""
     shape = snapshot.model
     model = ModelInfo(
         name="model",

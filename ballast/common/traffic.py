@@ -30,7 +30,7 @@ class Traffic:
     calm_per_s: float = 0.0  # requests; the median of spans of RECENT_S in WINDOW_S
     ended_count: int = 0  # answers that ended in the last WINDOW_S
     ended_tokens: int = 0  # tokens of these
-    open_tokens: int = 0  # that answers have so far which go on
+    open_tokens: int = 0  # so far, of answers that have not ended
     known_s: float = 0.0  # for so long it has been counted, at most WINDOW_S
     oldest_wait_s: float = 0.0  # of the requests that have had no token yet, wherever they are
     # Requests that have ever had a first token, by the `wait_index` of their wait; zeros at the end are left out.

@@ -32,7 +32,7 @@ class PlannerSettings(ServiceSettings):
     (recompute, swap), move requests between them (migrate), or drop from the start (static-pipeline)."""
     pipeline_degree: int = Field(default=2, ge=2, le=64)
     """Instances of one pipeline, with static-pipeline: the fewest that the parameters leave enough memory in."""
-    ttft_target_s: float = Field(default=0.5, gt=0)
+    ttft_target_s: float = Field(default=0.5, gt=0, allow_inf_nan=False)
     """With drop: seconds within which a first token is soon enough; nothing is dropped to make it sooner. A long prompt
     may take what it takes."""
     restore: bool = True

@@ -250,7 +250,7 @@ def with_knobs(spec: PolicySpec, rules: ClusterRules) -> ClusterRules:
             case "degree":
                 transitions = replace(transitions, pipeline_degree=int(_number(setting)))
             case "ttft-target-s":
-                planning = replace(transitions.planning, targets=Targets(ttft_s=_number(setting)))
+                planning = replace(transitions.planning, targets=Targets(ttft_s=_seconds(setting)))
                 transitions = replace(transitions, planning=planning)
             case "restore":
                 transitions = replace(transitions, restores=_switch(setting, "on", "off"))
@@ -267,6 +267,12 @@ def with_knobs(spec: PolicySpec, rules: ClusterRules) -> ClusterRules:
 
 def _switch(setting: str, yes: str, no: str) -> bool:
     return _choice(setting, [yes, no]) == yes
+
+
+def _seconds(setting: str) -> float:
+    if not 0.0 < (seconds := _number(setting)) < math.inf:
+        raise ConfigError("policy", f"{setting}: must be a positive number of seconds")
+    return seconds
 
 
 def _choice(setting: str, values: Sequence[str]) -> str:

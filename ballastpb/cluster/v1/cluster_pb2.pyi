@@ -409,7 +409,7 @@ class Traffic(_message.Message):
     """Answers that ended in the last five minutes, and their tokens."""
     ended_tokens: _builtins.int
     open_tokens: _builtins.int
-    """Tokens that answers have so far which go on."""
+    """Tokens so far of answers that have not ended."""
     known_s: _builtins.float
     """For so long it has been counted, at most five minutes."""
     later_count: _builtins.int

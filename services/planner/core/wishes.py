@@ -128,7 +128,7 @@ def explain_now(
     load: ClusterLoad,
     required_bytes: int | None,
     method: Method,
-    targets: Targets | None = None,
+    targets: Targets,
 ) -> Explained:
     """What `ballast drop` would do now; first what is predicted of the layouts that an overload would choose from.
 
@@ -139,7 +139,7 @@ def explain_now(
     snapshot = surveyed.snapshot
     needed = demand_bytes(snapshot) if required_bytes is None else required_bytes
     found = _plan(snapshot, needed, method)
-    compared = _compared(surveyed, load, targets or Targets())
+    compared = _compared(surveyed, load, targets)
     told = () if compared is None else ("an overload now would choose from (as predicted):", *compared.lines())
     target = dropped(base, found, Epoch(base.epoch + 1), "explained") if found.groups else base
     lines = (*told, *explain(found, snapshot.model))

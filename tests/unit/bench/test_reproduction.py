@@ -89,6 +89,8 @@ def test_knobs_of_policies_change_the_rules() -> None:
         ("swap:swap-space=lots", "swap-space must be a number of bytes"),
         ("recompute:degree=2", "has no knob 'degree'"),
         ("migrate:migrate-below=few", "migrate-below must be a number"),
+        ("drop:ttft-target-s=0", "ttft-target-s=0: must be a positive number of seconds"),
+        ("drop:ttft-target-s=inf", "ttft-target-s=inf: must be a positive number of seconds"),
         ("evict", "known are"),
     ],
 )

@@ -5,8 +5,9 @@ import time
 
 import pytest
 
-from ballast.common.errors import InvariantViolation
+from ballast.common.errors import ConfigError, InvariantViolation
 from ballast.service.leadership import LeaderAddress
+from ballast.service.settings import load_settings
 from ballast.service.state import StateServer
 from services.planner.__main__ import build_shell
 from services.planner.config import PlannerSettings
@@ -20,6 +21,12 @@ def test_the_target_of_a_first_token_reaches_what_decides() -> None:
     monitor = MonitorEvents(LeaderAddress(state, "monitor", "127.0.0.1:1"))
     shell = build_shell(PlannerSettings(ttft_target_s=0.1), state, monitor, Members(lambda _: None))
     assert shell.core.conductor.rules.planning.targets.ttft_s == 0.1
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "inf", "nan"])
+def test_a_target_that_is_no_time_is_refused(seconds: str) -> None:
+    with pytest.raises(ConfigError, match=r"planner\.ttft_target_s"):
+        load_settings(PlannerSettings, [f"--ttft-target-s={seconds}"])
 
 
 @pytest.mark.parametrize("error", [KeyError("w9"), ValueError("too large"), InvariantViolation("layers are missing")])

@@ -176,13 +176,13 @@ COMPLETIONS = Traffic(
 
 
 def completing() -> Snapshot:
-    """What runs when they come: most of the memory is prompts, longer ones than most of those that come."""
+    """The cluster that they come to: most of its memory is prompts, longer ones than most of theirs."""
     groups = alone(EIGHT, BLOCKS * 9 // 10, waiting=40).groups
     return Snapshot(SHAPE, tuple(group._replace(running_count=18, uncomputed_tokens=1800) for group in groups))
 
 
 def test_long_prompts_that_run_do_not_make_answers_long() -> None:
-    """What memory they hold beyond the mean prompt is no answer: short answers soon make room without a drop."""
+    """Memory that they hold beyond the mean prompt is no answer: short answers soon make room without a drop."""
     short = replace(COMPLETIONS, ended_tokens=5440, open_tokens=2000)
     assert compare(completing(), Running(256, 6), short, replace(PACE, cost=CHAT_COST)).chosen.name == "nothing"
 
