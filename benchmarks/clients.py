@@ -28,10 +28,10 @@ from ballast.client import AsyncClient
 from ballast.client.types import ClusterStatus
 from ballast.common.errors import BallastError
 from ballast.common.sampling import SamplingParams
-from ballast.local.cluster import LocalCluster
-from ballast.model.tiny import make_tiny
 from benchmarks.crowd import DRIP, EMPTY, HUGE, LARGE, PREFACE, READERS, SILENT, STALLED
 from benchmarks.fuzz import link_addresses
+from tools.local.cluster import LocalCluster
+from tools.model.tiny import make_tiny
 
 _FILES = 1024
 _SOCKETS_OF_A_PROCESS = 900

@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ballast.model.tiny import make_preset
 from benchmarks.engine_profile import DecodeLoop
 from services.worker.engine.load import Engine, load_engine
 from services.worker.engine.parameters import HEAD
+from tools.model.tiny import make_preset
 
 ROWS = (1, 2, 4, 8)
 BOUND = 1.5

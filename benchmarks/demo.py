@@ -21,14 +21,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ballast.bench.plot import plot_result
-from ballast.bench.probe import PROBE_S, probe
-from ballast.bench.progress import open_console
-from ballast.bench.records import Outcome
-from ballast.bench.replay import ReplayOptions
-from ballast.bench.results import BenchResult, PolicyResult, write_result
-from ballast.bench.session import ReplayJob, replay_on
-from ballast.bench.sizing import (
+from ballast.common.errors import BallastError, Unavailable
+from ballast.common.units import human_bytes
+from benchmarks import demo_sizing as sizing
+from benchmarks.demo_report import compare, differing_answers, markdown
+from tools.bench.plot import plot_result
+from tools.bench.probe import PROBE_S, probe
+from tools.bench.progress import open_console
+from tools.bench.records import Outcome
+from tools.bench.replay import ReplayOptions
+from tools.bench.results import BenchResult, PolicyResult, write_result
+from tools.bench.session import ReplayJob, replay_on
+from tools.bench.sizing import (
     Memory,
     Pace,
     forecast,
@@ -37,14 +41,10 @@ from ballast.bench.sizing import (
     size_memory_for,
     two_digits,
 )
-from ballast.bench.traces import Trace, read_trace
-from ballast.common.errors import BallastError, Unavailable
-from ballast.common.units import human_bytes
-from ballast.local.cluster import LocalCluster
-from ballast.model.info import CheckpointInfo, read_info
-from ballast.model.tiny import make_preset
-from benchmarks import demo_sizing as sizing
-from benchmarks.demo_report import compare, differing_answers, markdown
+from tools.bench.traces import Trace, read_trace
+from tools.local.cluster import LocalCluster
+from tools.model.info import CheckpointInfo, read_info
+from tools.model.tiny import make_preset
 
 SHIPPED_TRACE = Path(__file__).parent / "traces" / "answers.csv"
 PRESET = "ballast"

@@ -15,10 +15,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ballast.bench.results import BenchResult, PolicyResult, read_result
 from ballast.common.errors import BallastError
 from ballast.common.units import duration
 from benchmarks.quoting import quote
+from tools.bench.results import BenchResult, PolicyResult, read_result
 
 _GOAL_TTFT_TIMES, _GOAL_TPOT_FRACTION = 10.0, 0.25
 MARK, VERDICTS_MARK = "demo", "demo verdicts"

@@ -14,8 +14,8 @@ All follows from the trace and from one measurement of the machine:
 
 import math
 
-from ballast.bench.sizing import Pace, peak_output_tokens, two_digits
-from ballast.bench.traces import Trace
+from tools.bench.sizing import Pace, peak_output_tokens, two_digits
+from tools.bench.traces import Trace
 
 MEAN_TOKENS = 240.0
 SEQUENCES_EACH = 8

@@ -24,15 +24,15 @@ import numpy as np
 import psutil
 import uvloop
 
-from ballast.local.process import ChildProcess
-from ballast.local.state_server import PrivateStateServer
-from ballast.model.tokenizer import write_tokenizer
 from ballast.rpc.channel import open_channel
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.inference.v1 import inference_pb2 as pb
 from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.dispatchers import Dispatcher, until, until_async
 from tests.support.timed_worker import LAYER_COUNT, publish_layout
+from tools.local.process import ChildProcess
+from tools.local.state_server import PrivateStateServer
+from tools.model.tokenizer import write_tokenizer
 
 _WORKERS = 2
 _CLIENTS = 2

@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 
-from ballast.model.tiny import make_preset
 from benchmarks.engine_throughput import (
     MEMORY_BYTES,
     RESULTS,
@@ -40,6 +39,7 @@ from benchmarks.engine_throughput import (
     work_flops,
 )
 from services.worker.engine.load import load_engine
+from tools.model.tiny import make_preset
 
 INPUT_MEAN, OUTPUT_MEAN = 119, 57
 MODEL_LEN = 1024

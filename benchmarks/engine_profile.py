@@ -11,9 +11,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ballast.common.sampling import SamplingParams
-from ballast.model.tiny import make_preset
 from services.worker.core.batch import Batch, NewSequence, Slice
 from services.worker.engine.load import Engine, load_engine
+from tools.model.tiny import make_preset
 
 _STEPS = 10
 

@@ -30,10 +30,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ballast.bench.environment import describe_environment
 from ballast.common.ids import RequestId
 from ballast.common.sampling import SamplingParams
-from ballast.model.tiny import make_preset
 from benchmarks.engine_profile import outside_torch_fraction
 from services.worker.core.batch import Batch
 from services.worker.core.events import BatchWanted, Emit, Execute, SequenceKey, StepDone, StreamOpened, Submitted
@@ -41,6 +39,8 @@ from services.worker.core.limits import WorkerLimits
 from services.worker.core.worker import WorkerCore
 from services.worker.engine.load import Engine, load_engine
 from services.worker.engine.native.library import native_kernels, packed_shape
+from tools.bench.environment import describe_environment
+from tools.model.tiny import make_preset
 
 REQUESTS, INPUT_MEAN, OUTPUT_MEAN = 64, 128, 64
 RIVAL_BATCH = 16

@@ -18,14 +18,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ballast.bench.policies import COMPARED
-from ballast.bench.report import text_table
-from ballast.bench.results import BenchResult
-from ballast.bench.study import Study, WorkloadStudy, read_study
-from ballast.cli.main import main as ballast
 from ballast.common.errors import BallastError, ConfigError
-from ballast.model.tiny import make_preset
 from benchmarks.quoting import quote
+from tools.bench.policies import COMPARED
+from tools.bench.report import text_table
+from tools.bench.results import BenchResult
+from tools.bench.study import Study, WorkloadStudy, read_study
+from tools.cli.main import main as ballast
+from tools.model.tiny import make_preset
 
 PAGE = Path("docs/evaluation.md")
 FIGURES = Path("docs/evaluation")

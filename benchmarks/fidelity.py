@@ -38,15 +38,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from ballast.bench.results import PolicyResult, Summary, policy_result
-from ballast.bench.session import ReplayJob, replay_on
-from ballast.bench.style import BLUE, GREEN, ORANGE, RC
-from ballast.bench.traces import Trace, TraceRequest
-from ballast.cli.profile import measure
 from ballast.common.cost import Chunk, CostModel
 from ballast.common.errors import ConfigError
-from ballast.local.cluster import LocalCluster
-from ballast.model.tiny import make_preset
 from benchmarks.fidelity_probes import (
     PROMPT_TOKENS,
     Level,
@@ -72,6 +65,13 @@ from sim.memory import Geometry
 from sim.policies import find_policy
 from sim.processors import Contention
 from sim.world import World, WorldOptions
+from tools.bench.results import PolicyResult, Summary, policy_result
+from tools.bench.session import ReplayJob, replay_on
+from tools.bench.style import BLUE, GREEN, ORANGE, RC
+from tools.bench.traces import Trace, TraceRequest
+from tools.cli.profile import measure
+from tools.local.cluster import LocalCluster
+from tools.model.tiny import make_preset
 
 WORKERS = 2
 BLOCK_TOKENS, SEQUENCES, BATCH_TOKENS = 16, 64, 512

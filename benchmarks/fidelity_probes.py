@@ -20,8 +20,8 @@ import numpy as np
 
 from ballast.client import AsyncClient, SamplingParams
 from ballast.common.cost import Chunk, CostModel
-from ballast.local.cluster import LocalCluster
 from sim.processors import Contention
+from tools.local.cluster import LocalCluster
 
 PROMPT_TOKENS = 64
 LONE_TOKENS, TOKENS = 24, 64  # of an answer

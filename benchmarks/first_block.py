@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from ballast.client import AsyncClient
-from ballast.local.cluster import LocalCluster
-from ballast.model.info import read_info
-from ballast.model.tiny import make_preset
 from ballast.rpc.channel import open_channel
 from ballastpb.planner.v1 import planner_pb2_grpc
 from benchmarks.restore_gap import Load, Planner
+from tools.local.cluster import LocalCluster
+from tools.model.info import read_info
+from tools.model.tiny import make_preset
 
 _JSON = ("--log-format", "json")
 _PHASES = ("links_s", "memory_s", "prepare_s", "commit_awaited_s", "boundary_wait_s", "remap_s")

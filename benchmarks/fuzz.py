@@ -32,14 +32,14 @@ from google.protobuf.message_factory import GetMessageClass
 from ballast.client import AsyncClient
 from ballast.common.errors import BallastError
 from ballast.common.sampling import SamplingParams
-from ballast.local.cluster import LocalCluster
-from ballast.local.ports import free_port
-from ballast.model.tiny import make_tiny
 from ballast.rpc.channel import open_channel
 from ballastpb.inference.v1 import inference_pb2
 from ballastpb.monitor.v1 import monitor_pb2, monitor_pb2_grpc
 from ballastpb.planner.v1 import planner_pb2
 from ballastpb.worker.v1 import worker_pb2
+from tools.local.cluster import LocalCluster
+from tools.local.ports import free_port
+from tools.model.tiny import make_tiny
 
 _FILES = {"dispatcher": (inference_pb2, planner_pb2), "planner": (planner_pb2,), "monitor": (monitor_pb2,)}
 _FILES["worker"] = (worker_pb2,)

@@ -24,11 +24,11 @@ import numpy as np
 import psutil
 import uvloop
 
-from ballast.local.process import ChildProcess
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.inference.v1 import inference_pb2 as pb
 from benchmarks.dispatcher_relay import Bench
 from tests.support.dispatchers import until
+from tools.local.process import ChildProcess
 
 GATEWAY = "services.gateway"
 

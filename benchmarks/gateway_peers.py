@@ -23,10 +23,10 @@ from pathlib import Path
 
 import uvloop
 
-from ballast.local.ports import free_ports
-from ballast.local.process import ChildProcess
 from benchmarks.gateway import alternate, measure_added_time, percentiles_ms
 from tests.support.dispatchers import until
+from tools.local.ports import free_ports
+from tools.local.process import ChildProcess
 
 _TOKENS, _STEP_S = 8, 0.002
 _BODY = json.dumps({"model": "mock", "prompt": "a ship " * 64, "max_tokens": _TOKENS, "stream": True}).encode()

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import psutil
 
 from ballast.common.errors import ConfigError
-from ballast.local.cluster import LocalCluster, Service, ServiceProcess
+from tools.local.cluster import LocalCluster, Service, ServiceProcess
 
 _FIRST_GROUP = 7000
 _FIRST_DATA_PORT, _MOST_WORKERS = 20_000, 16

@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ballast.bench.traces import Trace, read_trace
-from ballast.bench.upscale import upscaled
 from benchmarks.regret_cells import figures_of, long_answer
 from sim.hardware import find_cluster, find_model
 from sim.jobs.simulation import SimJob, specs_of, world_of
 from sim.results import Sample, SimRun
+from tools.bench.traces import Trace, read_trace
+from tools.bench.upscale import upscaled
 
 DRAWS = (1, 2, 3, 4, 5, 6)
 _EVERY, _MOST_INPUT_TOKENS, _RATE_SCALE = 6, 3_000, 2.0

@@ -21,8 +21,8 @@ import psutil
 from ballast.client import AsyncClient
 from ballast.client.types import ClusterStatus
 from ballast.common.sampling import SamplingParams
-from ballast.local.cluster import LocalCluster
-from ballast.model.tiny import make_tiny
+from tools.local.cluster import LocalCluster
+from tools.model.tiny import make_tiny
 
 RESULTS = Path(__file__).parent / "results"
 _MAX_LEN = 256

@@ -15,7 +15,7 @@ stands in between. `benchmarks.pauses` stops the members of pipelines.
 
 import sys
 
-from ballast.cli.main import main
+from tools.cli.main import main
 
 _FLAGS = "--workers 4 --dispatchers 2 --monitors 2 --planners 2 --fault-every-s 4 --at-once 3"
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from openai import AsyncOpenAI
 
-from ballast.local.cluster import LocalCluster
-from ballast.model.tiny import make_tiny
+from tools.local.cluster import LocalCluster
+from tools.model.tiny import make_tiny
 
 _MODEL = "tiny"
 

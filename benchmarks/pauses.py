@@ -35,12 +35,12 @@ from ballast.client import AsyncClient
 from ballast.client.types import ClusterStatus
 from ballast.common.errors import BallastError, ConfigError
 from ballast.common.sampling import SamplingParams
-from ballast.local.cluster import LocalCluster
-from ballast.model.tiny import make_tiny
 from ballast.rpc.channel import open_channel
 from ballastpb.planner.v1 import planner_pb2 as pb
 from ballastpb.planner.v1 import planner_pb2_grpc
 from benchmarks.holes import Hole, HoledCluster
+from tools.local.cluster import LocalCluster
+from tools.model.tiny import make_tiny
 
 LIMIT_S = 20.0  # of a request
 RECOVERY_S = 15.0  # from the event, or its end

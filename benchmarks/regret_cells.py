@@ -23,14 +23,14 @@ from typing import Any
 
 import numpy as np
 
-from ballast.bench.traces import Trace, TraceRequest, read_trace
-from ballast.bench.upscale import upscaled
 from ballast.common.errors import InvariantViolation
 from services.planner.core.foresight import Foretold
 from sim.hardware import find_cluster, find_model
 from sim.jobs.settled import prompt_share
 from sim.jobs.simulation import SimJob, specs_of, stranded_fraction, world_of
 from sim.results import Outcome, SimRun
+from tools.bench.traces import Trace, TraceRequest, read_trace
+from tools.bench.upscale import upscaled
 
 CALM = "calm"  # in place of a policy: every eighth request, with recompute
 _THINNED = 8

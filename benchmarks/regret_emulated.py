@@ -23,22 +23,22 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from ballast.bench.emulation import why_void, with_effort
-from ballast.bench.overload import run_on
-from ballast.bench.policies import parse_policies
-from ballast.bench.progress import ProgressDisplay
-from ballast.bench.replay import ReplayOptions
-from ballast.bench.results import BenchResult, PolicyResult, policy_result, read_result, write_result
-from ballast.bench.session import ReplayJob
-from ballast.bench.traces import Trace
 from ballast.common.errors import BallastError, ConfigError
-from ballast.local.cluster import LocalCluster
 from benchmarks.quoting import quote
 from benchmarks.regret_cells import CELLS, job_of
 from benchmarks.regret_figure import draw_emulated
 from sim.jobs.machines import emulation_of, machine_of
 from sim.jobs.simulation import SimJob, replay_run, specs_of, world_of
 from sim.world import instance_count
+from tools.bench.emulation import why_void, with_effort
+from tools.bench.overload import run_on
+from tools.bench.policies import parse_policies
+from tools.bench.progress import ProgressDisplay
+from tools.bench.replay import ReplayOptions
+from tools.bench.results import BenchResult, PolicyResult, policy_result, read_result, write_result
+from tools.bench.session import ReplayJob
+from tools.bench.traces import Trace
+from tools.local.cluster import LocalCluster
 
 PAGE = Path("docs/evaluation.md")
 POLICIES = "recompute,static-pipeline,drop"

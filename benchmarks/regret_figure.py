@@ -10,8 +10,8 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-from ballast.bench.style import BLUE, GREY, RC, styles
 from benchmarks.regret_rules import Row
+from tools.bench.style import BLUE, GREY, RC, styles
 
 
 def draw(rows: Sequence[Row], policies: Sequence[str], path: Path) -> None:

@@ -28,17 +28,17 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from ballast.bench.figures import draw_all
-from ballast.bench.report import files_of
-from ballast.bench.results import SLO_SCALES, BenchResult, ComparisonFacts, PolicyResult, write_result
-from ballast.bench.study import read_study
-from ballast.bench.style import RC
 from ballast.common.errors import BallastError, ConfigError
 from benchmarks.quoting import quote
 from benchmarks.reproduction import lines_of, regime, table
 from sim.jobs.scenarios import job_of
 from sim.jobs.simulation import simulate, specs_of
 from sim.scenario import Scenario, read_scenario
+from tools.bench.figures import draw_all
+from tools.bench.report import files_of
+from tools.bench.results import SLO_SCALES, BenchResult, ComparisonFacts, PolicyResult, write_result
+from tools.bench.study import read_study
+from tools.bench.style import RC
 
 SCENARIOS = Path(__file__).parent / "scenarios" / "kunserve"
 ABLATION = "ablation-14b"

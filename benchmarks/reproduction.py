@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from ballast.bench.results import SLO_SCALES, BenchResult, PolicyResult
+from tools.bench.results import SLO_SCALES, BenchResult, PolicyResult
 
 _PLAIN, _OURS, _STATIC = "recompute", "drop", "static-pipeline"
 _WITHIN = 1.5

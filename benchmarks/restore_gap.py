@@ -28,12 +28,12 @@ from pathlib import Path
 
 from ballast.client import AsyncClient
 from ballast.common.sampling import SamplingParams
-from ballast.local.cluster import LocalCluster
-from ballast.model.info import read_info
-from ballast.model.tiny import make_preset
 from ballast.rpc.channel import open_channel
 from ballastpb.planner.v1 import planner_pb2 as pb
 from ballastpb.planner.v1 import planner_pb2_grpc
+from tools.local.cluster import LocalCluster
+from tools.model.info import read_info
+from tools.model.tiny import make_preset
 
 MIN_GAPS = 8  # outside of the window, for a median
 LONG = 3.0  # times the usual gap

@@ -25,8 +25,8 @@ from pathlib import Path
 from ballast.client import AsyncClient, Generation, GenerationChunk
 from ballast.common.errors import BallastError
 from ballast.common.sampling import Grammar, GrammarKind, SamplingParams
-from ballast.local.cluster import LocalCluster, ServiceProcess
-from ballast.model.tiny import make_tiny
+from tools.local.cluster import LocalCluster, ServiceProcess
+from tools.model.tiny import make_tiny
 
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}, "required": ["a"]}
 _KINDS = ("greedy", "seeded", "logprobs", "stop strings", "JSON schema", "in one piece")

@@ -17,8 +17,8 @@ from typing import Any, cast
 import redis
 
 from ballast.client import AsyncClient, SamplingParams
-from ballast.local.cluster import LocalCluster
-from ballast.model.tiny import make_tiny
+from tools.local.cluster import LocalCluster
+from tools.model.tiny import make_tiny
 
 _IDLE_S = 5.0
 _AT_ONCE = 32

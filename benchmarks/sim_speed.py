@@ -4,7 +4,7 @@
     python -m benchmarks.sim_speed --instances 1000 --requests 1000000
 
 Qwen2.5-14B, one A800 for each instance, policy `recompute`, one thread. Arrivals are Poisson with BurstGPT's published
-lengths (`azureconv` in ballast.bench.lengths) unless a trace is given; a larger cluster gets as many requests more.
+lengths (`azureconv` in tools.bench.lengths) unless a trace is given; a larger cluster gets as many requests more.
 Processor time depends on the machine and on what else runs there, so each figure stands beside that of a fixed loop of
 Python statements, and the runs of a curve are done in turns. `--calls` counts function calls instead, and `--caches`
 shows what an event of eight instances costs when what it needs has left the processor's caches, as it has where there
@@ -26,13 +26,13 @@ from pathlib import Path
 
 import numpy as np
 
-from ballast.bench.lengths import lengths_of
-from ballast.bench.traces import read_trace
 from sim.clients import Arrival
 from sim.hardware import find_cluster, find_model, timings
 from sim.jobs.simulation import WorkerSize, production_rules
 from sim.policies import find_policy
 from sim.world import World, WorldOptions
+from tools.bench.lengths import lengths_of
+from tools.bench.traces import read_trace
 
 MODEL = "Qwen2.5-14B"
 SIZES = (8, 32, 125, 500, 1000)

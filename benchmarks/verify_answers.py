@@ -24,9 +24,9 @@ from rich.progress import track
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from ballast.bench.records import Outcome
-from ballast.bench.results import RequestResult, read_result
 from ballast.common.errors import ConfigError
+from tools.bench.records import Outcome
+from tools.bench.results import RequestResult, read_result
 
 
 @dataclass(frozen=True, slots=True)

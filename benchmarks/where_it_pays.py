@@ -24,13 +24,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ballast.bench.traces import Trace, TraceRequest
 from ballast.common.errors import InvariantViolation
 from benchmarks.regret_cells import figures_of
 from benchmarks.where_it_pays_figure import Spot, draw
 from sim.hardware import Cluster, find_cluster, find_model, timings
 from sim.jobs.settled import Load, Settled, peak_demand, settled
 from sim.jobs.simulation import SimJob, WorkerSize, specs_of, world_of
+from tools.bench.traces import Trace, TraceRequest
 
 SHARES = (0.8, 0.6, 0.4, 0.2)
 ANSWERS = (100, 300, 1000, 3000)

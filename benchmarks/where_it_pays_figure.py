@@ -12,9 +12,9 @@ import matplotlib as mpl
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from ballast.bench.style import BLUE, GREY, RC, VERMILION
 from benchmarks.regret_rules import COMPUTING_SHARE
 from sim.jobs.settled import carried_by_pairs
+from tools.bench.style import BLUE, GREY, RC, VERMILION
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -23,10 +23,10 @@ from pathlib import Path
 
 from ballast.client import AsyncClient, Generation, SamplingParams
 from ballast.common.errors import BallastError, ConfigError, Unavailable
-from ballast.local.ports import free_ports
-from ballast.local.process import ChildProcess
-from ballast.local.state_server import find_server_binary
 from deploy.compose_file import COMPLETED, HEALTHY, Placement, ServiceSpec, read_compose, start_order
+from tools.local.ports import free_ports
+from tools.local.process import ChildProcess
+from tools.local.state_server import find_server_binary
 
 _ROOT = Path(__file__).resolve().parent.parent
 _STATE_SERVERS = ("valkey-server", "redis-server")

@@ -15,13 +15,13 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from ballast.cli.certs import make
 from ballast.common.errors import BallastError, Unavailable
-from ballast.local.process import ChildProcess
-from ballast.model.tiny import make_preset
 from deploy.compose_check import ComposeRun, Replica, base_environ, check_gateway, check_service
 from deploy.compose_file import ServiceSpec
 from deploy.kubernetes_file import SETTINGS, of_kind, pre_stop, read_kubernetes, read_manifests
+from tools.cli.certs import make
+from tools.local.process import ChildProcess
+from tools.model.tiny import make_preset
 
 FOLDER = Path(__file__).resolve().parent / "kubernetes"
 _SCALE = {"worker": 2, "dispatcher": 2, "gateway": 2, "monitor": 2, "planner": 2, "state": 1}

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from ballast.client import AsyncClient, SamplingParams
-from ballast.local.cluster import LocalCluster, Service
 from ballast.rpc.channel import open_channel
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 from sim.jobs.machines import catalogue_machine, stand_in
+from tools.local.cluster import LocalCluster, Service
 
 _WITHIN_S = 60.0
 _REQUESTS, _TOKENS = 16, 300

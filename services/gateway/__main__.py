@@ -7,9 +7,6 @@ import uuid
 from ballast.client import AsyncClient
 from ballast.client.access import Access
 from ballast.common.errors import ConfigError, InvalidRequest
-from ballast.dashboard.app import Dashboard
-from ballast.dashboard.app import build_app as build_page
-from ballast.dashboard.watched import Watched
 from ballast.rpc.tls import CA
 from ballast.service import logs
 from ballast.service.lifecycle import Lifecycle, advertised_address, run_service, say_ready
@@ -26,6 +23,9 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import ServedModel
 from services.gateway.openai.tools import Dialect
 from services.gateway.server import HttpServer
+from tools.dashboard.app import Dashboard
+from tools.dashboard.app import build_app as build_page
+from tools.dashboard.watched import Watched
 
 _NAME = "gateway"
 

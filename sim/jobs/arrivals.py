@@ -8,9 +8,9 @@ import itertools
 import random
 from collections.abc import Iterator
 
-from ballast.bench.lengths import lengths_of
-from ballast.bench.traces import Trace, TraceRequest
 from sim.scenario import Arrivals
+from tools.bench.lengths import lengths_of
+from tools.bench.traces import Trace, TraceRequest
 
 _LENGTHS = "burstgpt"  # where the scenario names none
 

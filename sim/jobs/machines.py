@@ -4,11 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ballast.bench.emulation import Emulation
 from ballast.common.errors import ConfigError
-from ballast.model.info import CheckpointInfo, read_info
-from ballast.model.safetensors_file import DTYPES
-from ballast.model.tokenizer import write_tokenizer
 from services.worker.core.batch import Slice
 from services.worker.cost_profile import read_profile
 from services.worker.emulation.engine import emulate
@@ -17,6 +13,10 @@ from services.worker.emulation.tokens import answer
 from sim.cost import Roofline as RooflineOf
 from sim.cost import fitted
 from sim.hardware import Cluster, Gpu, ModelSpec, find_gpu, find_model, is_gpu_file, timings
+from tools.bench.emulation import Emulation
+from tools.model.info import CheckpointInfo, read_info
+from tools.model.safetensors_file import DTYPES
+from tools.model.tokenizer import write_tokenizer
 
 _GPU_BLOCK_TOKENS = 64
 _GPU_FLAGS = ("--block-size", str(_GPU_BLOCK_TOKENS), "--max-num-seqs", "256", "--max-num-batched-tokens", "2048")

@@ -4,9 +4,6 @@ import json
 from pathlib import Path
 from typing import cast
 
-from ballast.bench.lengths import lengths_of, with_lengths
-from ballast.bench.traces import Trace, read_trace
-from ballast.bench.upscale import raised_burst, repeated_burst, upscaled
 from ballast.common.errors import ConfigError
 from ballast.service.models import find_model as find_model_folder
 from ballast.service.models import hub_name
@@ -16,6 +13,9 @@ from sim.jobs.arrivals import generated
 from sim.jobs.simulation import SimJob, WorkerSize
 from sim.scenario import Scenario
 from sim.shapes import spec_of_config
+from tools.bench.lengths import lengths_of, with_lengths
+from tools.bench.traces import Trace, read_trace
+from tools.bench.upscale import raised_burst, repeated_burst, upscaled
 
 _BURST_WINDOW_S = 30.0
 

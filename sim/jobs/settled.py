@@ -12,10 +12,10 @@ from statistics import fmean
 
 import numpy as np
 
-from ballast.bench.traces import Trace, TraceRequest
 from services.worker.policy.roofline import RooflineCosts
 from sim.cost import Roofline
 from sim.hardware import Cluster, ModelSpec, Timings
+from tools.bench.traces import Trace, TraceRequest
 
 _ROUNDS = 4000
 _ENDLESS = 50.0  # times the capacity

@@ -11,18 +11,6 @@ from functools import partial
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from ballast.bench.environment import describe_environment
-from ballast.bench.policies import PolicySpec, parse_policies
-from ballast.bench.records import Outcome, PlannerTransition, ReplayRun, RequestRecord, StatusSample, TimedTransition
-from ballast.bench.results import (
-    BenchConfig,
-    BenchResult,
-    ModelFacts,
-    PolicyResult,
-    TraceInfo,
-    policy_result,
-)
-from ballast.bench.traces import Trace
 from ballast.common.errors import ConfigError
 from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.core.backlog import Order
@@ -49,6 +37,18 @@ from sim.results import Outcome as SimOutcome
 from sim.results import Sample, SimRun
 from sim.rules import ClusterRules, WorkerRules
 from sim.world import World, WorldOptions, instance_count
+from tools.bench.environment import describe_environment
+from tools.bench.policies import PolicySpec, parse_policies
+from tools.bench.records import Outcome, PlannerTransition, ReplayRun, RequestRecord, StatusSample, TimedTransition
+from tools.bench.results import (
+    BenchConfig,
+    BenchResult,
+    ModelFacts,
+    PolicyResult,
+    TraceInfo,
+    policy_result,
+)
+from tools.bench.traces import Trace
 
 Progress = Callable[[str, int, float], None]  # policy, requests ended, instant of the trace
 

@@ -7,14 +7,14 @@ GPUs never do worse: it doubles their number until that share is reached and the
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ballast.bench.results import PolicyResult
-from ballast.bench.slo import Slo
 from ballast.common.errors import ConfigError
 from ballast.common.units import counted
 from sim.hardware import find_cluster
 from sim.jobs.scenarios import job_of
 from sim.jobs.simulation import Progress, SimJob, simulate
 from sim.scenario import Scenario
+from tools.bench.results import PolicyResult
+from tools.bench.slo import Slo
 
 _OURS = "drop"
 _PATIENCE_S = 60.0  # after the last arrival, for those who are still there

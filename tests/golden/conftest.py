@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ballast.model.tiny import make_tiny
+from tools.model.tiny import make_tiny
 
 MAX_LEN = 512
 CheckpointMaker = Callable[[str, bool], Path]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ballast.model.tiny import make_tiny
 from tests.support.cluster import RunningCluster, running_cluster
+from tools.model.tiny import make_tiny
 
 _APART = {"test_group_exactness"}
 _LONG = [

@@ -10,10 +10,10 @@ import pytest
 
 from ballast.client import AsyncClient
 from ballast.common.sampling import SamplingParams
-from ballast.model.tiny import make_tiny
 from ballast.rpc.channel import open_channel
 from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.cluster import RunningCluster, idle, running_cluster, until
+from tools.model.tiny import make_tiny
 
 ATTEMPTS = 5
 

@@ -11,12 +11,12 @@ import pytest
 from ballast.client import AsyncClient
 from ballast.common.errors import InvalidRequest
 from ballast.common.sampling import SamplingParams
-from ballast.model.tiny import make_tiny
 from ballast.rpc.channel import MAX_MESSAGE_BYTES, open_channel
 from ballast.rpc.errors import from_rpc_error
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.inference.v1 import inference_pb2, inference_pb2_grpc
 from tests.support.cluster import RunningCluster, idle, running_cluster, until
+from tools.model.tiny import make_tiny
 
 VOCAB, MAX_LEN = 512, 256
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ballast.bench.results import read_result
-from ballast.model.tiny import make_tiny
+from tools.bench.results import read_result
+from tools.model.tiny import make_tiny
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 400
@@ -41,7 +41,7 @@ def test_replay_starts_a_cluster_of_its_own(tmp_path: Path) -> None:
     trace.write_text("".join(rows))
     out = tmp_path / "r.json"
     arguments = ["--trace", str(trace), "--model", str(model), "--workers", "1", "--json", str(out)]
-    done = run("ballast.cli.main", "bench", "replay", *arguments, "--device-memory-bytes", str(64 << 20))
+    done = run("tools.cli.main", "bench", "replay", *arguments, "--device-memory-bytes", str(64 << 20))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "TTFT" in done.stdout
     result = read_result(out)
@@ -58,7 +58,7 @@ def test_a_comparison_is_planned_run_continued_and_drawn(tmp_path: Path) -> None
     rows = [f"{0.05 * i:.2f},{20 + i % 7},{10 + i % 5}\n" for i in range(60)]
     trace.write_text("arrival_s,input_tokens,output_tokens\n" + "".join(rows))
     out = tmp_path / "out"
-    command = ["ballast.cli.main", "bench", "overload", "--out", str(out), "--model", str(model)]
+    command = ["tools.cli.main", "bench", "overload", "--out", str(out), "--model", str(model)]
     command += ["--workloads", str(trace), "--repetitions", "1", "--probe-s", "0.5", "--span-s", "3"]
     done = run(*command, "--policies", "static-pipeline")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -74,7 +74,7 @@ def test_a_comparison_is_planned_run_continued_and_drawn(tmp_path: Path) -> None
     assert [r.input_tokens for p in swap.policies.values() for r in p.requests] == [
         r.input_tokens for p in pipeline.policies.values() for r in p.requests
     ]
-    done = run("ballast.cli.main", "bench", "plot", "--results", str(out), "--out", str(tmp_path / "plot"))
+    done = run("tools.cli.main", "bench", "plot", "--results", str(out), "--out", str(tmp_path / "plot"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "plot" / "report.html").exists()
 
@@ -86,7 +86,7 @@ def test_a_comparison_on_emulated_workers_keeps_arrivals_and_lengths(tmp_path: P
     trace.write_text("arrival_s,input_tokens,output_tokens\n" + "".join(rows))
     machine = ["--engine", "emulated", "--profile", "A100-40G", "--model", "Qwen2.5-14B", "--workers", "2"]
     what = ["--policies", "recompute", "--workloads", str(trace), "--repetitions", "1", "--out", str(out)]
-    done = run("ballast.cli.main", "bench", "overload", *machine, *what)
+    done = run("tools.cli.main", "bench", "overload", *machine, *what)
     if "void" in done.stdout:
         assert done.returncode == 1
         pytest.skip("this machine does something else, so the run was void")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ballast.cli.main import main as ballast
+from tools.cli.main import main as ballast
 
 
 def test_nothing_is_lost_while_everything_breaks(

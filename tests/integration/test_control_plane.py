@@ -11,8 +11,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ballast.common.errors import StaleEpoch
-from ballast.local.ports import free_port
-from ballast.local.process import ChildProcess
 from ballast.rpc import codec
 from ballast.rpc.channel import open_channel
 from ballast.rpc.errors import from_rpc_error
@@ -20,6 +18,8 @@ from ballastpb.monitor.v1 import monitor_pb2, monitor_pb2_grpc
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 from tests.support.control_plane import ControlPlane, address, control_plane, names
 from tests.support.reporting_worker import model_info
+from tools.local.ports import free_port
+from tools.local.process import ChildProcess
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

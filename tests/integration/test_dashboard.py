@@ -40,7 +40,7 @@ def page_of(folder: Path, *arguments: str) -> Generator[str]:
     log = folder / "stderr"
     with log.open("w") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-m", "ballast.cli.main", "up", *flags, "--dashboard-port", "0", *arguments],
+            [sys.executable, "-m", "tools.cli.main", "up", *flags, "--dashboard-port", "0", *arguments],
             stdout=subprocess.DEVNULL,
             stderr=stderr,
             env={**os.environ, "TMPDIR": str(folder)},

@@ -11,13 +11,13 @@ import grpc
 import pytest
 
 from ballast.common import errors
-from ballast.local.state_server import PrivateStateServer
-from ballast.model.tokenizer import write_tokenizer
 from ballast.rpc.errors import from_rpc_error
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.inference.v1 import inference_pb2 as pb
 from tests.support.dispatchers import Answer, Arena, Dispatcher, request, until, until_async
 from tests.support.timed_worker import TimedSettings, TimedWorker, scripted_text, scripted_tokens
+from tools.local.state_server import PrivateStateServer
+from tools.model.tokenizer import write_tokenizer
 
 
 async def test_streams_tokens_text_and_usage_in_order() -> None:

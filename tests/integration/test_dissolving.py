@@ -11,12 +11,12 @@ import pytest
 
 from ballast.common.sampling import FinishReason, Grammar, GrammarKind, SamplingParams
 from ballast.common.transition import Phase, TransitionKind
-from ballast.model.tiny import make_tiny
 from services.worker.core.transition_messages import AbortRequested
 from services.worker.pipeline.events import Told
 from tests.support.exactness import Expected, Wish, compare, undisturbed
 from tests.support.group import Answer, Cluster, Sizes, alone, layout, running_group
 from tests.support.shells import until
+from tools.model.tiny import make_tiny
 
 pytestmark = pytest.mark.any_device
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from ballast.client import AsyncClient
 from ballast.client.types import ClusterStatus
 from ballast.common.sampling import SamplingParams
-from ballast.model.tiny import make_tiny
 from ballast.rpc.channel import open_channel
 from ballastpb.planner.v1 import planner_pb2 as pb
 from ballastpb.planner.v1 import planner_pb2_grpc
 from tests.support.cluster import running_cluster, until
 from tests.support.reference import reference_greedy_batch
+from tools.model.tiny import make_tiny
 
 PROMPTS = [[3 + i, 9, 4 + 2 * i, 7] * 5 for i in range(6)]
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=8000, ignore_eos=True)  # read until the test has seen enough

@@ -10,17 +10,17 @@ import grpc
 import grpc.aio
 import pytest
 
-from ballast.cli.main import main as ballast
 from ballast.client import AsyncClient, ClusterStatus
 from ballast.client.access import Access
 from ballast.common.errors import NotPossible
 from ballast.common.sampling import SamplingParams
-from ballast.model.tiny import make_tiny
 from ballast.rpc.channel import open_channel
 from ballast.rpc.errors import from_rpc_error
 from ballastpb.planner.v1 import planner_pb2 as pb
 from ballastpb.planner.v1 import planner_pb2_grpc
 from tests.support.cluster import RunningCluster, idle, running_cluster, until
+from tools.cli.main import main as ballast
+from tools.model.tiny import make_tiny
 
 PROMPTS = [[3 + i, 9, 4 + 2 * i, 7] * (3 + i % 4) for i in range(12)]
 

@@ -14,8 +14,8 @@ from ballast.client.types import WorkerStatus
 from ballast.common.errors import BallastError, Cancelled, DeadlineExceeded, InvalidRequest
 from ballast.common.load import MemoryReport
 from ballast.common.sampling import FinishReason, SamplingParams
-from ballast.model.tiny import make_tiny
 from tests.support.cluster import RunningCluster, idle, running_cluster, until
+from tools.model.tiny import make_tiny
 
 VOCAB = 512
 REQUESTS = 1000

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ballast.model.tiny import make_tiny
+from tools.model.tiny import make_tiny
 
 _GROW = """
 import random, sys

@@ -14,9 +14,9 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from ballast.client import AsyncClient, ClusterStatus, Generation, SamplingParams
-from ballast.model.tiny import make_preset
 from tests.support.cluster import RunningCluster, idle, running_cluster, until
 from tests.support.waiting import soon
+from tools.model.tiny import make_preset
 
 MODEL = "demo"
 MESSAGES: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "a ship, Schiff, 船"}]

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from ballast.cli.tokens import add_token
 from ballast.client import AsyncClient, ClusterStatus
-from ballast.local.certificates import make_certificates
-from ballast.model.tiny import make_tiny
 from ballast.service.tokens import TokenRole
 from tests.support.browser import Browser, browser_window, find_browser
 from tests.support.cluster import RunningCluster, running_cluster, until
+from tools.cli.tokens import add_token
+from tools.local.certificates import make_certificates
+from tools.model.tiny import make_tiny
 
 SHOTS = os.environ.get("BALLAST_SCREENSHOTS")  # a folder: pictures to look at are left there
 OURS = {"X-Ballast-Dashboard": "1"}

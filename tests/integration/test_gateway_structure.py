@@ -17,12 +17,12 @@ from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel, Field
 
 from ballast.client import AsyncClient
-from ballast.model.tiny import make_tiny
 from ballast.rpc.channel import open_channel
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 from tests.support.cluster import RunningCluster, running_cluster, until
 from tests.support.public_schemas import public_schemas
 from tests.support.schemas import random_schema
+from tools.model.tiny import make_tiny
 
 MODEL = "tiny"
 MESSAGES: Any = [{"role": "user", "content": "a ship"}]

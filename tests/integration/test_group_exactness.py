@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from ballast.model.tiny import make_tiny
 from tests.support import fake_driver
 from tests.support.exactness import Expected, History, Tally, Wish, make_wishes, undisturbed
 from tests.support.group import HERE, ONE_GPU, Place
+from tools.model.tiny import make_tiny
 
 HISTORIES = int(os.environ.get("BALLAST_EXACTNESS_HISTORIES", "42"))
 FIRST_SEED = int(os.environ.get("BALLAST_EXACTNESS_FIRST_SEED", "0"))

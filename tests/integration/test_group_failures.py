@@ -14,7 +14,6 @@ from ballast.common.ids import Epoch
 from ballast.common.layout import Layout
 from ballast.common.sampling import SamplingParams
 from ballast.common.transition import Phase, TransitionKind
-from ballast.model.tiny import make_tiny
 from services.worker.core.batch import Batch
 from services.worker.links.config import TransportConfig
 from services.worker.pipeline.events import KvAsked
@@ -22,6 +21,7 @@ from services.worker.pipeline.mover import kv_bytes
 from services.worker.shell import MemberEvent
 from tests.support.group import Answer, Cluster, GroupWorker, Sizes, alone, layout, running_group
 from tests.support.shells import until
+from tools.model.tiny import make_tiny
 
 pytestmark = pytest.mark.any_device
 

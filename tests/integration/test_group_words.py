@@ -12,7 +12,6 @@ import pytest
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.sampling import Grammar, GrammarKind, SamplingParams
 from ballast.common.transition import Phase, TransitionKind
-from ballast.model.tiny import make_tiny
 from ballast.service.grammar import Grammars
 from ballastpb.worker.v1 import worker_pb2 as pb
 from services.worker.core.room import RoomSizes
@@ -24,6 +23,7 @@ from services.worker.pipeline.planner_side import Transitions
 from services.worker.pipeline.wire import Topic
 from tests.support.group import Answer, Cluster, GroupWorker, Sizes, alone, layout, running_group
 from tests.support.shells import until
+from tools.model.tiny import make_tiny
 
 pytestmark = pytest.mark.any_device
 

@@ -15,8 +15,6 @@ import pytest
 from ballast.client import AsyncClient
 from ballast.common.errors import BallastError, InvalidRequest, NotActive
 from ballast.common.sampling import SamplingParams
-from ballast.local.cluster import LocalCluster, ServiceProcess
-from ballast.model.tiny import make_tiny
 from ballast.rpc.channel import open_channel
 from ballast.rpc.errors import from_rpc_error
 from ballastpb.cluster.v1 import cluster_pb2
@@ -27,6 +25,8 @@ from benchmarks.clients import Case, Clients, every_port
 from benchmarks.crowd import DRIP, EMPTY, HUGE, LARGE, PREFACE, READERS, SILENT, STALLED
 from benchmarks.fuzz import Fuzz, link_addresses
 from tests.support.cluster import RunningCluster, idle, running_cluster, until
+from tools.local.cluster import LocalCluster, ServiceProcess
+from tools.model.tiny import make_tiny
 
 GARBAGE = b"\xff\xff\xff\xff"
 REPORT, ATTACH = "/ballastpb.monitor.v1.MonitorService/Report", "/ballastpb.worker.v1.WorkerService/Attach"

@@ -17,14 +17,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from ballast.cli.main import main
-from ballast.cli.tokens import add_token
 from ballast.client import AsyncClient, SamplingParams
 from ballast.common.errors import BallastError, PermissionDenied, Unauthenticated, Unavailable
-from ballast.local.certificates import make_certificates
-from ballast.local.cluster import Service
-from ballast.local.ports import free_ports
-from ballast.model.tiny import make_tiny
 from ballast.rpc.channel import open_channel
 from ballast.rpc.errors import from_rpc_error
 from ballast.rpc.tls import TlsFolder
@@ -36,6 +30,12 @@ from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.cluster import RunningCluster, running_cluster
 from tests.support.dispatchers import until_async
+from tools.cli.main import main
+from tools.cli.tokens import add_token
+from tools.local.certificates import make_certificates
+from tools.local.cluster import Service
+from tools.local.ports import free_ports
+from tools.model.tiny import make_tiny
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=8000, temperature=0.0, ignore_eos=True)  # until it is cancelled

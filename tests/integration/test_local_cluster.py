@@ -11,11 +11,11 @@ import pytest
 
 from ballast.client import AsyncClient, ClusterStatus, SamplingParams
 from ballast.common.errors import Unavailable
-from ballast.local.cluster import LocalCluster
-from ballast.model.tiny import make_preset
 from ballast.rpc.channel import open_channel
 from tests.support.attached import status_of
 from tests.support.cluster import idle, until
+from tools.local.cluster import LocalCluster
+from tools.model.tiny import make_preset
 
 SAMPLING = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
@@ -99,7 +99,7 @@ def test_a_drained_dispatcher_is_taken_back(model: Path) -> None:
 
 async def ballast(*arguments: str) -> str:
     """What the command says."""
-    command = [sys.executable, "-m", "ballast.cli.main", *arguments]
+    command = [sys.executable, "-m", "tools.cli.main", *arguments]
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=STDOUT)
     output, _ = await asyncio.wait_for(process.communicate(), 120)
     return output.decode()

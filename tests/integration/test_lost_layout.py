@@ -9,11 +9,11 @@ import redis.asyncio
 
 from ballast.client import AsyncClient, ClusterStatus
 from ballast.common.sampling import SamplingParams
-from ballast.model.tiny import make_tiny
 from ballast.rpc.channel import open_channel
 from ballastpb.planner.v1 import planner_pb2 as pb
 from ballastpb.planner.v1 import planner_pb2_grpc
 from tests.support.cluster import idle, running_cluster, until
+from tools.model.tiny import make_tiny
 
 PROMPT = [5, 6, 7, 8] * 4
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)

@@ -9,11 +9,11 @@ import pytest
 
 from ballast.client import AsyncClient
 from ballast.common.sampling import SamplingParams
-from ballast.local.ports import free_port
-from ballast.model.tiny import make_tiny
 from ballast.rpc.channel import open_channel
 from ballastpb.monitor.v1 import monitor_pb2, monitor_pb2_grpc
 from tests.support.cluster import RunningCluster, idle, running_cluster, until
+from tools.local.ports import free_port
+from tools.model.tiny import make_tiny
 
 WORKERS = 2
 PROMPT_TOKENS, OUTPUT_TOKENS = 40, 24

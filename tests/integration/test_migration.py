@@ -9,12 +9,12 @@ import pytest
 
 from ballast.common.sampling import SamplingParams
 from ballast.common.transition import TransitionKind
-from ballast.model.tiny import make_tiny
 from services.worker.links import channel_connection
 from services.worker.links.config import TransportConfig
 from tests.support.exactness import History, Tally, make_wishes, undisturbed
 from tests.support.group import Answer, Cluster, Sizes, layout, running_group
 from tests.support.shells import until
+from tools.model.tiny import make_tiny
 
 pytestmark = pytest.mark.any_device
 

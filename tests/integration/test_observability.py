@@ -23,15 +23,15 @@ from prometheus_client.samples import Sample
 
 from ballast.client import AsyncClient, ClusterStatus, RequestStory, SamplingParams
 from ballast.common.errors import InvalidRequest, NotFound
-from ballast.local.cluster import LocalCluster
-from ballast.local.ports import free_port
-from ballast.model.tiny import make_preset, make_tiny
 from ballast.rpc.channel import open_channel
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 from deploy.observability.boards import BOARDS, FOLDER, queries, text
 from deploy.observability.traced_drop import attributes, collecting, flags_for, moved_request, to_jaeger
 from tests.support.cluster import RunningCluster, running_cluster, until
 from tests.support.waiting import soon
+from tools.local.cluster import LocalCluster
+from tools.local.ports import free_port
+from tools.model.tiny import make_preset, make_tiny
 
 ALERTS = FOLDER / "alerts.yml"
 TRACED = 1500  # tokens: they outlast the preparation of a drop

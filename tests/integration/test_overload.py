@@ -12,8 +12,8 @@ import pytest
 from ballast.client import AsyncClient
 from ballast.common.errors import DeadlineExceeded, Overloaded
 from ballast.common.sampling import SamplingParams
-from ballast.model.tiny import make_tiny
 from tests.support.cluster import RunningCluster, idle, running_cluster, until
+from tools.model.tiny import make_tiny
 
 REQUESTS = 10_000
 QUEUED = 500

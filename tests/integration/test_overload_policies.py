@@ -7,9 +7,9 @@ import pytest
 
 from ballast.client import AsyncClient
 from ballast.common.sampling import SamplingParams
-from ballast.model.tiny import make_tiny
 from tests.support.cluster import idle, running_cluster, until
 from tests.support.reference import reference_greedy_batch
+from tools.model.tiny import make_tiny
 
 COUNT = 48
 PROMPTS = [[3 + i, 9, 4 + 2 * i, 7] * (2 + i % 5) for i in range(COUNT)]

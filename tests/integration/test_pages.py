@@ -110,7 +110,7 @@ def test_curl(with_a_gateway: RunningCluster) -> None:
 
 
 def test_policies() -> None:
-    command = [sys.executable, "-m", "ballast.cli.main", "sim", "--scenario", "examples/policies.yaml", "--json", "-"]
+    command = [sys.executable, "-m", "tools.cli.main", "sim", "--scenario", "examples/policies.yaml", "--json", "-"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)["policies"]

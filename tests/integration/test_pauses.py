@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ballast.model.tiny import make_tiny
 from benchmarks.pauses import Case, run_case
+from tools.model.tiny import make_tiny
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ import grpc.aio
 from ballast.client import AsyncClient
 from ballast.common.errors import BallastError
 from ballast.common.sampling import SamplingParams
-from ballast.local.cluster import LocalCluster
-from ballast.local.state_server import PrivateStateServer
-from ballast.model.tiny import make_tiny
 from ballast.rpc.channel import open_channel
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.inference.v1 import inference_pb2, inference_pb2_grpc
 from tests.support.cluster import running_cluster, until
+from tools.local.cluster import LocalCluster
+from tools.local.state_server import PrivateStateServer
+from tools.model.tiny import make_tiny
 
 PROMPT, STOP, PASSWORD = "diarycanary", "stopcanary", "passwordcanary"
 # Token ids that occur nowhere else, in a row: 411, 422, 433.

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from ballast.cli.main import main
 from ballast.common.cost import Chunk
-from ballast.model.tiny import make_tiny
 from services.worker.cost_profile import read_profile
 from services.worker.policy.cost_fit import Form, StageShape
+from tools.cli.main import main
+from tools.model.tiny import make_tiny
 
 FAST = ["--rounds", "1", "--max-num-batched-tokens", "64", "--max-num-seqs", "8"]
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 
-from ballast.model.tiny import make_tiny
 from benchmarks.resume import main as resume
 from tests.support.cluster import running_cluster
+from tools.model.tiny import make_tiny
 
 
 def test_every_kind_of_request_goes_on(capsys: pytest.CaptureFixture[str]) -> None:

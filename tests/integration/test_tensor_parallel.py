@@ -16,8 +16,6 @@ import torch
 
 from ballast.client import AsyncClient, ClusterStatus, SamplingParams
 from ballast.common.errors import Unavailable
-from ballast.local.cluster import LocalCluster
-from ballast.model.tiny import make_tiny
 from services.worker.engine.load import Engine, load_engine
 from services.worker.engine.rehearsal import Largest
 from services.worker.ranks.channel import RankLog
@@ -27,6 +25,8 @@ from tests.support.engine import Job, generate
 from tests.support.exactness import History, Tally, make_wishes, undisturbed
 from tests.support.fake_driver import load, load_share
 from tests.support.group import ONE_GPU, Place
+from tools.local.cluster import LocalCluster
+from tools.model.tiny import make_tiny
 
 REQUESTS = os.environ.get("BALLAST_RANKS_REQUESTS")
 SAMPLING = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)

@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from ballast.client import Client, SamplingParams
-from ballast.local.ports import free_port
-from ballast.model.tiny import make_tiny
+from tools.local.ports import free_port
+from tools.model.tiny import make_tiny
 
 START_WITHIN_S = 120.0
 LONG = 2000  # tokens: seconds, so that whoever looks sees the request run
@@ -27,7 +27,7 @@ LONG = 2000  # tokens: seconds, so that whoever looks sees the request run
 
 def ballast(*arguments: str, address: str = "", stdin: str = "", timeout_s: float = 120.0) -> tuple[int, str, str]:
     environ = {**os.environ, "BALLAST_ADDRESS": address, "COLUMNS": "100"}
-    command = [sys.executable, "-m", "ballast.cli.main", *arguments]
+    command = [sys.executable, "-m", "tools.cli.main", *arguments]
     done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=timeout_s, env=environ)
     return done.returncode, done.stdout, done.stderr
 
@@ -39,7 +39,7 @@ class Up:
         self._stderr = log
         with log.open("w") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "ballast.cli.main", "up", *arguments],
+                [sys.executable, "-m", "tools.cli.main", "up", *arguments],
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
@@ -173,7 +173,7 @@ def test_ctrl_c_lets_a_running_request_finish_and_leaves_nothing(model: Path, tm
         assert process.wait_ready().count("\n") == 1
         children = process.children()
         assert len(children) == 6  # state server, monitor, planner, worker, dispatcher, gateway
-        command = [sys.executable, "-m", "ballast.cli.main", "generate", "x", "--address", process.address]
+        command = [sys.executable, "-m", "tools.cli.main", "generate", "x", "--address", process.address]
         command += ["--max-tokens", str(LONG), "--ignore-eos", "--json"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as request:
             until_running(process.address)

@@ -22,10 +22,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ballast.common.ids import WorkerId
 from ballast.common.sampling import FinishReason
-from ballast.local.ports import free_port
-from ballast.local.process import ChildProcess
-from ballast.local.state_server import PrivateStateServer
-from ballast.model.tiny import make_tiny
 from ballast.rpc.channel import open_channel
 from ballast.service.lifecycle import Lifecycle
 from ballast.service.security import Role, Security
@@ -36,6 +32,10 @@ from services.worker.config import WorkerSettings
 from services.worker.engine.load import Engine
 from tests.support.attached import Attached, status_of, until_idle
 from tests.support.shells import Gate
+from tools.local.ports import free_port
+from tools.local.process import ChildProcess
+from tools.local.state_server import PrivateStateServer
+from tools.model.tiny import make_tiny
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 120.0

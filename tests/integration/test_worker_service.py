@@ -25,7 +25,6 @@ from ballast.common.errors import (
 from ballast.common.ids import Incarnation, WorkerId
 from ballast.common.model import ModelInfo
 from ballast.common.sampling import FinishReason, Grammar, GrammarKind, SamplingParams
-from ballast.model.tiny import make_tiny
 from ballast.rpc.channel import open_channel
 from ballast.rpc.codec import SAMPLING
 from ballast.rpc.errors import from_rpc_error
@@ -43,6 +42,7 @@ from services.worker.servicer import Identity, WorkerServicer
 from services.worker.text import load_tokenizer, primed_detokenizer
 from tests.support.attached import Attached, hello, status_of, until_idle
 from tests.support.shells import running_shell, slow
+from tools.model.tiny import make_tiny
 
 WORKER, INCARNATION = WorkerId("w1"), Incarnation(41)
 MAX_LEN = 1024

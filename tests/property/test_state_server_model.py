@@ -10,7 +10,6 @@ import pytest
 from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, Member
 from ballast.common.transition import TransitionKind
-from ballast.local.state_server import PrivateStateServer
 from ballast.service.state import StateServer, lease_key
 from services.planner.core.messages import WriteJournal, WriteLayout
 from services.planner.core.stages import Stage
@@ -18,6 +17,7 @@ from services.planner.core.transition import Journal
 from services.planner.store import RedisLayoutStore
 from sim.state import Contents, Lease
 from tests.support.reporting_worker import model_info
+from tools.local.state_server import PrivateStateServer
 
 _STEPS = 400
 _TTL_S = 600.0

@@ -14,7 +14,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Self
 
-from ballast.local.ports import free_port
+from tools.local.ports import free_port
 
 _START_WITHIN_S = 60.0
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's name for a reference to an element

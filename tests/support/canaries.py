@@ -19,11 +19,11 @@ import pytest
 from ballast.client import AsyncClient
 from ballast.common.errors import BallastError
 from ballast.common.sampling import SamplingParams
-from ballast.local import secrets as cluster_secrets
-from ballast.local.cluster import LocalCluster
-from ballast.local.process import ChildProcess
-from ballast.local.state_server import PrivateStateServer
 from ballast.service import tokens
+from tools.local import secrets as cluster_secrets
+from tools.local.cluster import LocalCluster
+from tools.local.process import ChildProcess
+from tools.local.state_server import PrivateStateServer
 
 PROMPT, STOP, PASSWORD = "diarycanary", "stopcanary", "passwordcanary"
 # Token ids that occur nowhere else, in a row.

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from ballast.client import AsyncClient
 from ballast.client.types import ClusterStatus
 from ballast.common.errors import DeadlineExceeded
-from ballast.local.cluster import LocalCluster
 from tests.support import canaries
+from tools.local.cluster import LocalCluster
 
 T = TypeVar("T")
 

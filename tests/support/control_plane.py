@@ -13,12 +13,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from ballast.common.layout import Layout
-from ballast.local.process import ChildProcess
-from ballast.local.state_server import PrivateStateServer
 from ballast.rpc import codec
 from ballast.rpc.channel import open_channel
 from ballastpb.monitor.v1 import monitor_pb2, monitor_pb2_grpc
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
+from tools.local.process import ChildProcess
+from tools.local.state_server import PrivateStateServer
 
 ENVIRON = {
     "BALLAST_MONITOR__LEASE_S": "6",

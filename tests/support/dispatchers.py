@@ -15,15 +15,15 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ballast.common.errors import BallastError
-from ballast.local.process import ChildProcess
-from ballast.local.state_server import PrivateStateServer
-from ballast.model.tokenizer import write_tokenizer
 from ballast.rpc.channel import open_channel
 from ballast.rpc.errors import from_rpc_error
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.inference.v1 import inference_pb2 as pb
 from ballastpb.inference.v1 import inference_pb2_grpc
 from tests.support.timed_worker import TimedSettings, TimedWorker, publish_layout
+from tools.local.process import ChildProcess
+from tools.local.state_server import PrivateStateServer
+from tools.model.tokenizer import write_tokenizer
 
 SERVICE = "ballastpb.inference.v1.InferenceService"
 

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from ballast.bench.records import StatusSample
 from ballast.common.errors import Unavailable
+from tools.bench.records import StatusSample
 
 
 @dataclass

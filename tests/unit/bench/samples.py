@@ -4,8 +4,8 @@ import random
 from array import array
 from pathlib import Path
 
-from ballast.bench.records import Outcome, PlannerTransition, ReplayRun, RequestRecord, StatusSample, TimedTransition
-from ballast.bench.results import (
+from tools.bench.records import Outcome, PlannerTransition, ReplayRun, RequestRecord, StatusSample, TimedTransition
+from tools.bench.results import (
     BenchConfig,
     BenchResult,
     ComparisonFacts,

@@ -1,8 +1,8 @@
 from dataclasses import replace
 
-from ballast.bench.capacity import settled_capacity
-from ballast.bench.results import policy_result
 from tests.unit.bench.samples import bursty_run, dropped_run
+from tools.bench.capacity import settled_capacity
+from tools.bench.results import policy_result
 
 
 def test_what_a_leader_counts_on_while_layers_go_is_not_the_capacity() -> None:

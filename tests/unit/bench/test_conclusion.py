@@ -2,11 +2,11 @@
 
 import pytest
 
-from ballast.bench.conclusion import conclude
-from ballast.bench.records import Outcome
-from ballast.bench.results import BenchResult, PolicyResult, Transition
-from ballast.bench.slo import Slo
 from tests.unit.bench.samples import bench_result, bursty_run
+from tools.bench.conclusion import conclude
+from tools.bench.records import Outcome
+from tools.bench.results import BenchResult, PolicyResult, Transition
+from tools.bench.slo import Slo
 
 
 def policy(

@@ -4,20 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from ballast.bench.records import Outcome
-from ballast.bench.results import BenchResult, write_result
-from ballast.bench.traces import Trace, TraceRequest, read_trace
-from ballast.model.tiny import PRESETS, make_tiny
 from tests.unit.bench.samples import bench_result, bursty_run, record
+from tools.bench.records import Outcome
+from tools.bench.results import BenchResult, write_result
+from tools.bench.traces import Trace, TraceRequest, read_trace
+from tools.model.tiny import PRESETS, make_tiny
 
 pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import torch  # noqa: E402
 
-from ballast.bench.sizing import Pace, forecast, length_scale_to, peak_output_tokens, size_memory, two_digits  # noqa: E402
 from benchmarks import demo, demo_report, verify_answers  # noqa: E402
 from benchmarks import demo_sizing as sizing  # noqa: E402
+from tools.bench.sizing import Pace, forecast, length_scale_to, peak_output_tokens, size_memory, two_digits  # noqa: E402
 
 
 def test_the_burst_asks_for_more_than_undropped_memory_can_serve() -> None:

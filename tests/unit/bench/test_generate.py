@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from ballast.bench.generate import (
+from tools.bench.generate import (
     BURSTGPT_INPUT,
     BURSTGPT_OUTPUT,
     KINDS,
@@ -12,7 +12,7 @@ from ballast.bench.generate import (
     generate,
     sample_length,
 )
-from ballast.bench.traces import read_trace
+from tools.bench.traces import read_trace
 
 SHIPPED = Path(__file__).parents[3] / "benchmarks" / "traces" / "bursty.csv"
 

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ballast.bench.plot import merged_spans, plot_result
-from ballast.bench.progress import ProgressDisplay, describe
-from ballast.bench.records import ReplayRun
-from ballast.bench.replay import Progress
-from ballast.bench.results import policy_result
-from ballast.bench.table import duration, render
-from ballast.cli.main import build_parser
 from ballast.common.errors import ConfigError
 from tests.unit.bench.samples import bench_result, bursty_run, dropped_run
+from tools.bench.plot import merged_spans, plot_result
+from tools.bench.progress import ProgressDisplay, describe
+from tools.bench.records import ReplayRun
+from tools.bench.replay import Progress
+from tools.bench.results import policy_result
+from tools.bench.table import duration, render
+from tools.cli.main import build_parser
 
 
 def printed(result: object) -> str:
@@ -96,7 +96,7 @@ def test_figure_errors_are_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_bench_without_matplotlib_or_torch_imports() -> None:
     import subprocess
 
-    code = "import sys, ballast.bench.command, ballast.bench.plot\n"
+    code = "import sys, tools.bench.command, tools.bench.plot\n"
     code += "assert not {'matplotlib', 'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
 

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ballast.bench.emulation import why_void, with_effort, with_settings
-from ballast.bench.overload import Comparison, Run, describe_run, order_of
-from ballast.bench.overload_command import add_overload_parser, settle
-from ballast.bench.overload_plan import (
+from ballast.common.errors import ConfigError, Unavailable
+from tests.unit.bench.samples import CONTESTANTS, bench_result, bursty_run, comparison_result, write_comparison
+from tools.bench.emulation import why_void, with_effort, with_settings
+from tools.bench.overload import Comparison, Run, describe_run, order_of
+from tools.bench.overload_command import add_overload_parser, settle
+from tools.bench.overload_plan import (
     Arguments,
     Timetable,
     WorkloadPlan,
@@ -22,18 +24,16 @@ from ballast.bench.overload_plan import (
     setting_variable,
     span_within,
 )
-from ballast.bench.policies import ABLATION, COMPARED, SWEEP, PolicySpec, parse_policies
-from ballast.bench.progress import ComparisonDisplay, minutes, open_console
-from ballast.bench.replay import Progress
-from ballast.bench.results import BenchResult, read_result, write_result
-from ballast.bench.study import first_violation_s, read_study
-from ballast.bench.workloads import Workload, parse_workloads
-from ballast.cli.bench import emulate
-from ballast.cli.main import main
-from ballast.common.errors import ConfigError, Unavailable
-from ballast.model.info import read_info
-from ballast.model.tiny import make_tiny
-from tests.unit.bench.samples import CONTESTANTS, bench_result, bursty_run, comparison_result, write_comparison
+from tools.bench.policies import ABLATION, COMPARED, SWEEP, PolicySpec, parse_policies
+from tools.bench.progress import ComparisonDisplay, minutes, open_console
+from tools.bench.replay import Progress
+from tools.bench.results import BenchResult, read_result, write_result
+from tools.bench.study import first_violation_s, read_study
+from tools.bench.workloads import Workload, parse_workloads
+from tools.cli.bench import emulate
+from tools.cli.main import main
+from tools.model.info import read_info
+from tools.model.tiny import make_tiny
 
 
 def test_policies_carry_knobs_as_flags() -> None:
@@ -275,7 +275,7 @@ def test_a_workload_that_has_changed_is_refused(tmp_path: Path) -> None:
 
 def test_time_left_follows_what_runs_really_take(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
-    monkeypatch.setattr("ballast.bench.progress.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("tools.bench.progress.time.monotonic", lambda: now_s[0])
     with ComparisonDisplay(open_console(), [10.0, 10.0, 10.0]) as display:
         assert display.left_s == 30.0
         display.begin("one")

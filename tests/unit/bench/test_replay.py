@@ -2,11 +2,11 @@ import asyncio
 
 import pytest
 
-from ballast.bench.records import Outcome, ReplayRun
-from ballast.bench.replay import Progress, Replay, ReplayOptions, random_prompt
-from ballast.bench.traces import Trace, TraceRequest
 from ballast.common.errors import DeadlineExceeded, Overloaded, Unavailable
 from tests.unit.bench.fake_target import TimerTarget
+from tools.bench.records import Outcome, ReplayRun
+from tools.bench.replay import Progress, Replay, ReplayOptions, random_prompt
+from tools.bench.traces import Trace, TraceRequest
 
 VOCAB = 50
 

@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from ballast.bench.lengths import lengths_of
-from ballast.bench.traces import Trace, TraceRequest
 from ballast.common.errors import ConfigError
 from benchmarks.reproduce import SCENARIOS
 from benchmarks.reproduction import BURST_AT_S, CLAIMS, Claim, Line, table
@@ -14,6 +12,8 @@ from sim.hardware import find_cluster, find_model, timings
 from sim.jobs.settled import Load, peak_demand, settled
 from sim.jobs.simulation import SimJob, instance_count, specs_of
 from sim.scenario import Scenario, read_scenario
+from tools.bench.lengths import lengths_of
+from tools.bench.traces import Trace, TraceRequest
 
 
 def line(value: float | None, low: float = 10.0, high: float = 20.0) -> Line:

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from ballast.bench import results
-from ballast.bench.environment import describe_environment
-from ballast.bench.records import Outcome, ReplayRun
-from ballast.bench.results import (
+from ballast.common.errors import ConfigError
+from tests.unit.bench.samples import bench_result, bursty_run, dropped_run, record, sample
+from tools.bench import results
+from tools.bench.environment import describe_environment
+from tools.bench.records import Outcome, ReplayRun
+from tools.bench.results import (
     SLO_SCALES,
     BenchResult,
     SloReference,
@@ -17,8 +19,6 @@ from ballast.bench.results import (
     read_result,
     write_result,
 )
-from ballast.common.errors import ConfigError
-from tests.unit.bench.samples import bench_result, bursty_run, dropped_run, record, sample
 
 SCHEMA_PAGE = Path(__file__).parents[3] / "docs" / "results-schema.md"
 

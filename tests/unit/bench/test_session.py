@@ -10,14 +10,14 @@ from typing import Any
 import grpc.aio
 from rich.console import Console
 
-from ballast.bench.records import Outcome
-from ballast.bench.replay import ReplayOptions
-from ballast.bench.results import BenchResult, read_result
-from ballast.bench.session import ReplayJob, replay_on
 from ballast.common.errors import Overloaded
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 from tests.support.scripted_dispatcher import ScriptedDispatcher, serving, worker_status
+from tools.bench.records import Outcome
+from tools.bench.replay import ReplayOptions
+from tools.bench.results import BenchResult, read_result
+from tools.bench.session import ReplayJob, replay_on
 
 ROOT = Path(__file__).parents[3]
 
@@ -154,7 +154,7 @@ def test_ctrl_c_writes_what_was_seen_and_says_so(tmp_path: Path) -> None:
         async with serving(dispatcher) as address, asyncio.timeout(60):
             arguments = ["bench", "replay", "--trace", str(trace), "--address", address, "--json", str(out)]
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "ballast.cli.main", *arguments, cwd=ROOT, stdout=asyncio.subprocess.PIPE
+                sys.executable, "-m", "tools.cli.main", *arguments, cwd=ROOT, stdout=asyncio.subprocess.PIPE
             )
             await dispatcher.started.wait()
             await asyncio.sleep(3.0)  # for three tokens to arrive there
@@ -176,7 +176,7 @@ def test_nobody_there_is_said_at_once(tmp_path: Path) -> None:
     trace = write_trace(tmp_path, [(0.0, 5, 3)])
     arguments = ["bench", "replay", "--trace", str(trace), "--address", "127.0.0.1:1"]
     done = subprocess.run(
-        [sys.executable, "-m", "ballast.cli.main", *arguments],
+        [sys.executable, "-m", "tools.cli.main", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ballast.bench.stages import bubble_fraction
+from tools.bench.stages import bubble_fraction
 
 
 def test_only_what_was_added_counts() -> None:

@@ -3,13 +3,13 @@ from dataclasses import replace
 
 import pytest
 
-from ballast.bench.target import sample_of
 from ballast.client import ClusterStatus, WorkerStatus
 from ballast.common.errors import Unavailable
 from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, Member
 from ballast.common.load import LoadReport, MemoryReport
 from ballast.common.model import ModelInfo
+from tools.bench.target import sample_of
 
 MODEL = ModelInfo(
     name="m",

@@ -1,7 +1,7 @@
 import json
 
-from ballast.bench.timeline import timeline
 from ballastpb.worker.v1 import worker_pb2 as pb
+from tools.bench.timeline import timeline
 
 
 def span(kind: str, began_s: float, took_s: float, **given: object) -> pb.TraceSpan:

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballast.bench.traces import Trace, TraceRequest, read_trace, write_trace
 from ballast.common.errors import ConfigError
+from tools.bench.traces import Trace, TraceRequest, read_trace, write_trace
 
 OWN = "arrival_s,input_tokens,output_tokens\n7.5,10,3\n2.25,4,1\n8,1,0\n"
 BURSTGPT = (

@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ballast.bench.lengths import lengths_of, with_lengths
-from ballast.bench.sizing import Forecast, Pace, Speed, forecast_shared, length_scales_to, mean_request, rate_for
-from ballast.bench.traces import Trace, TraceRequest, write_trace
-from ballast.bench.upscale import densest_window, repeated_burst, upscaled
-from ballast.bench.workloads import parse_workloads
 from ballast.common.errors import ConfigError
+from tools.bench.lengths import lengths_of, with_lengths
+from tools.bench.sizing import Forecast, Pace, Speed, forecast_shared, length_scales_to, mean_request, rate_for
+from tools.bench.traces import Trace, TraceRequest, write_trace
+from tools.bench.upscale import densest_window, repeated_burst, upscaled
+from tools.bench.workloads import parse_workloads
 
 
 def spiky(rate_per_s: int = 4) -> Trace:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from ballast.bench.plot import merged_spans
-from ballast.bench.study import read_study
-from ballast.bench.verdicts import verdicts
 from tests.unit.bench.samples import CONTESTANTS, comparison_result, write_comparison
+from tools.bench.plot import merged_spans
+from tools.bench.study import read_study
+from tools.bench.verdicts import verdicts
 
 pytest.importorskip("matplotlib")
 

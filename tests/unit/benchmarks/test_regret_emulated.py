@@ -2,9 +2,9 @@
 
 import pytest
 
-from ballast.bench.traces import Trace, TraceRequest
 from ballast.common.errors import ConfigError
 from benchmarks.regret_emulated import EFFORT, Figures, Row, order, parse_parts, same_order, summary, table
+from tools.bench.traces import Trace, TraceRequest
 
 CELL = "chat-13b-40g-x1.4"
 

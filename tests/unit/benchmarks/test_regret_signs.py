@@ -3,12 +3,12 @@
 from array import array
 from dataclasses import asdict, replace
 
-from ballast.bench.traces import TraceRequest
 from benchmarks.regret_signs import came, judged, told, without
 from services.planner.policy.outlook import Prediction
 from sim.jobs.simulation import specs_of, world_of
 from sim.results import RequestRecord
 from tests.unit.sim.test_first_burst import burst_job
+from tools.bench.traces import TraceRequest
 
 
 def record(arrival_s: float, *token_times_s: float) -> RequestRecord:

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from ballast.cli import checks
-from ballast.cli.checks import Finding, Verdict
-from ballast.cli.doctor import render
-from ballast.cli.main import main
 from ballast.common.extras import CLUSTER_DISTRIBUTION
-from ballast.model.tiny import make_preset
+from tools.cli import checks
+from tools.cli.checks import Finding, Verdict
+from tools.cli.doctor import render
+from tools.cli.main import main
+from tools.model.tiny import make_preset
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="without torch no worker can run, as doctor says")

@@ -6,11 +6,11 @@ from typing import Any
 
 import grpc
 
-from ballast.cli.followers import with_followers
 from ballast.client import WorkerStatus
 from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.scripted_dispatcher import worker_status
 from tests.unit.cli.test_render import cluster, line_of, merge, shown
+from tools.cli.followers import with_followers
 
 
 class Follower(worker_pb2_grpc.WorkerServiceServicer):

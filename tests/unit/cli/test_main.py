@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from ballast.cli.main import main
 from ballast.common.errors import DeadlineExceeded, Overloaded
 from tests.support.scripted_dispatcher import ScriptedDispatcher, serving_in_thread, worker_status
+from tools.cli.main import main
 
 
 @pytest.fixture

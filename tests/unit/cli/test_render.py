@@ -4,10 +4,6 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from ballast.cli.history import DemandHistory
-from ballast.cli.looks import DispatcherFacts, Look
-from ballast.cli.render import render_status
-from ballast.cli.top import Rates
 from ballast.client import ClusterStatus
 from ballast.client.codec import status_from_proto
 from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
@@ -17,6 +13,10 @@ from ballast.rpc.codec import LAYOUT
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.inference.v1 import inference_pb2 as pb
 from tests.support.scripted_dispatcher import worker_status
+from tools.cli.history import DemandHistory
+from tools.cli.looks import DispatcherFacts, Look
+from tools.cli.render import render_status
+from tools.cli.top import Rates
 
 
 def shown(

@@ -19,14 +19,14 @@ from typing import Any
 import grpc
 import pytest
 
-from ballast.cli import checks
-from ballast.cli.checks import Verdict
-from ballast.cli.main import _COMMANDS, build_parser, main
 from ballast.common.extras import DISTRIBUTION
-from ballast.dashboard.watched import describe
 from ballastpb.planner.v1 import planner_pb2 as pb
 from ballastpb.planner.v1 import planner_pb2_grpc
 from tests.support.scripted_dispatcher import ScriptedDispatcher, serving_in_thread, worker_status
+from tools.cli import checks
+from tools.cli.checks import Verdict
+from tools.cli.main import _COMMANDS, build_parser, main
+from tools.dashboard.watched import describe
 
 ROOT = Path(__file__).parents[3]
 DROP = pb.Transition(
@@ -309,7 +309,7 @@ def test_a_full_disk_is_no_bug(
         return 0
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("ballast.cli.status.run", full)
+    monkeypatch.setattr("tools.cli.status.run", full)
     assert main(["status"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("ballast: no space is left on the disk")
@@ -325,7 +325,7 @@ def test_a_bug_is_one_line_and_a_file(
         raise ZeroDivisionError("of our own making")
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("ballast.cli.status.run", crash)
+    monkeypatch.setattr("tools.cli.status.run", crash)
     assert main(["status"]) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1
@@ -400,7 +400,7 @@ def test_doctor_knows_the_ports_of_ballast_itself(dispatcher: ScriptedDispatcher
 def test_version_and_help_need_no_command(flag: str) -> None:
     """What is imported shows it: times say nothing on a busy machine."""
     code = (
-        "import sys\nfrom ballast.cli.main import main\n"
+        "import sys\nfrom tools.cli.main import main\n"
         f"try: main(['{flag}'])\nexcept SystemExit: pass\n"
         "print(sorted({name.split('.')[0] for name in sys.modules} & {'grpc', 'rich', 'pydantic', 'numpy', 'google'}))"
     )
@@ -436,7 +436,7 @@ def test_shells_can_complete(capsys: pytest.CaptureFixture[str]) -> None:
     assert "complete " in capsys.readouterr().out
     environ = {**os.environ, "_ARGCOMPLETE": "1", "COMP_LINE": "ballast transi", "COMP_POINT": "14", "IFS": "\013"}
     environ |= {"_ARGCOMPLETE_IFS": "\013", "_ARGCOMPLETE_STDOUT_FILENAME": "/dev/stdout"}
-    code = "from ballast.cli.main import main; main([])"
+    code = "from tools.cli.main import main; main([])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environ)
     assert "transitions" in done.stdout
 

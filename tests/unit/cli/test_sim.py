@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from ballast.bench.records import Outcome
-from ballast.bench.results import BenchResult, read_result
-from ballast.cli.main import main
 from sim.jobs.machines import catalogue_machine, emulated_model
 from tests.support.simulated import burst
+from tools.bench.records import Outcome
+from tools.bench.results import BenchResult, read_result
+from tools.cli.main import main
 
 MODEL = ("--model", "llama-2-13b", "--cluster", "2xA100-40G")
 

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from ballast.cli.why import tell
 from ballast.client import RequestMoment, RequestStory
+from tools.cli.why import tell
 
 STORY = RequestStory(
     request_id="r-1",

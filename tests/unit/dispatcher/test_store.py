@@ -10,11 +10,11 @@ import redis.asyncio
 
 from ballast.common.errors import AlreadyExists
 from ballast.common.ids import DispatcherId, Incarnation, RequestId
-from ballast.local.state_server import PrivateStateServer
 from ballast.service.state import StateServer
 from services.dispatcher.shell.links import Identity
 from services.dispatcher.shell.ports import Claim
 from services.dispatcher.store import DispatcherStore
+from tools.local.state_server import PrivateStateServer
 
 
 def test_words_that_make_no_sense_are_passed_over() -> None:

@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from ballast.common.errors import ConfigError, InvalidRequest
-from ballast.model.tokenizer import write_tokenizer
 from services.dispatcher.text import PromptEncoder
+from tools.model.tokenizer import write_tokenizer
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ import signal
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
-from ballast.local.cluster import LocalCluster
-from ballast.local.faults import Breaker, Proxies
-from ballast.local.keeper import Keeper
-from ballast.local.state_server import PrivateStateServer
 from tests.support.shells import until
+from tools.local.cluster import LocalCluster
+from tools.local.faults import Breaker, Proxies
+from tools.local.keeper import Keeper
+from tools.local.state_server import PrivateStateServer
 
 
 @contextlib.asynccontextmanager

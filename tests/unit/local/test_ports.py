@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from ballast.local import ports
-from ballast.local.ports import free_port, free_ports
+from tools.local import ports
+from tools.local.ports import free_port, free_ports
 
 
 def test_they_differ_are_free_and_nobody_else_is_given_them() -> None:

@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from ballast.local.process import ChildProcess
+from tools.local.process import ChildProcess
 
 SLEEP = [sys.executable, "-S", "-c", "print('up', flush=True); import time; time.sleep(600)"]
 DEAF = [
@@ -58,7 +58,7 @@ def test_a_child_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     script = f"""
 import time
 from pathlib import Path
-from ballast.local.process import ChildProcess
+from tools.local.process import ChildProcess
 child = ChildProcess("orphan", {SLEEP!r}, log_path=Path({str(tmp_path / "log")!r}))
 while child.find_line("up") is None: time.sleep(0.01)
 print(child.pid, flush=True)

@@ -1,6 +1,6 @@
 """What chaos says of a fault: how long any request was without a token, and when the cluster was whole again."""
 
-from ballast.local.chaos import Recovery, percentile
+from tools.local.chaos import Recovery, percentile
 
 
 def test_a_fault_answers_for_the_longest_wait_that_overlaps_it() -> None:

@@ -7,7 +7,7 @@ import pytest
 import redis
 
 from ballast.common.errors import ConfigError, Unavailable
-from ballast.local.state_server import PrivateStateServer, find_server_binary, state_server
+from tools.local.state_server import PrivateStateServer, find_server_binary, state_server
 
 
 def ping(url: str) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ballast.local.wedge import StoppedThread
+from tools.local.wedge import StoppedThread
 
 pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="threads are stopped on Linux only")
 _PROGRAM = """

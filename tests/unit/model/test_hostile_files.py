@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from ballast.bench.traces import read_trace
 from ballast.common.errors import BallastError
-from ballast.model.info import read_info
-from ballast.model.tiny import make_tiny
 from services.dispatcher.text import PromptEncoder
 from sim.scenario import read_scenario
+from tools.bench.traces import read_trace
+from tools.model.info import read_info
+from tools.model.tiny import make_tiny
 
 ROUNDS = 400
 _ODD = (None, True, -1, 0, 1 << 70, 1e308, float("nan"), "", "x" * 5000, [], {}, [[]], {"a": {"b": []}})

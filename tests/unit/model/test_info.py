@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from ballast.cli import model as command
 from ballast.common.errors import ConfigError
 from ballast.common.units import human_bytes
-from ballast.model.info import read_info
-from ballast.model.tiny import make_preset, make_tiny
+from tools.cli import model as command
+from tools.model.info import read_info
+from tools.model.tiny import make_preset, make_tiny
 
 
 def test_facts_of_a_sharded_checkpoint(tmp_path: Path) -> None:

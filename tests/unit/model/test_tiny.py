@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from ballast.common.errors import ConfigError
-from ballast.model.safetensors_file import read_header, write_safetensors
-from ballast.model.tiny import ARCHITECTURES, PRESETS, make_preset, make_tiny
-from ballast.model.tokenizer import SPECIAL_TOKENS
+from tools.model.safetensors_file import read_header, write_safetensors
+from tools.model.tiny import ARCHITECTURES, PRESETS, make_preset, make_tiny
+from tools.model.tokenizer import SPECIAL_TOKENS
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -103,7 +103,7 @@ def test_bfloat16_rounds_like_torch_and_the_header_reads_back(tmp_path: Path) ->
 
 
 def test_same_arguments_same_bytes_in_another_process(tmp_path: Path) -> None:
-    code = "import sys; from pathlib import Path; from ballast.model.tiny import make_tiny\n"
+    code = "import sys; from pathlib import Path; from tools.model.tiny import make_tiny\n"
     code += "make_tiny('qwen3', Path(sys.argv[1]), seed=7, vocab=700, shards=3)\n"
     code += "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "a")], check=True, env={"PYTHONHASHSEED": "5"}, cwd=".")

@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from ballast.common.ids import DispatcherId, Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, Member
 from ballast.common.traffic import Traffic
-from ballast.local.state_server import PrivateStateServer
 from ballast.rpc import codec
 from ballast.service.state import KEY_PREFIX, StateServer
 from services.dispatcher.shell.links import Identity
@@ -16,6 +15,7 @@ from services.monitor.core.messages import BacklogWord, Instance, WholeMemory
 from services.monitor.shell import Row
 from services.monitor.store import RedisRegistry, RedisSurroundings
 from tests.support.reporting_worker import load_report, model_info
+from tools.local.state_server import PrivateStateServer
 
 
 def row(name: str, *, reported: bool = True) -> Row:

@@ -14,7 +14,6 @@ from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, Member, Place
 from ballast.common.load import MemoryReport
 from ballast.common.transition import Phase, Status
-from ballast.local.state_server import PrivateStateServer
 from ballast.rpc import border, codec
 from ballast.rpc.server import RpcServer
 from ballast.service.leadership import LeaderAddress
@@ -34,6 +33,7 @@ from services.planner.peers import MonitorEvents, _bound_figures
 from services.planner.store import META_KEY, RedisLayoutStore
 from tests.support.planner_core import LOAD, MODEL, Planner
 from tests.support.reporting_worker import load_report, model_info
+from tools.local.state_server import PrivateStateServer
 
 
 def member(worker_id: str, first_layer: int = 0, last_layer: int = 4) -> Member:

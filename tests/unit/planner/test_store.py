@@ -12,7 +12,6 @@ from ballast.common.errors import Unavailable
 from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout
 from ballast.common.transition import TransitionKind
-from ballast.local.state_server import PrivateStateServer
 from ballast.rpc import codec
 from ballast.service.state import StateServer
 from ballastpb.cluster.v1 import cluster_pb2
@@ -22,6 +21,7 @@ from services.planner.core.transition import Journal
 from services.planner.policy.replicate import Placeable, one_group_each
 from services.planner.store import JOURNAL_KEY, LAYOUT_CHANNEL, LAYOUT_KEY, RedisLayoutStore
 from tests.support.reporting_worker import model_info
+from tools.local.state_server import PrivateStateServer
 
 MODEL = model_info(4)
 

@@ -38,7 +38,7 @@ def test_a_core_is_pure(service: str) -> None:
     "module",
     [
         "ballast.client",
-        "ballast.local.cluster",
+        "tools.local.cluster",
         "services.dispatcher.__main__",
         "services.monitor.__main__",
         "services.planner.__main__",
@@ -52,12 +52,12 @@ def test_only_the_worker_needs_torch(module: str) -> None:
 
 def test_no_command_needs_torch_and_none_pays_for_the_others() -> None:
     needless = {"torch", "transformers", "safetensors", "matplotlib"}
-    every = modules_after("from ballast.cli.main import build_parser; build_parser(chr(42))")
-    assert {"ballast.cli.status", "ballast.cli.sim", "ballast.bench.command"} <= every
+    every = modules_after("from tools.cli.main import build_parser; build_parser(chr(42))")
+    assert {"tools.cli.status", "tools.cli.sim", "tools.bench.command"} <= every
     assert every & needless == set()
-    one = modules_after("from ballast.cli.main import build_parser; build_parser('status')")
-    assert "ballast.cli.status" in one
-    assert one & {*needless, "ballast.cli.sim", "ballast.bench.command", "services", "pydantic"} == set()
+    one = modules_after("from tools.cli.main import build_parser; build_parser('status')")
+    assert "tools.cli.status" in one
+    assert one & {*needless, "tools.cli.sim", "tools.bench.command", "services", "pydantic"} == set()
 
 
 def test_the_sdk_brings_no_service_and_no_state_server_along() -> None:

@@ -73,7 +73,7 @@ def test_the_sdk_runs_from_the_wheel_without_the_repository(sdk: Path, tmp_path:
     with zipfile.ZipFile(sdk) as archive:
         archive.extractall(tmp_path)
     program = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import ballast.client, ballast.cli.main as m;"
+        "import sys; sys.path.insert(0, sys.argv[1]); import ballast.client, tools.cli.main as m;"
         " assert ballast.client.__file__.startswith(sys.argv[1]), ballast.client.__file__;"
         " assert 'torch' not in sys.modules; m.main(['--version'])"
     )
@@ -166,7 +166,7 @@ def test_what_the_sdk_imports_is_what_it_declares() -> None:
         "        raise ModuleNotFoundError(f'No module named {root!r}', name=root)\n"
         "sys.meta_path.insert(0, Only())\n"
         "import ballast.client\n"
-        "from ballast.cli.main import main\n"
+        "from tools.cli.main import main\n"
         "raise SystemExit(main(['status']))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)

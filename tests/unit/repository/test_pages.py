@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ballast.cli.main import build_parser
-from ballast.cli.up import _Up
 from ballast.service.settings import Settings, load_settings
 from services.dispatcher.config import DispatcherSettings
 from services.gateway.config import GatewaySettings
@@ -17,6 +15,8 @@ from services.monitor.config import MonitorSettings
 from services.planner.config import PlannerSettings
 from services.worker.config import WorkerSettings
 from tests.support.pages import ROOT, links
+from tools.cli.main import build_parser
+from tools.cli.up import _Up
 
 DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")])

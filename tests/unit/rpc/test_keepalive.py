@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import grpc.aio
 import pytest
 
-from ballast.local.proxy import Proxy
 from ballast.rpc import channel, server
 from ballastpb.planner.v1 import planner_pb2 as pb
 from ballastpb.planner.v1 import planner_pb2_grpc
 from tests.unit.rpc.test_server import Endless, make
+from tools.local.proxy import Proxy
 
 _FASTER = 10
 _TIMES = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")

@@ -10,8 +10,8 @@ import pytest
 
 from ballast.common.errors import ConfigError, InvalidRequest
 from ballast.common.sampling import Grammar, GrammarKind
-from ballast.model.tokenizer import EOS_ID, TURN_END_ID, train_tokenizer
 from ballast.service.grammar import MOST_KEPT, Grammars
+from tools.model.tokenizer import EOS_ID, TURN_END_ID, train_tokenizer
 
 VOCAB = 600
 SCHEMA = Grammar(

@@ -8,9 +8,9 @@ import urllib.request
 
 import pytest
 
-from ballast.local.ports import free_port
 from ballast.service import metrics
 from ballast.service.metrics import MetricsServer
+from tools.local.ports import free_port
 
 
 def scrape(port: int) -> str:

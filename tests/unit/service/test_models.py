@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ballast.cli.main import main
 from ballast.common.errors import ConfigError
-from ballast.model.tiny import make_preset
 from ballast.service.models import Name, find_model, hub_name
+from tools.cli.main import main
+from tools.model.tiny import make_preset
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NAME = "ballast-test/tiny-llama"

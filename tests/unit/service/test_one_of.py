@@ -11,10 +11,10 @@ from jsonschema import Draft202012Validator
 
 from ballast.common.errors import InvalidRequest
 from ballast.common.sampling import Grammar, GrammarKind
-from ballast.model.tokenizer import train_tokenizer
 from ballast.service.grammar import Grammars
 from ballast.service.one_of import narrowed
 from tests.support.public_schemas import public_schemas
+from tools.model.tokenizer import train_tokenizer
 
 VOCAB = 600
 VALUES: list[Any] = [None, True, 3, 2.5, "a", [], {}]

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from ballast.common.errors import ConfigError, PermissionDenied
-from ballast.local.certificates import make_certificates
 from ballast.rpc.callers import ANYBODY, Caller, set_caller
 from ballast.rpc.tls import TlsFolder
 from ballast.service.security import (
@@ -22,6 +21,7 @@ from ballastpb.inference.v1 import inference_pb2
 from ballastpb.monitor.v1 import monitor_pb2
 from ballastpb.planner.v1 import planner_pb2
 from ballastpb.worker.v1 import worker_pb2
+from tools.local.certificates import make_certificates
 
 
 class Settings(ServiceSettings):

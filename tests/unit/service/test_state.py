@@ -11,13 +11,13 @@ import pytest
 import uvloop
 
 from ballast.common.errors import ConfigError, Unavailable
-from ballast.local.certificates import make_certificates
-from ballast.local.proxy import Proxy
-from ballast.local.state_server import PrivateStateServer
 from ballast.rpc.tls import CA, CERTIFICATE, KEY
 from ballast.service.leadership import Floor, LeaderAddress, Leadership
 from ballast.service.state import StateServer
 from tests.support.waiting import soon
+from tools.local.certificates import make_certificates
+from tools.local.proxy import Proxy
+from tools.local.state_server import PrivateStateServer
 
 Story = Callable[[PrivateStateServer, StateServer], Coroutine[Any, Any, None]]
 

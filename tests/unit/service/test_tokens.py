@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from ballast.cli.main import main
 from ballast.common.errors import ConfigError
 from ballast.service.tokens import TokenBook, TokenRole, cluster_token, digest_of, read_tokens
 from tests.support.waiting import soon
+from tools.cli.main import main
 
 
 def add(file: Path, name: str, role: str, capsys: pytest.CaptureFixture[str]) -> str:

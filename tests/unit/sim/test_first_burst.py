@@ -1,9 +1,9 @@
 """The first thing that anybody sees of Ballast: a burst on a cluster that has served nobody before."""
 
-from ballast.bench.traces import Trace, TraceRequest
 from sim.hardware import find_cluster, find_model
 from sim.jobs.simulation import SimJob, specs_of, world_of
 from sim.results import SimRun
+from tools.bench.traces import Trace, TraceRequest
 
 COUNT, WITHIN_S = 353, 12.0  # what the dashboard's button sends to four A100 with 40 GB
 

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from ballast.bench.lengths import lengths_of
 from ballast.common.errors import ConfigError
 from sim.hardware import find_cluster, find_model
 from sim.policies import find_policy
 from sim.scenario import read_scenario
 from sim.world import instance_count
+from tools.bench.lengths import lengths_of
 
 FOLDER = Path(__file__).parents[3] / "benchmarks" / "scenarios"
 FILES = sorted(FOLDER.rglob("*.yaml"))

@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from ballast.bench.traces import Trace, TraceRequest
 from sim.hardware import find_cluster, find_model, timings
 from sim.jobs.settled import (
     Load,
@@ -16,6 +15,7 @@ from sim.jobs.settled import (
     settled,
 )
 from sim.jobs.simulation import SimJob, simulate
+from tools.bench.traces import Trace, TraceRequest
 
 MODEL, CLUSTER = find_model("Qwen2.5-14B"), find_cluster("2xA100-40G")
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from ballast.common.errors import ConfigError
-from ballast.model.info import read_info
-from ballast.model.tiny import make_preset
 from sim.hardware import find_cluster, find_gpu, find_model
 from sim.jobs.scenarios import model_of
 from sim.shapes import spec_of_config
+from tools.model.info import read_info
+from tools.model.tiny import make_preset
 
 QWEN = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from ballast.bench.slo import Slo
-from ballast.cli.main import main
 from ballast.common.errors import ConfigError
 from sim.jobs.whatif import find_gpus, in_words, parse_sweep, sweep
 from sim.scenario import make_scenario
+from tools.bench.slo import Slo
+from tools.cli.main import main
 
 SCENARIO = make_scenario(
     {

@@ -11,7 +11,6 @@ import pytest
 
 from ballast.common.errors import DeadlineExceeded, InvariantViolation, Overloaded
 from ballast.common.sampling import FinishReason
-from ballast.model.tiny import make_tiny
 from services.worker import output_stream
 from services.worker import shell as shell_module
 from services.worker.core.events import Aborted, SequenceKey
@@ -29,6 +28,7 @@ from tests.support.shells import (
     undisturbed,
     until,
 )
+from tools.model.tiny import make_tiny
 
 LONG = 200  # tokens; many more than any story waits for
 

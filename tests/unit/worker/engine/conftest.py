@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from ballast.model.tiny import make_tiny
+from tools.model.tiny import make_tiny
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from ballast.common.errors import ConfigError
 from ballast.common.sampling import SamplingParams
-from ballast.model.tiny import make_tiny
 from services.worker.core.batch import Batch, NewSequence, Slice, StepResult
 from services.worker.engine.attention_cuda import CudaAttention
 from services.worker.engine.decode_graphs import DecodeGraphs
@@ -35,6 +34,7 @@ from services.worker.memory.backend import ExtentRun, MemoryBackend
 from services.worker.memory.device import DeviceMemory
 from services.worker.memory.kv_cache import KvShape
 from services.worker.memory.tensors import TensorOperations
+from tools.model.tiny import make_tiny
 
 _setup_privateuseone_for_python_backend("fakegpu")
 

@@ -16,13 +16,13 @@ import services.worker.engine.attention_cuda as attention_cuda
 import services.worker.engine.decode_graphs as decode_graphs
 import services.worker.engine.load as load
 import services.worker.engine.model as model
-from ballast.model.tiny import make_tiny
 from services.worker.core.batch import Batch, NewSequence, Slice
 from services.worker.engine.attention_cuda import CudaAttention
 from services.worker.engine.load import Engine, load_engine
 from services.worker.engine.operations import FusedOperations
 from services.worker.engine.rehearsal import Largest
 from tests.support.engine import GREEDY, BlockPool, Job, generate
+from tools.model.tiny import make_tiny
 
 LAYERS, MEMORY_BYTES, LONGEST = 2, 8 << 20, 64
 DROPPED = (1,)

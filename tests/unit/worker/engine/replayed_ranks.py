@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from ballast.model.tiny import make_tiny
 from services.worker.core.batch import StepResult
 from services.worker.engine.load import Engine
 from services.worker.engine.peers import Peers
@@ -27,6 +26,7 @@ from tests.unit.worker.engine.replayed_graphs import (
     hidden_of,
     tokens_of,
 )
+from tools.model.tiny import make_tiny
 
 RANKS, BUCKETS = 2, 3  # for 1, 2 and 3 rows
 SUMS = 2  # of a layer

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from ballast.common.errors import ConfigError
-from ballast.model.tiny import make_tiny
 from services.worker.core.batch import Slice
 from services.worker.engine.attention import CpuAttention
 from services.worker.engine.attention_cuda import CudaAttention
@@ -14,6 +13,7 @@ from services.worker.engine.load import load_engine
 from services.worker.engine.packing import Packer
 from tests.support.engine import BlockPool, Job, generate
 from tests.support.reference import NEAR_TIE, reference_greedy_batch
+from tools.model.tiny import make_tiny
 
 BLOCKS = 600
 

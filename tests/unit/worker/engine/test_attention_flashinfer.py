@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from ballast.common.errors import ConfigError
-from ballast.model.tiny import make_tiny
 from services.worker.core.batch import Slice
 from services.worker.engine import load
 from services.worker.engine.attention import AttentionBackend, CpuAttention
@@ -25,6 +24,7 @@ from services.worker.engine.packing import PackedStep, Packer
 from services.worker.engine.rehearsal import Largest
 from tests.support.engine import GREEDY, BlockPool, Job, generate
 from tests.unit.worker.engine.fake_flashinfer import DECODE, PREFILL, SIGNATURES, VERSION, FakeFlashInfer, printed
+from tools.model.tiny import make_tiny
 
 BLOCKS, CPU = 200, torch.device("cpu")
 Heads = tuple[int, int, int]  # of queries, of keys and values, dimensions

@@ -18,7 +18,6 @@ from torch.distributed import Work
 
 from ballast.common.errors import ConfigError
 from ballast.common.sampling import SamplingParams
-from ballast.model.tiny import make_tiny
 from services.worker.core.batch import Batch, NewSequence, Slice
 from services.worker.engine import load
 from services.worker.engine.attention_cuda import CudaAttention
@@ -31,6 +30,7 @@ from services.worker.ranks.group import RankGroup
 from services.worker.ranks.load import load_ranked
 from services.worker.ranks.runner import RankedRunner
 from tests.support.engine import Job, generate
+from tools.model.tiny import make_tiny
 
 pytest.importorskip("triton")
 

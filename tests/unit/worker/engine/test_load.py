@@ -6,13 +6,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ballast.common.errors import ConfigError
-from ballast.model.tiny import make_tiny
 from services.worker.core.batch import Slice
 from services.worker.engine.load import Engine, load_engine
 from services.worker.engine.model_config import read_model_config
 from services.worker.engine.native import library
 from services.worker.engine.parameters import Layout, end_parameters, layer_parameters, layout_for
 from tests.support.engine import KERNELS, forward
+from tools.model.tiny import make_tiny
 
 MEMORY_BYTES = 8 << 20
 SHARD_1, SHARD_2 = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ballast.common.errors import ConfigError
-from ballast.model.tiny import make_tiny
 from services.worker.engine.model_config import RopeConfig, RopeKind, read_model_config
 from services.worker.engine.rotary import inverse_frequencies
+from tools.model.tiny import make_tiny
 
 Edit = Callable[..., Path]
 

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ballast.common.errors import ConfigError
-from ballast.model.tiny import make_tiny
 from services.worker.engine.load import Engine, load_engine
 from tests.support.engine import Job, generate
+from tools.model.tiny import make_tiny
 
 MEMORY_BYTES = 4 << 20
 SILENCE_S = 20.0

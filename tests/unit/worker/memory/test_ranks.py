@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 from ballast.common.errors import ConfigError
-from ballast.model.tiny import make_tiny
 from services.worker.engine.load import load_engine
 from services.worker.memory.cuda import CudaError
 from services.worker.ranks.channel import Done, RankLog, RankLost, Remap, RemapRefused
@@ -21,6 +20,7 @@ from services.worker.ranks.load import Ranked, load_ranked, open_mirrors
 from services.worker.ranks.memory import RankedMemory
 from tests.support.fake_driver import FakeDriver, load, load_share, open_fake
 from tests.unit.worker.memory.models import EXTENT_BYTES, books, possible
+from tools.model.tiny import make_tiny
 
 CHANGES = int(os.environ.get("BALLAST_DRIVER_HISTORIES", "250"))
 RANKS = 2

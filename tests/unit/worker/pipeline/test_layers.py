@@ -9,7 +9,6 @@ from typing import Any, cast
 import pytest
 
 from ballast.common.ids import Epoch
-from ballast.model.tiny import make_tiny
 from services.worker.engine.load import load_engine
 from services.worker.memory.host import HostBackend
 from services.worker.pipeline.background import Threads
@@ -20,6 +19,7 @@ from services.worker.pipeline.wire import Topic
 from services.worker.shell import MemberEvent
 from tests.support.engine import NEEDS_NATIVE
 from tests.unit.worker.memory.models import fill_layer, open_small
+from tools.model.tiny import make_tiny
 
 
 @pytest.mark.parametrize("changed", [False, True], ids=["as it was", "replaced meanwhile"])

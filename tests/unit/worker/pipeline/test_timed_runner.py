@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from ballast.common.sampling import SamplingParams
-from ballast.model.tiny import make_tiny
 from services.worker.core.batch import Batch, NewSequence, Slice, StepResult
 from services.worker.engine.load import Engine, load_engine
 from services.worker.pipeline.stage_watch import Event, EventWatch, HostWatch
 from services.worker.pipeline.timed_runner import TimedRunner
 from services.worker.policy.cost_fit import StageShape
 from services.worker.policy.online_cost import OnlineCost
+from tools.model.tiny import make_tiny
 
 TABLE = tuple(range(8))
 FIRST = Batch(1, (), (NewSequence(1, tuple(range(100)), (), SamplingParams(temperature=0.0)),), ())

@@ -7,7 +7,6 @@ import pytest
 
 from ballast.common.cost import Chunk
 from ballast.common.errors import ConfigError
-from ballast.model.tiny import make_tiny
 from ballast.service.settings import build
 from services.worker.__main__ import load_costs
 from services.worker.config import WorkerSettings
@@ -19,6 +18,7 @@ from services.worker.profiling.build import key_of
 from services.worker.profiling.measure import Measured, Options, limits_of, measure
 from services.worker.profiling.memory import copies, remap_s_per_gb
 from tests.unit.worker.test_cost_profile import make_profile
+from tools.model.tiny import make_tiny
 
 OPTIONS = Options(batch_tokens=64, sequences=8, kv_tokens=1024, visits=1, held_out_count=4)
 

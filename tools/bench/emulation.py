@@ -1,0 +1,106 @@
+"""Clusters whose workers compute nothing and take a GPU's time: what starts them, and whether this machine kept up.
+
+Services, links, transitions and the books of KV are real, and all of them share this machine's processors. Where those
+are too few the workers' steps are late, or the client is, and the run says nothing about a GPU: it is void.
+"""
+
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ballast.common.errors import Unavailable
+from tools.bench.results import BenchResult
+from tools.bench.sizing import Pace, Speed
+from tools.local.cluster import LocalCluster
+from tools.model.info import CheckpointInfo
+
+MOST_LOST = 0.02  # of the time that all steps should have taken
+MOST_LAG_S = 0.25  # P99
+_FEW = 2  # requests of a worker that has little to do
+_SAID = re.compile(r" emulated .*\bdue_s=([0-9.]+).* late_s=([0-9.]+).* lost_s=([0-9.]+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emulation:
+    """A machine that workers seem to be, with what a comparison asks of it."""
+
+    info: CheckpointInfo  # of the model; its folder has what services want of a checkpoint
+    gpu: str  # of an instance, for people
+    worker_flags: Sequence[str]
+    memory_bytes: int  # of each worker
+    capacity_tokens: int  # of KV, in each worker with all its parameters
+    prompt_s: Callable[[int], float]  # of that many tokens
+    step_s: Callable[[int, int], float]  # of so many requests, each with so many tokens
+    last_token: Callable[[Sequence[int], int], int]  # of the answer to a prompt, of that many tokens
+
+    def speed(self, input_tokens: int, output_tokens: int, workers: int) -> Speed:
+        """The paces that probes with such requests would measure."""
+        few, full = _FEW, max(_FEW + 1, self.capacity_tokens // (input_tokens + output_tokens))
+
+        def pace(count: int) -> Pace:
+            each_s = self.step_s(count, input_tokens + output_tokens // 2)
+            each_s += count * self.prompt_s(input_tokens) / output_tokens
+            return Pace(workers * count / each_s, each_s)
+
+        return Speed(workers * few, pace(few), workers * full, pace(full))
+
+
+class Usage:
+    """Processor time that a cluster and its client take from here on."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self._pids = {process.pid for of in cluster.processes.values() for process in of}
+        self._began = time.monotonic(), time.process_time(), _cpu_s(self._pids)
+
+    def cores(self) -> dict[str, float]:
+        """On average so many were busy."""
+        at_s, client_s, services_s = self._began
+        spent_s = max(1e-9, time.monotonic() - at_s)
+        return {
+            "services_cores": round((_cpu_s(self._pids) - services_s) / spent_s, 3),
+            "client_cores": round((time.process_time() - client_s) / spent_s, 3),
+        }
+
+
+def with_settings(result: BenchResult, more: Mapping[str, str | float]) -> BenchResult:
+    cluster = {**result.config.cluster, **more}
+    return result.model_copy(update={"config": result.config.model_copy(update={"cluster": cluster})})
+
+
+def with_effort(result: BenchResult, log_dir: Path) -> BenchResult:
+    """Adds by how much the steps of all workers were late, and lost time, as they say at the end.
+
+    Raises:
+        Unavailable: they have not.
+    """
+    logs = (log.read_text(errors="replace") for log in log_dir.glob("worker-*.log"))
+    last = [found[-1] for log in logs if (found := list(_SAID.finditer(log)))]  # the logs of earlier runs stay
+    due_s, late_s, lost_s = (sum(float(match[number]) for match in last) for number in (1, 2, 3))
+    if not due_s:
+        raise Unavailable("workers", f"have not said in {log_dir} how long their steps took")
+    return with_settings(result, {"late_share": round(late_s / due_s, 5), "lost_share": round(lost_s / due_s, 5)})
+
+
+def why_void(result: BenchResult) -> str:
+    """Empty: the machine kept up."""
+    [policy] = result.policies.values()
+    lost, lag_s = float(result.config.cluster["lost_share"] or 0.0), policy.send_lag_s.p99 or 0.0
+    if lost > MOST_LOST:
+        return f"steps of the workers took {lost:.1%} longer than on the GPU (at most {MOST_LOST:.0%})"
+    if lag_s > MOST_LAG_S:
+        return f"requests were sent {lag_s:.2f} s late at P99 (at most {MOST_LAG_S:g} s)"
+    return ""
+
+
+def _cpu_s(pids: set[int]) -> float:
+    ticks = 0
+    for pid in pids:
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended, or this system says nothing of that kind
+            continue
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")

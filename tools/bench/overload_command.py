@@ -1,0 +1,297 @@
+"""`ballast bench overload`: its flags, and what it says at the end."""
+
+import argparse
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from ballast.common.errors import ConfigError
+from tools.bench.emulation import Emulation
+from tools.bench.overload import Comparison
+from tools.bench.overload_plan import NO_PEAK, Timetable, arguments_of, span_within
+from tools.bench.policies import ABLATION, COMPARED, KNOBS, POLICIES, SWEEP, PolicySpec, parse_policies
+from tools.bench.probe import PROBE_S
+from tools.bench.progress import minutes, open_console
+from tools.bench.workloads import Workload, parse_workloads
+from tools.model.info import read_info
+from tools.model.tiny import make_preset
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction  # pyright: ignore[reportPrivateUsage] -- it has no public name
+
+_INTERRUPTED = 130
+_FAILED = 1
+_PRESET = "ballast"
+_EMULATED = (
+    "emulated: workers compute nothing and take a GPU's time (--profile A100-40G --model Qwen2.5-14B); the trace is"
+    " replayed at its own pace with its own lengths. As long as it lasts the machine should do nothing else: a run in"
+    " which it could not keep up is void"
+)
+# Without emulation; what is not given stays as the trace has it with emulated workers.
+_OWN = {"demand": 0.55, "mean_tokens": 240.0, "sequences_each": 8, "probe_s": PROBE_S, "max_num_seqs": 64}
+_ONLY_OWN = ("sequences_each", "probe_s")  # about this machine's speed and memory
+
+# What --profile GPU and --model NAME mean; the folder is for what services want of a checkpoint.
+Emulate = Callable[[Path, str, Path], Emulation]
+
+
+def add_overload_parser(commands: "_SubParsersAction[argparse.ArgumentParser]", emulate: Emulate) -> None:
+    parser = commands.add_parser(
+        "overload",
+        help="compare overload policies on the same bursts",
+        description="Every policy replays every workload on fresh clusters of its own, in interleaved order. Called"
+        " again with the same arguments it goes on where it was. `ballast bench plot` draws the results.",
+    )
+    parser.set_defaults(run=run, emulate=emulate)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="plan.json, runs/ and logs/ go there")
+    _add_contestants(parser)
+    parser.add_argument(
+        "--workloads",
+        required=True,
+        metavar="W,...",
+        help="trace files, `burst`, `spike` or `answers`; FILE+LENGTHS takes lengths from another file or a fitted"
+        " data set, extreme:W repeats the burst of W, twice:W all of W, FILE@SECONDS is so much of it around its burst",
+    )
+    parser.add_argument("--engine", choices=["torch", "emulated"], default="torch", help=_EMULATED)
+    parser.add_argument(
+        "--profile", metavar="GPU", help="how fast emulated workers are: of the catalogue, or a FILE.yaml"
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="checkpoint (default: a small random one in OUT); with emulated workers a model of the catalogue",
+    )
+    parser.add_argument(
+        "--workers",
+        default="2",
+        metavar="N,...",
+        help="of each cluster (default: 2); with several numbers each has a folder of its own in OUT",
+    )
+    parser.add_argument("--repetitions", type=int, default=3, metavar="N", help="(default: 3)")
+    parser.add_argument("--seed", type=int, default=0, help="of arrivals, lengths and prompts")
+    parser.add_argument("--deadline-s", type=float, default=300.0, metavar="S", help="of each request")
+    parser.add_argument(
+        "--demand",
+        type=float,
+        metavar="X",
+        help="average KV demand to scale arrivals to, as a share of un-dropped capacity (default: 0.55; with emulated"
+        " workers arrivals stay as they are)",
+    )
+    parser.add_argument(
+        "--peak",
+        type=float,
+        metavar="X",
+        help="scale arrivals less than that where their forecast peak would exceed X times that capacity",
+    )
+    span = parser.add_mutually_exclusive_group()
+    span.add_argument("--span-s", type=float, metavar="S", help="squeeze or stretch each trace to this many seconds")
+    span.add_argument("--max-minutes", type=float, metavar="M", help="likewise, to what lets all of it take so long")
+    parser.add_argument("--plan-only", action="store_true", help="say how long it would take, and end")
+    parser.add_argument(
+        "--mean-tokens",
+        type=float,
+        metavar="N",
+        help="shorten lengths to this mean (default: 240; with emulated workers they stay as they are)",
+    )
+    parser.add_argument(
+        "--answer-share",
+        type=float,
+        metavar="X",
+        help="of the tokens of the mean request (default: that of the trace): prompts and answers are shortened apart",
+    )
+    parser.add_argument("--sequences-each", type=int, metavar="N", help="mean requests that a worker has room for (8)")
+    parser.add_argument(
+        "--probe-s", type=float, metavar="S", help=f"of each of two measurements (default: {PROBE_S:g})"
+    )
+    parser.add_argument(
+        "--max-num-seqs",
+        type=int,
+        metavar="N",
+        help="requests that run in a worker (default: 64; 256 with emulated ones)",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting of the services, of all runs: monitor.dwell_s=5; may be repeated",
+    )
+
+
+def _add_contestants(parser: argparse.ArgumentParser) -> None:
+    knobs = "; ".join(f"{name}: {knob.what}" for name, knob in KNOBS.items())
+    contestants = parser.add_mutually_exclusive_group()
+    contestants.add_argument(
+        "--policies",
+        metavar="P,...",
+        help=f"of {', '.join(POLICIES)}; knobs follow as :NAME=VALUE, a name for figures as :label=NAME ({knobs})."
+        f" Default: {', '.join(COMPARED)}; emulated workers cannot swap",
+    )
+    contestants.add_argument(
+        "--ablation",
+        action="store_const",
+        dest="policies",
+        const=",".join(ABLATION),
+        help="drop with naive transfers and microbatches of equal token counts; with coordinated transfers; with both",
+    )
+    contestants.add_argument(
+        "--sweep", action="store_const", dest="policies", const=",".join(SWEEP), help="every policy's own knobs"
+    )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One number of workers."""
+
+    workers: int
+    out: Path
+    specs: list[PolicySpec]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status: 0 all runs are there, 1 some failed, 130 interrupted."""
+    console = open_console()
+    settle(args)
+    if args.repetitions < 1:
+        raise ConfigError("--repetitions", f"must be at least 1, got {args.repetitions}")
+    if args.probe_s <= 0:
+        raise ConfigError("--probe-s", f"must be above 0, got {args.probe_s}")
+    workloads = parse_workloads(args.workloads, args.seed)
+    parts = _parts(args)
+    if args.max_minutes is not None:
+        unit = [_timetable(part, args, {w.name: _longer(w) for w in workloads}) for part in parts]
+        args.span_s = span_within(unit, args.max_minutes)
+    _say_timetable(parts, args, workloads, console)
+    if args.plan_only:
+        return 0
+    problems: list[str] = []
+    for part in parts:
+        problems += asyncio.run(_comparison(part, args, console).run(workloads, part.specs, args.repetitions))
+        if problems[-1:] == ["interrupted"]:
+            break
+    for problem in problems:
+        console.print(problem, style="bold red", markup=False)
+    for part in parts:
+        console.print(
+            f"results are in {part.out / 'runs'}; ballast bench plot --results {part.out} --out DIR draws them"
+        )
+    if not problems:
+        return 0
+    return _INTERRUPTED if problems[-1] == "interrupted" else _FAILED
+
+
+def settle(args: argparse.Namespace) -> None:
+    """Fills in what was not given, which depends on the engine.
+
+    Raises:
+        ConfigError: flags that make no sense together.
+    """
+    args.policies = args.policies or ",".join(COMPARED)
+    args.peak = NO_PEAK if args.peak is None else args.peak
+    if args.engine != "emulated":
+        if args.profile is not None:
+            raise ConfigError("--profile", "is for --engine emulated; what computes is as fast as this machine")
+        for name, value in _OWN.items():
+            setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
+        return
+    if args.profile is None:
+        raise ConfigError("--profile", "is needed: how fast emulated workers are, a GPU such as A100-40G")
+    if args.model is None:
+        raise ConfigError("--model", "is needed: what emulated workers seem to serve, such as Qwen2.5-14B")
+    for name in _ONLY_OWN:
+        if getattr(args, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')}", "is for workers that compute; a GPU has its own memory")
+    if args.answer_share is not None and args.mean_tokens is None:
+        raise ConfigError("--answer-share", "is the answers' share of --mean-tokens; emulated workers keep lengths")
+    if args.peak != NO_PEAK and args.demand is None:
+        raise ConfigError("--peak", "limits what --demand scales; emulated workers keep arrivals as they are")
+    swapping = [s.label for s in parse_policies(args.policies) if "swap" in (s.policy, s.knobs.get("fallback"))]
+    if swapping:
+        raise ConfigError("--policies", f"emulated workers cannot swap: {', '.join(swapping)}")
+    args.sequences_each, args.probe_s = _OWN["sequences_each"], 1.0
+
+
+def _parts(args: argparse.Namespace) -> list[_Part]:
+    """What needs more workers than there are is left out where there are other numbers of workers for it."""
+    numbers = _numbers(args.workers)
+    specs = parse_policies(args.policies)
+    for spec in specs:
+        if spec.pipeline_degree > max(numbers):
+            raise ConfigError("policies", f"{spec.label} takes more than {max(numbers)} workers")
+    return [
+        _Part(
+            workers,
+            args.out if len(numbers) == 1 else args.out / f"workers-{workers}",
+            [spec for spec in specs if spec.pipeline_degree <= workers],
+        )
+        for workers in numbers
+    ]
+
+
+def _numbers(text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not all(word.isdecimal() for word in words) or len(set(words)) < len(words):
+        raise ConfigError("--workers", f"must be different whole numbers, got {text!r}")
+    return [int(word) for word in words]
+
+
+def _longer(workload: Workload) -> float:
+    """Than what `--span-s` says, because its burst is repeated."""
+    return workload.trace.span_s / workload.base.span_s if workload.base.span_s else 1.0
+
+
+def _timetable(part: _Part, args: argparse.Namespace, spans_s: dict[str, float]) -> Timetable:
+    return Timetable(part.workers, spans_s, [spec.label for spec in part.specs], args.repetitions, args.probe_s)
+
+
+def _say_timetable(
+    parts: Sequence[_Part], args: argparse.Namespace, workloads: Sequence[Workload], console: Console
+) -> None:
+    spans_s = {w.name: w.trace.span_s if args.span_s is None else args.span_s * _longer(w) for w in workloads}
+    tables = [_timetable(part, args, spans_s) for part in parts]
+    for table in tables:
+        console.print(table.describe(), markup=False, highlight=False)
+    if len(tables) > 1:
+        console.print(f"together about {minutes(sum(table.total_s for table in tables))} min", highlight=False)
+
+
+def _comparison(part: _Part, args: argparse.Namespace, console: Console) -> Comparison:
+    if args.engine == "emulated":
+        model = args.emulate(args.out / "machine", args.profile, args.model)
+        info, gpu = model.info, model.gpu
+    else:
+        model = args.model or _preset(args.out / "model", args.seed)
+        info, gpu = read_info(model), None
+    arguments = arguments_of(
+        info,
+        workers=part.workers,
+        seed=args.seed,
+        deadline_s=args.deadline_s,
+        demand_fraction=args.demand,
+        peak_fraction=args.peak,
+        mean_tokens=args.mean_tokens,
+        answer_share=args.answer_share,
+        sequences_each=args.sequences_each,
+        span_s=args.span_s,
+        max_num_seqs=args.max_num_seqs,
+        settings=dict(_setting(text) for text in args.set),
+        gpu=gpu,
+    )
+    return Comparison(model, arguments, part.out, console, args.probe_s)
+
+
+def _preset(path: Path, seed: int) -> Path:
+    return path if path.exists() else make_preset(_PRESET, path, seed=seed)
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    service = name.partition(".")[0]
+    if not equals or service not in ("monitor", "planner", "dispatcher", "worker"):
+        raise ConfigError("--set", f"must be SERVICE.SETTING=VALUE, got {text!r}")
+    return name, value

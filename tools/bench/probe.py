@@ -1,0 +1,81 @@
+"""Requests before the ones that count: to measure what a cluster can do, and to warm it up."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from ballast.client import AsyncClient
+from ballast.common.errors import BallastError, Unavailable
+from tools.bench.replay import random_prompt
+from tools.bench.sizing import Pace
+from tools.bench.target import ClusterTarget
+
+PROBE_S = 5.0
+_WARMUP_SHARE = 0.4  # on top of that
+_DEADLINE_S = 60.0
+
+
+async def probe(
+    address: str, *, concurrency: int, input_tokens: int, output_tokens: int, probe_s: float = PROBE_S
+) -> Pace:
+    """Keeps `concurrency` requests running and measures for `probe_s`, after a while to get going.
+
+    Raises:
+        Unavailable: nothing was generated.
+    """
+    times_s: list[float] = []
+    async with AsyncClient(address) as client:
+        target = ClusterTarget(client)
+        vocab_size = (await target.model()).vocab_size
+        begin_s = time.monotonic() + _WARMUP_SHARE * probe_s
+        end_s = begin_s + probe_s
+        numbers = itertools.count()
+
+        async def keep_running() -> None:
+            while time.monotonic() < end_s:
+                prompt = random_prompt(0, next(numbers), input_tokens, vocab_size)
+                stream = target.generate("", prompt, output_tokens, _DEADLINE_S)
+                async with aclosing(stream):
+                    async for token_ids in stream:
+                        now_s = time.monotonic()
+                        if now_s >= end_s:
+                            break
+                        if now_s >= begin_s:
+                            times_s.extend([now_s] * len(token_ids))
+
+        await _all_of([keep_running() for _ in range(concurrency)])
+    if not times_s:
+        raise Unavailable(address, f"no token within {(1 + _WARMUP_SHARE) * probe_s:g} s")
+    rate = len(times_s) / probe_s
+    return Pace(rate, concurrency / rate)
+
+
+async def warm_up(address: str, *, lanes: int, rounds: int, input_tokens: int, output_tokens: int) -> None:
+    """`rounds` requests one after the other in each of `lanes`: code and memory have been touched, nothing is left of
+    them. Few at once, so that no policy has reason to act.
+    """
+    async with AsyncClient(address) as client:
+        target = ClusterTarget(client)
+        vocab_size = (await target.model()).vocab_size
+
+        async def lane(number: int) -> None:
+            for index in range(rounds):
+                prompt = random_prompt(1, number * rounds + index, input_tokens, vocab_size)
+                async for _ in target.generate("", prompt, output_tokens, _DEADLINE_S):
+                    pass
+
+        await _all_of([lane(number) for number in range(lanes)])
+
+
+async def _all_of(what: Sequence[Coroutine[Any, Any, None]]) -> None:  # Any: what nobody sends or receives
+    """The first failure of ours is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as running:
+            for number, one in enumerate(what):
+                running.create_task(one, name=f"request {number}")
+    except ExceptionGroup as errors:
+        first = errors.exceptions[0]
+        raise first if isinstance(first, BallastError) else errors from errors

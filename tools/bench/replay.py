@@ -1,0 +1,212 @@
+"""Open-loop replay of a trace: requests are sent when the trace says so, whatever has become of those before.
+
+Nothing here knows gRPC: the cluster is a `Target` (see `tools.bench.target`), so that the replay can be tested
+against one that is emulated by timers.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from ballast.common.errors import BallastError, DeadlineExceeded, Overloaded
+from tools.bench.records import Outcome, ReplayRun, RequestRecord, StatusSample
+from tools.bench.traces import Trace, TraceRequest
+
+_STATUS_INTERVAL_S = 0.5
+
+
+class Target(Protocol):
+    """A cluster that can be put under load. Failures are `BallastError`s."""
+
+    def generate(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        max_tokens: int,
+        deadline_s: float,
+        last_token: int | None = None,
+    ) -> AsyncIterator[Sequence[int]]:
+        """New tokens as they arrive, exactly `max_tokens` in all; raises where the request ends in another way.
+
+        With `last_token` as many are asked for as the model gives, and the answer ends by itself at that token.
+        """
+        ...
+
+    async def sample(self) -> StatusSample:
+        """The cluster now; `at_s` is left to the caller."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions:
+    seed: int = 0  # of the prompts
+    deadline_s: float = 300.0  # of each request
+    record_tokens: bool = False
+    request_id_prefix: str = "replay"
+    stop_after_s: float | None = None  # of the trace's time: a request that is there then stays open
+    # Of an answer of so many tokens, where it is known: how long it is is then nothing that the cluster is told.
+    last_token: Callable[[Sequence[int], int], int] | None = None
+
+
+@dataclass(slots=True)
+class Progress:
+    """Counts for whoever watches."""
+
+    total_count: int
+    span_s: float  # arrival of the last request
+    elapsed_s: float = 0.0
+    sent_count: int = 0
+    finished_count: int = 0
+    refused_count: int = 0
+    failed_count: int = 0  # all other endings
+    token_count: int = 0
+
+    @property
+    def ended_count(self) -> int:
+        return self.finished_count + self.refused_count + self.failed_count
+
+    @property
+    def running_count(self) -> int:
+        return self.sent_count - self.ended_count
+
+    @property
+    def eta_s(self) -> float:
+        """Seconds until the last arrival; after that, from the rate at which requests have ended so far."""
+        left_s = self.span_s - self.elapsed_s
+        if left_s > 0 or not self.ended_count:
+            return max(left_s, 0.0)
+        return (self.total_count - self.ended_count) * self.elapsed_s / self.ended_count
+
+
+class Replay:
+    """One replay of `trace` on `target`, with prompts of random tokens below `vocab_size`.
+
+    `stop()` ends it early; what was seen until then is kept.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        trace: Trace,
+        options: ReplayOptions,
+        vocab_size: int,
+        on_progress: Callable[[Progress], None] = lambda _: None,
+    ) -> None:
+        self.progress = Progress(len(trace.requests), trace.span_s)
+        self._target = target
+        self._trace = trace
+        self._options = options
+        self._vocab_size = vocab_size
+        self._on_progress = on_progress
+        self._records: list[RequestRecord] = []
+        self._samples: list[StatusSample] = []
+        self._failed_sample_count = 0
+        self._stopped = asyncio.Event()
+        self._zero_s = 0.0  # on the loop's clock
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def now_s(self) -> float:
+        """Since time zero of the replay."""
+        return asyncio.get_running_loop().time() - self._zero_s
+
+    async def run(self) -> ReplayRun:
+        self._zero_s = asyncio.get_running_loop().time()
+        async with asyncio.TaskGroup() as watchers:
+            sampling = watchers.create_task(self._watch(), name="watch the cluster")
+            complete = await self._run_requests()
+            sampling.cancel()
+        ends_s = [r.end_s for r in self._records if r.end_s is not None]
+        return ReplayRun(self._records, self._samples, complete, max(ends_s, default=0.0), self._failed_sample_count)
+
+    async def _run_requests(self) -> bool:
+        """Whether all requests were sent and have ended by themselves, or the time was over that was given."""
+        async with asyncio.TaskGroup() as requests:
+            stopping = requests.create_task(self._stopped.wait(), name="wait for stop")
+            sending = requests.create_task(self._send_all(), name="send")
+            limit_s = self._options.stop_after_s
+            await asyncio.wait((stopping, sending), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            complete = not stopping.done()
+            for task in (stopping, sending):
+                task.cancel()
+        return complete and not self._stopped.is_set()
+
+    async def _send_all(self) -> None:
+        """Sends each request at its time, then waits for all; when cancelled, cancels those that run."""
+        last_token = self._options.last_token
+        async with asyncio.TaskGroup() as requests:
+            for index, request in enumerate(self._trace.requests):
+                prompt = random_prompt(self._options.seed, index, request.input_tokens, self._vocab_size)
+                last = None if last_token is None else last_token(prompt, request.output_tokens)
+                await asyncio.sleep(request.arrival_s - self.now_s())
+                record = self._begin(index, request, prompt)
+                requests.create_task(self._follow(record, prompt, last), name=record.request_id)
+
+    def _begin(self, index: int, request: TraceRequest, prompt: list[int]) -> RequestRecord:
+        record = RequestRecord(
+            index=index,
+            request_id=f"{self._options.request_id_prefix}-{index}",
+            input_tokens=len(prompt),
+            wanted_tokens=request.output_tokens,
+            planned_s=request.arrival_s,
+            submit_s=self.now_s(),
+        )
+        if self._options.record_tokens:
+            record.prompt_token_ids = prompt
+        self._records.append(record)
+        self.progress.sent_count += 1
+        self._tell()
+        return record
+
+    async def _follow(self, record: RequestRecord, prompt: list[int], last_token: int | None) -> None:
+        """Reads one stream to its end and writes down how it ended."""
+        try:
+            wanted, deadline_s = record.wanted_tokens, self._options.deadline_s
+            stream = self._target.generate(record.request_id, prompt, wanted, deadline_s, last_token)
+            async for token_ids in stream:
+                record.token_times_s.extend([self.now_s()] * len(token_ids))
+                self.progress.token_count += len(token_ids)
+                if self._options.record_tokens:
+                    record.output_token_ids.extend(token_ids)
+            record.outcome = Outcome.FINISHED
+            if record.output_tokens != record.wanted_tokens:
+                record.outcome = Outcome.FAILED
+                record.error = f"ended with {record.output_tokens} tokens instead of {record.wanted_tokens}"
+        except Overloaded as error:
+            record.outcome, record.error = Outcome.REFUSED, str(error)
+        except DeadlineExceeded as error:
+            record.outcome, record.error = Outcome.DEADLINE, str(error)
+        except BallastError as error:
+            record.outcome, record.error = Outcome.FAILED, f"{type(error).__name__}: {error}"
+        finally:
+            record.end_s = self.now_s()
+            self._count(record.outcome)
+
+    def _count(self, outcome: Outcome) -> None:
+        self.progress.finished_count += outcome is Outcome.FINISHED
+        self.progress.refused_count += outcome is Outcome.REFUSED
+        self.progress.failed_count += outcome not in (Outcome.FINISHED, Outcome.REFUSED)
+        self._tell()
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                sample = await self._target.sample()
+                self._samples.append(replace(sample, at_s=self.now_s()))
+            except BallastError:
+                self._failed_sample_count += 1
+            self._tell()
+            await asyncio.sleep(_STATUS_INTERVAL_S)
+
+    def _tell(self) -> None:
+        self.progress.elapsed_s = self.now_s()
+        self._on_progress(self.progress)
+
+
+def random_prompt(seed: int, index: int, token_count: int, vocab_size: int) -> list[int]:
+    """The prompt of request `index`: depends on the arguments alone."""
+    return np.random.default_rng((seed, index)).integers(vocab_size, size=token_count).tolist()

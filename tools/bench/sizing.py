@@ -1,0 +1,213 @@
+"""How large a cluster's memory and how fast a trace has to be, so that a burst overflows the KV cache on any machine.
+
+Memory is sized in requests: each worker's KV holds so many mean ones beside the parameters. What the machine can do is
+measured by a probe (`tools.bench.probe`). What KV a trace would take if nobody ever waited is forecast from both.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tools.bench.traces import Trace, TraceRequest
+from tools.bench.upscale import upscaled
+from tools.model.info import CheckpointInfo
+
+_STEP_S = 0.1  # of the forecast
+_BISECTIONS = 24
+_STEP, _STEPS_DOWN, _STEPS_UP = 1.02, 12, 24  # about 0.8 to 1.6 times
+_HOPELESS = 20.0  # times the mean demand that is looked for: the machine is far from keeping up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Memory of the cluster; tokens are of KV over all layers."""
+
+    device_memory_bytes: int  # of each worker
+    undropped_tokens: int
+    dropped_tokens: int  # when pairs of workers hold one copy of the layers
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What the machine does while so many requests run."""
+
+    output_tokens_per_s: float  # of the cluster
+    seconds_per_token: float  # of one request, its prompt's share included
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """KV demand of a trace if nobody ever waited, in tokens."""
+
+    mean_tokens: float
+    peak_tokens: float
+
+
+def mean_request(requests: Sequence[TraceRequest]) -> tuple[int, int]:
+    """Mean tokens of prompts and of answers."""
+    count = len(requests)
+    return (
+        max(1, round(sum(r.input_tokens for r in requests) / count)),
+        max(1, round(sum(r.output_tokens for r in requests) / count)),
+    )
+
+
+def length_scale_to(trace: Trace, mean_tokens: float) -> float:
+    """What shortens the mean request to `mean_tokens`, prompt and answer together; at most 1."""
+    return two_digits(min(1.0, mean_tokens / sum(mean_request(trace.requests))))
+
+
+def length_scales_to(trace: Trace, mean_tokens: float, answer_share: float | None) -> tuple[float, float | None]:
+    """Scales of prompts and of answers, at most 1: the mean request has `mean_tokens`, that share in its answer.
+
+    With None both are shortened alike, and the second is None.
+    """
+    if answer_share is None:
+        return length_scale_to(trace, mean_tokens), None
+    input_tokens, output_tokens = mean_request(trace.requests)
+    return (
+        two_digits(min(1.0, (1 - answer_share) * mean_tokens / input_tokens)),
+        two_digits(min(1.0, answer_share * mean_tokens / output_tokens)),
+    )
+
+
+def size_memory_for(
+    info: CheckpointInfo, requests: Sequence[TraceRequest], *, sequences_each: int, workers: int
+) -> Memory:
+    """`size_memory` for a checkpoint: embeddings and head stay on every worker, layers can be dropped."""
+    ends_bytes = info.parameter_bytes * 2 * info.vocab_size * info.hidden_size // info.parameter_count
+    return size_memory(
+        requests,
+        parameter_bytes=info.parameter_bytes,
+        layer_parameter_bytes=info.parameter_bytes - ends_bytes,
+        kv_bytes_per_token=info.kv_bytes_per_token(),
+        sequences_each=sequences_each,
+        workers=workers,
+    )
+
+
+def size_memory(
+    requests: Sequence[TraceRequest],
+    *,
+    parameter_bytes: int,
+    layer_parameter_bytes: int,
+    kv_bytes_per_token: int,
+    sequences_each: int,
+    workers: int,
+) -> Memory:
+    """Room for `sequences_each` mean requests on each worker, but at least for the largest one."""
+    mean_tokens, largest = sum(mean_request(requests)), max(r.input_tokens + r.output_tokens for r in requests)
+    each_tokens = max(sequences_each * mean_tokens, math.ceil(1.25 * largest))
+    freed_tokens = workers // 2 * (layer_parameter_bytes // kv_bytes_per_token)
+    return Memory(
+        device_memory_bytes=parameter_bytes + each_tokens * kv_bytes_per_token,
+        undropped_tokens=workers * each_tokens,
+        dropped_tokens=workers * each_tokens + freed_tokens,
+    )
+
+
+def peak_output_tokens(requests: Sequence[TraceRequest], window_s: float) -> int:
+    """The most answer tokens of requests that arrive within `window_s`."""
+    peak, tokens, first = 0, 0, 0
+    for request in requests:
+        tokens += request.output_tokens
+        while requests[first].arrival_s <= request.arrival_s - window_s:
+            tokens -= requests[first].output_tokens
+            first += 1
+        peak = max(peak, tokens)
+    return peak
+
+
+def two_digits(scale: float) -> float:
+    """0.1567 -> 0.15."""
+    digits = 1 - math.floor(math.log10(scale))
+    return math.floor(scale * 10**digits) / 10**digits
+
+
+def forecast(requests: Sequence[TraceRequest], seconds_per_token: float) -> Forecast:
+    """A request holds its prompt from its arrival on, and its answer as it grows, at the probe's pace."""
+    end_s = requests[-1].arrival_s
+    demand = [0.0] * (int(end_s / _STEP_S) + 1)
+    for request in requests:
+        lifetime_s = request.output_tokens * seconds_per_token
+        for index in range(int(request.arrival_s / _STEP_S), len(demand)):
+            age_s = index * _STEP_S - request.arrival_s
+            if age_s > lifetime_s:
+                break
+            demand[index] += request.input_tokens + request.output_tokens * max(0.0, age_s) / lifetime_s
+    return Forecast(sum(demand) / len(demand), max(demand))
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Seconds for a token of one request, on a straight line through two probes: few requests, and a full cache."""
+
+    few_count: int
+    few: Pace
+    full_count: int
+    full: Pace
+
+    def seconds_per_token(self, running_count: int) -> float:
+        slope_s = (self.full.seconds_per_token - self.few.seconds_per_token) / max(1, self.full_count - self.few_count)
+        return max(1e-6, self.few.seconds_per_token + max(0.0, slope_s) * (max(1, running_count) - self.few_count))
+
+
+def forecast_shared(requests: Sequence[TraceRequest], speed: Speed, hopeless_tokens: float = math.inf) -> Forecast:
+    """The same as `forecast`, but the more requests run, the slower each of them gets on. It ends with the last
+    arrival, or when the demand is hopeless.
+    """
+    demand: list[float] = []
+    running: list[tuple[TraceRequest, float]] = []  # with the tokens of its answer
+    arrived = 0
+    for index in range(int(requests[-1].arrival_s / _STEP_S) + 1):
+        now_s = index * _STEP_S
+        while arrived < len(requests) and requests[arrived].arrival_s <= now_s:
+            running.append((requests[arrived], 0.0))
+            arrived += 1
+        made = _STEP_S / speed.seconds_per_token(len(running))
+        grown = ((request, tokens + made) for request, tokens in running)
+        running = [(request, tokens) for request, tokens in grown if tokens < request.output_tokens]
+        demand.append(sum(request.input_tokens + tokens for request, tokens in running))
+        if demand[-1] > hopeless_tokens:
+            break
+    return Forecast(sum(demand) / len(demand), max(demand))
+
+
+def rate_for(trace: Trace, speed: Speed, limit: Forecast, seed: int) -> float:
+    """The factor for the rate of arrivals with which the KV demand reaches one of both limits."""
+    low, high = 1e-3, 1.0
+    while high < 1e3 and not _exceeds(trace, high, speed, limit, seed):
+        low, high = high, high * 2
+    for _ in range(_BISECTIONS):
+        middle = math.sqrt(low * high)
+        if _exceeds(trace, middle, speed, limit, seed):
+            high = middle
+        else:
+            low = middle
+        if high / low < 1.005:
+            break
+    return float(f"{_highest(trace, low, speed, limit, seed):.4g}")
+
+
+def _highest(trace: Trace, factor: float, speed: Speed, limit: Forecast, seed: int) -> float:
+    """The factor near `factor` with the highest peak within the limits. Which lengths are drawn changes with it, so the
+    demand goes up and down, and bisection may have ended where the burst hardly overflows.
+    """
+    best, highest_tokens = factor, 0.0
+    for step in range(-_STEPS_DOWN, _STEPS_UP):
+        near = factor * _STEP**step
+        requests = upscaled(trace, near, seed).requests
+        if requests and not _exceeds(trace, near, speed, limit, seed):
+            peak_tokens = forecast_shared(requests, speed).peak_tokens
+            if peak_tokens > highest_tokens:
+                best, highest_tokens = near, peak_tokens
+    return best
+
+
+def _exceeds(trace: Trace, factor: float, speed: Speed, limit: Forecast, seed: int) -> bool:
+    requests = upscaled(trace, factor, seed).requests
+    if not requests:
+        return False
+    highest_tokens = min(limit.peak_tokens, _HOPELESS * limit.mean_tokens)
+    demand = forecast_shared(requests, speed, highest_tokens)
+    return demand.mean_tokens >= limit.mean_tokens or demand.peak_tokens > highest_tokens

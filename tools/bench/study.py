@@ -1,0 +1,170 @@
+"""Many result files as one study: who ran what, whose medians are the unit of SLOs, figures over repetitions."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+
+from ballast.common.errors import ConfigError
+from tools.bench.records import Outcome
+from tools.bench.results import SLO_SCALES, BenchResult, ComparisonFacts, PolicyResult, RequestResult, read_result
+
+OURS = "drop"  # all others are baselines
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """One figure over the repetitions. Null: not measured in any."""
+
+    middle: float | None
+    low: float | None
+    high: float | None
+    count: int
+
+    @staticmethod
+    def of(values: Sequence[float | None]) -> "Spread":
+        known = [value for value in values if value is not None]
+        if not known:
+            return Spread(None, None, None, 0)
+        return Spread(median(known), min(known), max(known), len(known))
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What scale 1 of an SLO is: the lowest median of a baseline, for TTFT and for TPOT."""
+
+    ttft_s: float | None
+    tpot_s: float | None
+    ttft_policy: str
+    tpot_policy: str
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One policy with its knobs on one workload; a result for each repetition."""
+
+    label: str
+    policy: str
+    runs: tuple[BenchResult, ...]
+
+    @property
+    def results(self) -> list[PolicyResult]:
+        return [run.policies[self.label] for run in self.runs]
+
+    @property
+    def first(self) -> PolicyResult:
+        """Result of the first repetition: what figures over time show."""
+        return self.results[0]
+
+    def spread(self, figure: Callable[[PolicyResult], float | None]) -> Spread:
+        return Spread.of([figure(result) for result in self.results])
+
+    @property
+    def is_ours(self) -> bool:
+        return self.policy == OURS
+
+
+@dataclass(frozen=True)
+class WorkloadStudy:
+    name: str
+    contestants: tuple[Contestant, ...]
+    undropped_kv_bytes: int
+
+    @property
+    def sample(self) -> BenchResult:
+        """Any result: for what all have in common."""
+        return self.contestants[0].runs[0]
+
+    @cached_property
+    def reference(self) -> Reference:
+        """Medians over repetitions; of all contestants where there is no baseline."""
+        baselines = [c for c in self.contestants if not c.is_ours] or list(self.contestants)
+        ttft = _lowest(baselines, lambda r: r.ttft_s.p50)
+        tpot = _lowest(baselines, lambda r: r.tpot_s.p50)
+        return Reference(ttft[0], tpot[0], ttft[1], tpot[1])
+
+    def violations(self, contestant: Contestant, scale: float) -> Spread:
+        """Share of requests over `scale` times the reference, or not served."""
+        return Spread.of([violation_share(result, self.reference, scale) for result in contestant.results])
+
+    def violation_curve(self, contestant: Contestant) -> list[Spread]:
+        return [self.violations(contestant, scale) for scale in SLO_SCALES]
+
+    def demand_fraction(self, contestant: Contestant) -> Spread:
+        """Average KV demand until the last arrival, as a share of un-dropped capacity."""
+        span_s = self.sample.trace.span_s
+        return contestant.spread(lambda r: _mean_demand(r, span_s, self.undropped_kv_bytes))
+
+
+@dataclass(frozen=True)
+class Study:
+    workloads: tuple[WorkloadStudy, ...]
+    files: int
+    incomplete: tuple[Path, ...] = field(default=())
+
+    @property
+    def labels(self) -> list[tuple[str, str]]:
+        """(label, policy) of all contestants, in order of appearance."""
+        return list(dict.fromkeys((c.label, c.policy) for w in self.workloads for c in w.contestants))
+
+
+def read_study(folder: Path) -> Study:
+    """All results of `bench overload` in `folder`, which is its `--out`, or the `runs` in there.
+
+    Raises:
+        ConfigError: a file is damaged, there is none, or files of one workload were not made alike.
+    """
+    runs_folder = folder / "runs" if (folder / "runs").is_dir() else folder
+    results = [(path, read_result(path)) for path in sorted(runs_folder.rglob("*.json"))]
+    incomplete = tuple(path for path, result in results if not result.complete)
+    runs = [(result.comparison, result) for _, result in results if result.complete and result.comparison is not None]
+    if not runs:
+        raise ConfigError(str(folder), "holds no finished result of `ballast bench overload`")
+    runs.sort(key=lambda run: run[0].position)
+    names = dict.fromkeys(facts.workload for facts, _ in runs)
+    workloads = tuple(_workload(name, [run for run in runs if run[0].workload == name]) for name in names)
+    return Study(workloads, len(runs), incomplete)
+
+
+def _workload(name: str, runs: list[tuple[ComparisonFacts, BenchResult]]) -> WorkloadStudy:
+    if len({facts.plan_digest for facts, _ in runs}) > 1:
+        raise ConfigError(name, "its results were made with different sizes or settings; keep them in folders apart")
+    labels = dict.fromkeys((facts.policy, facts.overload_policy) for facts, _ in runs)
+    contestants = tuple(
+        Contestant(label, policy, tuple(result for facts, result in runs if facts.policy == label))
+        for label, policy in labels
+    )
+    return WorkloadStudy(name, contestants, runs[0][0].undropped_kv_bytes)
+
+
+def _lowest(
+    contestants: Sequence[Contestant], figure: Callable[[PolicyResult], float | None]
+) -> tuple[float | None, str]:
+    found = [(spread.middle, c.label) for c in contestants if (spread := c.spread(figure)).middle is not None]
+    return min(found) if found else (None, "")
+
+
+def is_violation(request: RequestResult, reference: Reference, scale: float) -> bool:
+    if request.outcome is not Outcome.FINISHED or request.first_token_s is None:
+        return True
+    late = reference.ttft_s is not None and request.first_token_s - request.planned_s > scale * reference.ttft_s
+    slow = reference.tpot_s is not None and request.tpot_s is not None and request.tpot_s > scale * reference.tpot_s
+    return late or slow
+
+
+def violation_share(result: PolicyResult, reference: Reference, scale: float) -> float | None:
+    counted = [r for r in result.requests if r.outcome is not Outcome.CANCELLED]
+    return sum(is_violation(r, reference, scale) for r in counted) / len(counted) if counted else None
+
+
+def first_violation_s(result: PolicyResult, reference: Reference, scale: float) -> float | None:
+    """Arrival of the first request whose TTFT violates the SLO, or that is not served."""
+    ttft_only = Reference(reference.ttft_s, None, reference.ttft_policy, "")
+    return min((r.planned_s for r in result.requests if is_violation(r, ttft_only, scale)), default=None)
+
+
+def _mean_demand(result: PolicyResult, span_s: float, undropped_kv_bytes: int) -> float | None:
+    series = result.series
+    demand = [d for at_s, d in zip(series.at_s, series.kv_demand_bytes, strict=True) if at_s <= span_s]
+    return sum(demand) / len(demand) / undropped_kv_bytes if demand and undropped_kv_bytes else None

@@ -1,0 +1,88 @@
+"""A running cluster as the replay's target, over the SDK."""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+
+from ballast.client import AsyncClient, ClusterStatus, SamplingParams
+from ballast.common.errors import Unavailable
+from ballast.common.model import ModelInfo
+from tools.bench.records import StatusSample
+
+
+class ClusterTarget:
+    """Requests are greedy, end by length alone, and are not retried when refused: a refusal is a result."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self._model: ModelInfo | None = None
+
+    async def model(self) -> ModelInfo:
+        if self._model is None:
+            self._model = await self._client.model_info()
+        return self._model
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        max_tokens: int,
+        deadline_s: float,
+        last_token: int | None = None,
+    ) -> AsyncGenerator[Sequence[int]]:
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        if last_token is not None:
+            most = (await self.model()).max_model_len - len(prompt_token_ids)
+            stops = (last_token,)
+            sampling = replace(sampling, max_tokens=most, min_tokens=max_tokens - 1, stop_token_ids=stops)
+        stream = self._client.stream(
+            token_ids=prompt_token_ids,
+            sampling=sampling,
+            request_id=request_id,
+            deadline_s=deadline_s,
+            include_text=False,
+        )
+        async with aclosing(stream):
+            async for chunk in stream:
+                yield chunk.token_ids
+
+    async def sample(self) -> StatusSample:
+        statuses: list[ClusterStatus] = []
+        failure: Unavailable | None = None
+        for address in self._client.addresses:
+            try:
+                statuses.append(await self._client.status(address))
+            except Unavailable as error:
+                failure = error
+        if not statuses and failure is not None:
+            raise failure
+        return sample_of(statuses)
+
+
+def sample_of(statuses: Sequence[ClusterStatus]) -> StatusSample:
+    """The whole cluster, from what each of its dispatchers says: the backlogs add up, the workers are the same.
+
+    Demand is what running requests hold plus what all waiting ones need for their prompts. A group counts with the
+    room that all of its stages have.
+
+    Raises:
+        Unavailable: the first dispatcher knows no worker yet.
+    """
+    status = statuses[0]
+    if status.model is None:
+        raise Unavailable(status.address, "knows no worker yet")
+    groups, token_bytes = status.groups, status.model.kv_bytes_per_token
+    loads = [group.load for group in groups if group.load is not None]
+    backlog_token_count = sum(s.backlog_token_count for s in statuses)
+    return StatusSample(
+        at_s=0.0,
+        kv_demand_bytes=(sum(group.demand_tokens for group in groups) + backlog_token_count) * token_bytes,
+        kv_capacity_bytes=sum(group.capacity_tokens for group in groups) * token_bytes,
+        kv_used_bytes=sum(group.used_tokens for group in groups) * token_bytes,
+        running_count=sum(load.running_count for load in loads),
+        waiting_count=sum(load.waiting_count for load in loads) + sum(s.backlog_request_count for s in statuses),
+        preemptions_total=sum(load.preemptions_total for load in loads),
+        epoch=status.layout.epoch if status.layout is not None else 0,
+        epoch_reason=status.layout.reason if status.layout is not None else "",
+        group_sizes=tuple(len(group.members) for group in groups),
+    )

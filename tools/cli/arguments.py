@@ -1,0 +1,80 @@
+"""Arguments that several commands share, and how wrong ones are told."""
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
+
+from ballast.common.addresses import default_address
+from ballast.common.sampling import PriorityClass, SamplingParams
+from tools.cli.access import add_access
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction  # pyright: ignore[reportPrivateUsage] -- it has no public name
+
+Commands: TypeAlias = "_SubParsersAction[argparse.ArgumentParser]"
+
+
+class Parser(argparse.ArgumentParser):
+    """Tells what is wrong in one line; the page of all flags is for those who ask."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"ballast: {message.removeprefix('argument ')} (see `{self.prog} --help`)", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def add_address(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--address",
+        default=default_address(),
+        metavar="HOST:PORT",
+        help="dispatcher to ask; several with commas are tried in turn (default: BALLAST_ADDRESS, or 127.0.0.1:50051)",
+    )
+    add_access(parser)
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output (docs/json.md)")
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest answer (256)")
+    group.add_argument("--min-tokens", type=int, default=0, metavar="N", help="no end before so many (0)")
+    group.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: always the likeliest token (1)")
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="of the likeliest with this sum (1)")
+    group.add_argument("--top-k", type=int, default=0, metavar="K", help="of so many likeliest tokens; 0: all")
+    group.add_argument("--min-p", type=float, default=0.0, metavar="P", help="of those this likely beside the best (0)")
+    group.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1: repeat less (1)")
+    group.add_argument("--presence-penalty", type=float, default=0.0, metavar="X", help="above 0: new words (0)")
+    group.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X", help="above 0: varied words (0)")
+    group.add_argument("--seed", type=int, help="the same seed gives the same tokens")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end there; may be given repeatedly")
+    group.add_argument("--stop-token-id", action="append", default=[], type=int, metavar="ID", help="end there")
+    group.add_argument("--ignore-eos", action="store_true", help="do not stop at the end-of-sequence token")
+    group.add_argument("--logprobs", type=int, metavar="N", help="with --json: the N best alternatives of each token")
+    group = parser.add_argument_group("request")
+    group.add_argument(
+        "--priority", choices=[str(c) for c in PriorityClass], default=str(PriorityClass.DEFAULT), help="class"
+    )
+    group.add_argument("--deadline-s", type=float, metavar="S", help="the request ends by then, finished or not")
+    group.add_argument("--overload-retries", type=int, default=0, metavar="N", help="try again when refused (0)")
+
+
+def sampling_of(args: argparse.Namespace) -> SamplingParams:
+    """Raises InvalidRequest for values out of range."""
+    return SamplingParams(
+        max_tokens=args.max_tokens,
+        min_tokens=args.min_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        seed=args.seed,
+        stop=tuple(args.stop),
+        stop_token_ids=tuple(args.stop_token_id),
+        ignore_eos=args.ignore_eos,
+        logprobs=args.logprobs,
+    )

@@ -1,0 +1,62 @@
+"""`ballast certs`: the certificates and the secret that the services of one cluster know each other by."""
+
+import argparse
+import json
+import socket
+from pathlib import Path
+
+from ballast.common.errors import ConfigError
+from ballast.common.extras import lacking
+from tools.cli.arguments import Commands
+
+_HERE = ("localhost", "127.0.0.1", "::1")
+
+
+def add_parser(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "certs",
+        help="make certificates for the services of a cluster",
+        description="Makes a CA, a folder with a certificate for each role (monitor, planner, dispatcher, worker,"
+        " gateway, operator) to give to a service as --tls-dir, and the secret for --cluster-secret-file. What is"
+        " there is left as it is.",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for all of it")
+    parser.add_argument(
+        "--host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="by which clients reach dispatchers and gateways, beside this machine's; may be given several times",
+    )
+    parser.add_argument(
+        "--worker",
+        action="append",
+        default=[],
+        metavar="ID",
+        help="a certificate for this worker alone; may be given several times",
+    )
+    parser.add_argument("--days", type=int, default=365, metavar="N", help="the certificates are valid (default: 365)")
+    parser.add_argument("--renew", action="store_true", help="make all certificates anew, by the same CA")
+    parser.add_argument("--json", action="store_true", help="the folders as one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    if not 1 <= args.days <= 3650:
+        raise ConfigError("--days", f"must be between 1 and 3650, got {args.days}")
+    folders = make(args.out, days=args.days, hosts=args.host, workers=args.worker, renew=args.renew)
+    if args.json:
+        print(json.dumps({"folders": [str(folder) for folder in folders]}))
+    else:
+        print("\n".join(str(folder) for folder in folders))
+    return 0
+
+
+def make(folder: Path, *, days: int, hosts: list[str], workers: list[str], renew: bool = False) -> list[Path]:
+    """Calls `tools.local.certificates.make_certificates`; dispatchers also have the names of this machine."""
+    try:
+        from tools.local.certificates import make_certificates
+    except ImportError as error:
+        raise lacking("ballast certs", "the package cryptography", "tls") from error
+    names = list(dict.fromkeys((*_HERE, socket.gethostname(), *hosts)))
+    return make_certificates(folder, days=days, hosts=names, workers=workers, renew=renew)

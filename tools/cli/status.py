@@ -1,0 +1,32 @@
+"""`ballast status`: the cluster on one page, or as JSON."""
+
+import argparse
+
+from rich.console import Console
+
+from ballast.client import Client
+from tools.cli.arguments import Commands, add_address, add_json
+from tools.cli.looks import look_at
+from tools.cli.output import plain, print_json
+from tools.cli.render import render_status
+
+
+def add_parser(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "status",
+        help="layout, load and memory of the cluster",
+        description="What several dispatchers say (--address A,B) is added up: each knows only its own requests.",
+    )
+    parser.set_defaults(run=run)
+    add_json(parser)
+    add_address(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    with Client(args.address) as client:
+        look = look_at(client)
+    if args.json:
+        print_json({**plain(look.status), "dispatchers": [plain(one) for one in look.dispatchers]})
+    else:
+        Console().print(render_status(look))
+    return 0

@@ -1,0 +1,75 @@
+"""`ballast tokens`: what clients show to a dispatcher."""
+
+import argparse
+import json
+from pathlib import Path
+
+from ballast.common.errors import ConfigError, InvalidRequest, NotFound
+from ballast.service.tokens import Token, TokenRole, digest_of, new_token, read_tokens, write_tokens
+from tools.cli.arguments import Commands
+
+_MAX_NAME_CHARS = 64
+
+
+def add_parser(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "tokens",
+        help="make, list and withdraw the tokens of clients",
+        description="The file holds hashes only. Dispatchers (--tokens-file) read it again when it changes.",
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    add = actions.add_parser("add", help="make a token and print it, once")
+    add.set_defaults(run=run_add)
+    add.add_argument("--role", type=TokenRole, choices=list(TokenRole), default=TokenRole.INFER, help="default: infer")
+    listing = actions.add_parser("list", help="names and roles")
+    listing.set_defaults(run=run_list)
+    remove = actions.add_parser("remove", help="withdraw a token; calls that run go on")
+    remove.set_defaults(run=run_remove)
+    for action in (add, remove):
+        action.add_argument("name", metavar="NAME", help="of whom the token is for")
+    for action in (add, listing, remove):
+        action.add_argument("--file", type=Path, required=True, metavar="FILE", help="the dispatchers' --tokens-file")
+    for action in (add, listing):
+        action.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def run_add(args: argparse.Namespace) -> int:
+    token = add_token(args.file, args.name, args.role)
+    print(json.dumps({"name": args.name, "role": args.role, "token": token}) if args.json else token)
+    return 0
+
+
+def run_list(args: argparse.Namespace) -> int:
+    tokens = read_tokens(args.file).values()
+    if args.json:
+        print(json.dumps({"tokens": [{"name": token.name, "role": token.role} for token in tokens]}))
+    for token in () if args.json else tokens:
+        print(f"{token.name}  {token.role}")
+    return 0
+
+
+def run_remove(args: argparse.Namespace) -> int:
+    tokens = read_tokens(args.file)
+    if args.name not in tokens:
+        raise NotFound(f"{args.file} has no token of the name {args.name}")
+    write_tokens(args.file, (token for token in tokens.values() if token.name != args.name))
+    return 0
+
+
+def add_token(file: Path, name: str, role: TokenRole) -> str:
+    """A new token, of which the file gets the hash.
+
+    Raises:
+        InvalidRequest: the name cannot be used, or is taken.
+        ConfigError: the file cannot be read or written.
+    """
+    if not (0 < len(name) <= _MAX_NAME_CHARS and name.isprintable() and not name.startswith("#") and " " not in name):
+        raise InvalidRequest("name", f"must be 1 to {_MAX_NAME_CHARS} printable characters, none a space, got {name!r}")
+    tokens = read_tokens(file) if file.exists() else {}
+    if name in tokens:
+        raise InvalidRequest("name", f"{name} has a token already; `ballast tokens remove` withdraws it")
+    if not file.parent.is_dir():
+        raise ConfigError(str(file.parent), "is no folder")
+    token = new_token()
+    write_tokens(file, (*tokens.values(), Token(name, role, digest_of(token))))
+    return token

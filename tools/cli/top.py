@@ -1,0 +1,94 @@
+"""`ballast top`: the status page, live, with the rate of generated tokens and KV demand over time."""
+
+import argparse
+import time
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from ballast.client import Client, ClusterStatus
+from ballast.common.errors import BallastError, InvalidRequest
+from tools.cli.arguments import Commands, add_address, add_json
+from tools.cli.history import DemandHistory
+from tools.cli.looks import look_at
+from tools.cli.output import print_json
+from tools.cli.render import render_status
+
+
+def add_parser(commands: Commands) -> None:
+    parser = commands.add_parser("top", help="the status, live; Ctrl-C ends")
+    parser.set_defaults(run=run)
+    parser.add_argument("--interval-s", type=float, default=1.0, metavar="S", help="between two looks (default: 1)")
+    add_json(parser)
+    parser.add_argument("--once", action="store_true", help="print one page (rates over one interval) and end")
+    add_address(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if not 0.05 <= args.interval_s <= 3600:
+        raise InvalidRequest("--interval-s", f"must be between 0.05 and 3600, got {args.interval_s:g}")
+    if args.json and not args.once:
+        raise InvalidRequest("--json", "is for --once: one page, one object")
+    console = Console()
+    with Client(args.address) as client:
+        look = Look(client)
+        page = look()
+        if args.once:
+            time.sleep(args.interval_s)
+            if args.json:
+                print_json(look.facts())
+            else:
+                console.print(look())
+            return 0
+        try:
+            with Live(page, console=console, screen=console.is_terminal, auto_refresh=False) as live:
+                while True:
+                    time.sleep(args.interval_s)
+                    try:
+                        page = look()
+                    except BallastError as error:  # may come back: keep the last page, say what is wrong
+                        live.update(Group(page, Text(f"\n{error}", style="bold red")), refresh=True)
+                    else:
+                        live.update(page, refresh=True)
+        except KeyboardInterrupt:
+            return 0
+
+
+class Look:
+    """One call is one look at the cluster, shown beside what earlier looks have seen."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._rates = Rates()
+        self._history = DemandHistory()
+
+    def facts(self) -> dict[str, object]:
+        """Status and tokens per second of each leader, for programs."""
+        look = look_at(self._client)
+        rates = self._rates.update(look.status, time.monotonic())
+        return {"status": look.status, "dispatchers": look.dispatchers, "tokens_per_s": rates}
+
+    def __call__(self) -> RenderableType:
+        look = look_at(self._client)
+        self._history.add(look.status)
+        return render_status(look, self._rates.update(look.status, time.monotonic()), self._history)
+
+
+class Rates:
+    """Tokens per second of each worker between two looks at the same life of it."""
+
+    def __init__(self) -> None:
+        self._before: dict[tuple[str, int], int] = {}  # (worker, incarnation) -> tokens generated
+        self._at_s = 0.0
+
+    def update(self, status: ClusterStatus, at_s: float) -> dict[str, float]:
+        now = {(w.worker_id, w.incarnation): w.load.generation_tokens_total for w in status.workers if w.load}
+        elapsed_s = at_s - self._at_s
+        rates = {
+            worker_id: (tokens - self._before[worker_id, incarnation]) / elapsed_s
+            for (worker_id, incarnation), tokens in now.items()
+            if (worker_id, incarnation) in self._before and elapsed_s > 0
+        }
+        self._before, self._at_s = now, at_s
+        return rates

@@ -1,0 +1,367 @@
+"""`ballast up`: a whole cluster on this machine, until Ctrl-C or SIGTERM."""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from ballast.client import AsyncClient
+from ballast.common.arguments import size
+from ballast.common.credentials import CA_FILE, TOKEN
+from ballast.common.errors import ConfigError
+from ballast.common.overload import OverloadPolicy
+from ballast.rpc.server import ensure_free
+from ballast.rpc.tls import CA
+from ballast.service.models import find_model
+from ballast.service.state import StateServer
+from ballast.service.tokens import TokenRole
+from services.worker.engine.model_config import read_model_config
+from sim.jobs.machines import emulated_model
+from tools.cli.arguments import Commands
+from tools.cli.certs import make
+from tools.cli.tokens import add_token
+from tools.local.cluster import LocalCluster, Service
+from tools.local.keeper import Keeper
+from tools.model.info import read_info
+from tools.model.tiny import make_preset
+
+_STOPPED_BY_SIGNAL = 130
+_MAX_PROCESSES = 256
+_HTTP_PORT, _HTTP_PORTS = 8000, 100  # the first one that is tried, and how many are
+# Its parameters fill two thirds of each worker's memory, as those of a large model do on a GPU: a drop nearly doubles
+# the room for KV.
+_DEFAULT_PRESET, _DEFAULT_MEMORY = "ballast-half", 48 << 20
+_CERTIFICATE_DAYS = 365
+TOKENS, OPERATOR_TOKEN = "tokens", "operator.token"
+
+# Flags that are handed on as they are: flag -> the service it is for.
+_WORKER_FLAGS = {
+    "--dtype": "auto, float32, bfloat16, float16 or float64",
+    "--device": "cpu (default), cuda (a GPU for each worker) or cuda:N",
+    "--tensor-parallel-size": "ranks of each worker, on as many devices",
+    "--gpu-memory-utilization": "share of each GPU, where --device-memory-bytes says nothing (default: 0.9)",
+    "--attention-backend": "on a GPU: auto, triton or flashinfer",
+    "--transport": "what carries links between workers: auto, tcp, gloo, nccl or nixl",
+    "--max-model-len": "longest prompt and answer together, in tokens",
+    "--max-num-seqs": "requests that run at once in a worker",
+    "--tpot-target-s": "seconds that a token may take: more requests wait (default: whatever it takes)",
+    "--max-num-batched-tokens": "tokens of one engine step",
+    "--block-size": "tokens of a KV block",
+    "--threads": "of one worker's engine",
+    "--kernels": "auto, native (compiled) or torch",
+    "--seed": "of the engine",
+    "--fallback-policy": "with drop, where no drop helps: recompute (default) or swap",
+    "--swap-space-bytes": "host memory for swapped KV, of each worker",
+    "--swap-blocks-per-step": "0: as many as hide behind a step",
+}
+_WORKER_SWITCHES = {"--enforce-eager": "on a GPU: record no CUDA graphs"}
+_POLICY_FLAG = {"--overload-policy": f"when KV memory runs short: {', '.join(OverloadPolicy)} (default: drop)"}
+_PLANNER_FLAGS = {
+    "--pipeline-degree": "instances of a pipeline, with static-pipeline",
+    "--migrate-below-tokens": "with migrate: a worker with room for fewer tokens per request gives requests away",
+    "--migrate-above-tokens": "with migrate: a worker with room for more tokens per request takes them",
+    "--ttft-target-s": "with drop: seconds within which a first token is soon enough (default: 0.5)",
+    "--restore": "on or off: whether dropped parameters come back",
+}
+_GATEWAY_FLAGS = {
+    "--served-model-name": "what HTTP clients call the model; several with commas (default: its own name)",
+    "--tool-call-parser": "how the model calls tools: hermes, llama3_json or auto (default: auto, by its template)",
+}
+_DISPATCHER_FLAGS = {
+    "--max-num-queued-reqs": "requests that may wait; more are refused",
+    "--max-num-queued-tokens": "prompt tokens that may wait; more are refused",
+}
+_DESCRIPTION = (
+    "Starts every service as a process of its own, with a private state server. Prints one line when ready. Ctrl-C lets"
+    " running requests finish, then stops; a second Ctrl-C stops at once. A process that dies is started again."
+)
+
+
+def add_parser(commands: Commands) -> None:
+    parser = commands.add_parser("up", help="run a cluster on this machine", description=_DESCRIPTION)
+    _add_flags(parser)
+    serve = commands.add_parser("serve", help="`up --model MODEL`, for fingers that know it", description=_DESCRIPTION)
+    serve.add_argument("served", metavar="MODEL", help="as for --model")
+    _add_flags(serve)
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run)
+    parser.add_argument("--model", type=Path, metavar="MODEL", help="folder, or org/name[@revision]; none: a small one")
+    parser.add_argument("--engine", choices=["torch", "emulated"], default="torch", help="emulated: compute nothing")
+    parser.add_argument(
+        "--profile",
+        metavar="WHAT",
+        help="how fast an emulated engine is: as a GPU of the catalogue or of a FILE.yaml, with one of the catalogue's"
+        " models (--profile A800 --model Qwen2.5-14B); or as this machine was, by a file from `ballast profile`"
+        " of the --model",
+    )
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="instances (default: 2)")
+    parser.add_argument("--dispatchers", type=int, default=1, metavar="N", help="on ports that follow (default: 1)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=50051, help="of the first dispatcher; 0: a free one")
+    parser.add_argument(
+        "--gateways", type=int, default=1, metavar="N", help="HTTP servers, on ports that follow (default: 1)"
+    )
+    parser.add_argument(
+        "--http-port",
+        type=int,
+        metavar="PORT",
+        help="of the first gateway; 0: a free one (default: 8000, or the next free)",
+    )
+    parser.add_argument(
+        "--metrics-port",
+        type=int,
+        metavar="PORT",
+        help="of the first service's metrics; the others on ports that follow; 0: any",
+    )
+    parser.add_argument("--dashboard", action="store_true", help="a page that shows the cluster live, with buttons")
+    parser.add_argument(
+        "--dashboard-port", type=int, metavar="PORT", help="of that page (default: 8088, or the next free)"
+    )
+    parser.add_argument(
+        "--twin", metavar="POLICY", choices=list(OverloadPolicy), help="on that page, a second cluster with this policy"
+    )
+    parser.add_argument("--device-memory-bytes", type=size, metavar="SIZE", help="of each worker; 512MiB, 16GiB ...")
+    parser.add_argument("--redis-url", metavar="URL", help="a state server that runs already")
+    parser.add_argument(
+        "--secure",
+        type=Path,
+        metavar="DIR",
+        help="TLS, certificates and tokens, from this folder; what it lacks is made. Needed for a --host beyond this"
+        " machine",
+    )
+    parser.add_argument(
+        "--insecure", action="store_true", help="listen beyond this machine though anybody may then do anything"
+    )
+    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="keep the services' logs there")
+    parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"], help="of all services")
+    parser.add_argument("--log-format", choices=["console", "json"], help="lines for people, or JSON for programs")
+    parser.add_argument("--start-timeout-s", type=float, default=300.0, metavar="S", help="loading the model included")
+    parser.add_argument("--stop-timeout-s", type=float, default=30.0, metavar="S", help="for requests that still run")
+    for flag, text in (_POLICY_FLAG | _WORKER_FLAGS | _PLANNER_FLAGS | _DISPATCHER_FLAGS | _GATEWAY_FLAGS).items():
+        parser.add_argument(flag, metavar=flag.rpartition("-")[2].upper(), help=text)
+    for flag, text in _WORKER_SWITCHES.items():
+        parser.add_argument(flag, action="store_true", help=text)
+
+
+def run(args: argparse.Namespace) -> int:
+    if "served" in args:
+        if args.model is not None:
+            raise ConfigError("--model", "is what MODEL says already")
+        args.model = Path(args.served)
+    for name, least in (("workers", 0), ("dispatchers", 1), ("gateways", 0)):
+        if not least <= getattr(args, name) <= _MAX_PROCESSES:
+            raise ConfigError(f"--{name}", f"must be between {least} and {_MAX_PROCESSES}, got {getattr(args, name)}")
+    if not 0 <= args.port <= 65536 - args.dispatchers:
+        raise ConfigError("--port", _port_range(args))
+    with contextlib.ExitStack() as resources:
+        folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="ballast-model-"))
+        if args.engine == "emulated":
+            _emulate(args, Path(folder))
+        elif args.profile is not None:
+            raise ConfigError("--profile", "is for --engine emulated; a worker's own profile is its --cost-profile")
+        elif args.model is None:
+            args.model = make_preset(_DEFAULT_PRESET, Path(folder) / _DEFAULT_PRESET)
+            args.device_memory_bytes = args.device_memory_bytes or _DEFAULT_MEMORY
+            _say("no --model given: serving a small model with random weights; its answers mean nothing")
+        else:
+            # What is wrong with a model is said here, once, and fetched once, with a progress bar.
+            read_info(find_model(args.model, weights=True, check=read_model_config).folder)
+        return asyncio.run(_Up(args).run())
+
+
+async def _check_state_server(url: str) -> None:
+    """Asks it once; a service would wait for it without a word.
+
+    Raises:
+        Unavailable: it does not answer.
+    """
+    server = StateServer(url)
+    try:
+        await server.leader_address("planner")
+    finally:
+        await server.close()
+
+
+def _port_range(args: argparse.Namespace) -> str:
+    ports = "" if args.dispatchers == 1 else f", as {args.dispatchers} dispatchers take that many ports"
+    return f"must be between 0 and {65536 - args.dispatchers}{ports}; got {args.port}"
+
+
+def _emulate(args: argparse.Namespace, folder: Path) -> None:
+    """Workers are told of a machine, and dispatchers of a model that has only a tokenizer if it is the catalogue's."""
+    if args.profile is None:
+        raise ConfigError("--profile", "is needed: how fast the emulated engine is, a GPU such as A800, or a file")
+    if args.model is None:
+        raise ConfigError("--model", "is needed: what the workers seem to serve, such as Qwen2.5-14B")
+    made = emulated_model(folder, args.profile, args.model, args.device_memory_bytes)
+    args.model, args.engine_flags = made.model, made.worker_flags
+    _say(f"nothing is computed: workers take the time of {made.machine.name} with {made.machine.model.name}")
+
+
+class _Up:
+    """First signal: drain and stop. Second: stop at once. Either before the cluster is ready: stop at once."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._stopping = asyncio.Event()
+        self._ready = False
+
+    async def run(self) -> int:
+        main = asyncio.current_task()
+        assert main is not None, "runs in a task"
+        loop = asyncio.get_running_loop()
+
+        def on_signal() -> None:
+            if self._stopping.is_set() or not self._ready:
+                main.cancel()
+            self._stopping.set()
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, on_signal)
+        try:
+            await self._serve()
+        except asyncio.CancelledError:
+            return _STOPPED_BY_SIGNAL
+        return 0
+
+    async def _serve(self) -> None:
+        args = self._args
+        if args.redis_url is not None:
+            await _check_state_server(args.redis_url)
+        _say(f"starting {args.workers} worker{'' if args.workers == 1 else 's'} ...")
+        cluster = self._cluster()
+        twin = self._cluster(args.twin) if args.twin else None
+        async with contextlib.AsyncExitStack() as running:
+            await running.enter_async_context(cluster)
+            if twin is not None:
+                _say(f"starting its twin with {args.twin} ...")
+                await running.enter_async_context(twin)
+            keepers = [Keeper(one, _say) for one in (cluster, twin) if one is not None]
+            page = ""
+            if args.dashboard or args.dashboard_port is not None or twin is not None:
+                page = await running.enter_async_context(self._dashboard([c for c in (cluster, twin) if c], keepers))
+            print(await _ready_line(cluster, args.workers), flush=True)
+            if page:
+                _say(f"dashboard: {page}")
+            if cluster.metrics_targets:
+                file = cluster.write_metrics_targets(cluster.log_dir / "prometheus-targets.json")
+                _say(f"metrics: {file} names them for Prometheus (file_sd_configs)")
+            if args.secure is not None:
+                _say(f"clients: export {CA_FILE}={args.secure / CA} {TOKEN}=$(cat {args.secure / OPERATOR_TOKEN})")
+            self._ready = True
+            await self._until_stopped(keepers)
+            _say("stopping; running requests finish (again: stop at once)")
+        for one in (cluster, twin):
+            if one is not None and one.keep_logs:
+                _say(f"something had failed: the logs are kept in {one.log_dir}")
+
+    def _cluster(self, twin_policy: str | None = None) -> LocalCluster:
+        """The one that was asked for; or its twin, which differs in policy and ports only."""
+        args, is_twin = self._args, twin_policy is not None
+        return LocalCluster(
+            args.model,
+            workers=args.workers,
+            dispatchers=args.dispatchers,
+            host=args.host,
+            port=0 if is_twin else args.port,
+            gateways=0 if is_twin else args.gateways,
+            http_port=_http_port(args),
+            metrics_port=None if is_twin else args.metrics_port,
+            secure=args.secure,
+            tokens_file=None if args.secure is None else secured(args.secure, args.host),
+            flags=self._service_flags(twin_policy),
+            log_dir=args.log_dir / "twin" if is_twin and args.log_dir is not None else args.log_dir,
+            redis_url=None if is_twin else args.redis_url,
+            start_timeout_s=args.start_timeout_s,
+            stop_timeout_s=args.stop_timeout_s,
+        )
+
+    def _dashboard(
+        self, clusters: list[LocalCluster], keepers: list[Keeper]
+    ) -> contextlib.AbstractAsyncContextManager[str]:
+        from tools.local.dashboard import dashboard_of  # starlette and uvicorn: only for those who want the page
+
+        args = self._args
+        policies = [args.overload_policy or OverloadPolicy.DROP.value, args.twin]
+        host = args.host if args.secure is None else "127.0.0.1"  # the page asks nobody for a token
+        return dashboard_of(clusters, keepers, policies[: len(clusters)], host=host, port=args.dashboard_port)
+
+    async def _until_stopped(self, keepers: list[Keeper]) -> None:
+        keeping = [asyncio.create_task(keeper.run(), name="keeper") for keeper in keepers]
+        stopping = asyncio.create_task(self._stopping.wait(), name="stop")
+        try:
+            await asyncio.wait([*keeping, stopping], return_when=asyncio.FIRST_COMPLETED)
+            for task in keeping:
+                if task.done():
+                    await task  # it ends only by failing
+        finally:
+            for task in (*keeping, stopping):
+                task.cancel()
+            await asyncio.wait([*keeping, stopping])
+
+    def _service_flags(self, policy: str | None = None) -> dict[Service, list[str]]:
+        def given(flags: dict[str, str]) -> list[str]:
+            # Workers find a GPU each: `cuda` alone is the first one.
+            dealt = vars(self._args) | ({"device": "cuda:auto"} if self._args.device == "cuda" else {})
+            values = ((flag, dealt[flag[2:].replace("-", "_")]) for flag in flags)
+            return [part for flag, value in values if value is not None for part in (flag, str(value))]
+
+        chosen = given(_POLICY_FLAG) if policy is None else ["--overload-policy", policy]
+        engine: list[str] = self._args.engine_flags if self._args.engine == "emulated" else []
+        common = given({"--log-level": "", "--log-format": ""})
+        insecure = ["--insecure"] if self._args.insecure else []
+        switches = [flag for flag in _WORKER_SWITCHES if vars(self._args)[flag[2:].replace("-", "_")]]
+        worker = [*chosen, *given({"--device-memory-bytes": ""} | _WORKER_FLAGS), *switches]
+        return {
+            "monitor": common,
+            "planner": [*common, *chosen, *given(_PLANNER_FLAGS)],
+            "worker": [*common, *engine, *worker],
+            "dispatcher": [*common, *insecure, *given(_DISPATCHER_FLAGS)],
+            "gateway": [*common, *insecure, *given(_GATEWAY_FLAGS)],
+        }
+
+
+def secured(folder: Path, host: str) -> Path:
+    """Makes what the folder lacks for a cluster with TLS and tokens; gives the file of the tokens."""
+    make(folder, days=_CERTIFICATE_DAYS, hosts=[host], workers=[])
+    tokens = folder / TOKENS
+    if not (folder / OPERATOR_TOKEN).exists():
+        with os.fdopen(os.open(folder / OPERATOR_TOKEN, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+            file.write(add_token(tokens, "operator", TokenRole.OPERATE) + "\n")
+    return tokens
+
+
+async def _ready_line(cluster: LocalCluster, workers: int) -> str:
+    served = f"{workers} worker{'' if workers == 1 else 's'}"
+    if workers:
+        async with AsyncClient(cluster.address, **cluster.credentials) as client:
+            served += f" with {(await client.model_info()).name}"
+    http = f" at {', '.join(cluster.http_urls)}, gRPC" if cluster.http_urls else ""
+    return f"ready: {served}{http} at {', '.join(cluster.addresses)} (logs: {cluster.log_dir})"
+
+
+def _http_port(args: argparse.Namespace) -> int:
+    """The port that was asked for; otherwise 8000, or what is free next, so that a second cluster can be tried."""
+    if args.http_port is not None or args.port == 0 or not args.gateways:
+        return args.http_port or 0
+    ports = range(_HTTP_PORT, _HTTP_PORT + _HTTP_PORTS)
+    free = (port for port in ports if all(_is_free(args.host, port + i) for i in range(args.gateways)))
+    return next(free, 0)
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        ensure_free(host, port)
+    except ConfigError:
+        return False
+    return True
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,105 @@
+"""`ballast why REQUEST_ID`: what has become of a request, in words."""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator
+
+from ballast.client import Client
+from ballast.client.types import RequestMoment, RequestStory
+from tools.cli.arguments import Commands, add_address
+
+_ENDINGS = {
+    "stop": "ended by itself",
+    "length": "ended at the length that was asked for",
+    "cancelled": "was cancelled",
+    "deadline": "did not end before its deadline",
+    "error": "failed",
+    "refused": "was refused",
+    "invalid": "was invalid",
+    "queued": "waits in the backlog",
+    "running": "is running",
+    "moving": "is on its way to another worker",
+}
+
+
+def add_parser(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "why",
+        help="what has become of a request, and what took its time",
+        description="Of a request that is being served, or one of the last that ended. Its id is in the answer, in"
+        " the access log of the dispatcher, or was given by the caller.",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("request_id", metavar="REQUEST_ID", help="as the client gave it or was told it")
+    parser.add_argument("--json", action="store_true", help="everything, exact, as one JSON object")
+    add_address(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    with Client(args.address) as client:
+        story = client.describe_request(args.request_id)
+    print(json.dumps(dataclasses.asdict(story), indent=2) if args.json else "\n".join(tell(story)))
+    return 0
+
+
+def tell(story: RequestStory) -> Iterator[str]:
+    """Line by line."""
+    yield f"{story.request_id} {_ENDINGS.get(story.state, story.state)}{_after(story)}"
+    if story.error:
+        yield f"  {story.error}"
+    asked = f"{story.prompt_token_count} prompt tokens, {story.completion_token_count} of {story.max_token_count} new"
+    caller = f", from {story.caller}" if story.caller else ""
+    yield f"  {asked}; priority {story.priority}{caller}; told by {story.dispatcher_id}"
+    times = [f"queued {_time(story.queue_s)}"] if story.moments else []
+    if story.ttft_s is not None:
+        times.append(f"first token after {_time(story.ttft_s)}")
+    if story.tpot_s is not None:
+        times.append(f"then {_time(story.tpot_s)} per token")
+    counts = ((story.replay_count, "replay"), (story.move_count, "move"), (story.recall_count, "recall"))
+    times += [f"{count} {name}{'' if count == 1 else 's'}" for count, name in counts if count]
+    if times:
+        yield "  " + ", ".join(times)
+    if story.tpot_s is not None and story.longest_gap_s > 2 * story.tpot_s:
+        yield f"  longest time between two tokens: {_time(story.longest_gap_s)}{_where(story)}"
+    yield from (f"  {moment.at_s:9.3f} s  {_describe(moment)}" for moment in story.moments)
+    if story.left_out_moment_count:
+        yield f"             and {story.left_out_moment_count} changes more"
+
+
+def _after(story: RequestStory) -> str:
+    if story.state in ("queued", "running", "moving"):
+        return f", {_time(story.age_s)} after it came"
+    took = f" after {_time(story.e2e_s)}" if story.moments else ""
+    return f"{took}, {_time(story.age_s)} ago"
+
+
+def _where(story: RequestStory) -> str:
+    """The change of place that explains the longest gap, if one does."""
+    count = story.longest_gap_token_count
+    for moment in story.moments:
+        if moment.what == "resumed" and moment.token_count == count:
+            return f", after token {count}, when it went to {moment.worker_id}"
+    return f", after token {count}"
+
+
+def _describe(moment: RequestMoment) -> str:
+    worker, detail = moment.worker_id, moment.detail
+    words = {
+        "waiting": "waits in the backlog",
+        "placed": f"placed on {worker}" + (f", to go on after token {moment.token_count}" * bool(moment.token_count)),
+        "moved": f"goes on at {worker}" + (f", after token {moment.token_count}" * bool(moment.token_count)),
+        "moving": f"handed over to {worker}, which is not connected yet",
+        "stranded": "that worker could not be reached: back to the backlog",
+        "first_token": f"first token, from {worker}",
+        "resumed": f"token {moment.token_count + 1} from {worker}, {_time(moment.gap_s)} after the one before",
+        "lost": f"lost at {worker}: back to the backlog, with its {moment.token_count} tokens",
+        "sent_back": f"{worker} had no room after all: back to the backlog",
+        "taken_over": "taken over from another dispatcher, by its client",
+        "recalled": f"taken back from {worker}, which was full, for a worker with room",
+    }
+    return words.get(moment.what, moment.what) + (f" ({detail})" if detail else "")
+
+
+def _time(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms" if seconds < 1.0 else f"{seconds:.2f} s"

@@ -1,0 +1,192 @@
+"""The page and what it asks for, as a Starlette app: mount it, or serve it by `serve`.
+
+Reading is for whoever may open the page. What changes something (`POST`) needs a header that no form and no foreign
+page can send, and a `Host` that is expected. Where others than the operator reach the page (`by_token`), an order is
+passed on with the token that came with it, and with nothing else: dispatchers decide who may give it.
+"""
+
+import asyncio
+import contextlib
+import math
+import re
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from ballast.common.errors import BallastError, PermissionDenied, Unauthenticated
+from tools.dashboard.load import Load
+from tools.dashboard.watched import Watched
+
+_PAGE: Final = Path(__file__).parent / "page"
+_HEADER: Final = "x-ballast-dashboard"
+_EVERY_S: Final = 0.5
+_WATCHED_S: Final = 30.0  # so long after the last question somebody is thought to look
+_MAX_ORDERS: Final = 16  # that are carried out at once
+_ASKED_AGAIN_S: Final = 10.0  # whether dispatchers still demand tokens, before an order
+_BEARER: Final = re.compile(r"bearer +([\x21-\x7e]{1,512})", re.IGNORECASE)
+_SAFETY: Final = {
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+Kill = Callable[[str], bool]  # a worker's process, by the worker's id; whether there was one
+
+
+class Dashboard:
+    """Some clusters side by side, with what may be done to them.
+
+    Args:
+        clusters: The first is the one that is operated; bursts and traffic go to all.
+        kills: For each cluster what kills a worker; None where its processes are not on this machine.
+        with_load: Whether bursts and traffic may be sent.
+        by_token: An order for a drop or a restore needs a token of its own (`Authorization: Bearer`), which is passed
+            on to dispatchers; there are no orders where dispatchers demand no tokens. False: orders need no token, and
+            are given with this process's own rights.
+    """
+
+    def __init__(
+        self,
+        clusters: Sequence[Watched],
+        *,
+        kills: Sequence[Kill | None] = (),
+        with_load: bool = True,
+        by_token: bool = False,
+    ) -> None:
+        self.clusters = clusters
+        self.load = Load(clusters) if with_load else None
+        self._kills = [*kills, *[None] * (len(clusters) - len(kills))]
+        self._by_token = by_token
+        self._order_count = 0
+        self._asked_at_s = -_WATCHED_S
+
+    async def follow(self) -> None:
+        """Looks at the clusters while somebody looks at the page, or while a burst runs, so that charts have no gaps.
+        Until cancelled."""
+        while True:
+            is_watched = time.monotonic() - self._asked_at_s < _WATCHED_S
+            if is_watched or (self.load is not None and self.load.is_bursting):
+                await asyncio.gather(*(cluster.snapshot() for cluster in self.clusters))
+            await asyncio.sleep(_EVERY_S)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """Follows clusters while the page is served. An app mounted into another one does not do this by itself."""
+        following = asyncio.create_task(self.follow(), name="follow clusters")
+        try:
+            yield
+        finally:
+            following.cancel()
+            await asyncio.wait([following])
+            if self.load is not None:
+                await self.load.close()
+            for cluster in self.clusters:
+                await cluster.close()
+
+    async def state(self, request: Request) -> Response:
+        self._asked_at_s = time.monotonic()
+        clusters: list[dict[str, Any]] = []
+        for index, cluster in enumerate(self.clusters):
+            shown = dict(await cluster.snapshot())
+            shown["can_kill"] = self._kills[index] is not None
+            shown["can_operate"] = cluster.policy in ("", "drop") and await self._takes_orders(cluster)
+            shown["by_token"] = self._by_token
+            if self.load is not None and index < len(self.load.results):
+                shown["burst"] = self.load.results[index].as_json()
+            clusters.append(shown)
+        load = {"steady": self.load.is_steady, "bursting": self.load.is_bursting} if self.load else None
+        return JSONResponse({"clusters": clusters, "load": load}, headers=_SAFETY)
+
+    async def _takes_orders(self, cluster: Watched, asked_within_s: float = math.inf) -> bool:
+        return not self._by_token or await cluster.demands_tokens(asked_within_s)
+
+    async def act(self, request: Request) -> Response:
+        if request.headers.get(_HEADER) is None:
+            return _answer(403, f"the header {_HEADER} is missing")
+        if self._order_count >= _MAX_ORDERS:
+            return _answer(503, f"{_MAX_ORDERS} orders are under way, which is the limit")
+        self._order_count += 1
+        try:
+            return _answer(200, await self._do(request))
+        except LookupError as error:
+            return _answer(404, str(error.args[0]))
+        except Unauthenticated as error:
+            return _answer(401, str(error), {"WWW-Authenticate": "Bearer"})
+        except PermissionDenied as error:
+            return _answer(403, str(error))
+        except BallastError as error:
+            return _answer(409, str(error))
+        finally:
+            self._order_count -= 1
+
+    async def _do(self, request: Request) -> str:
+        action, query = request.path_params["action"], request.query_params
+        number = query.get("cluster", "0")
+        if not number.isdecimal() or int(number) >= len(self.clusters):
+            raise LookupError(f"no cluster {number}")
+        cluster, kill = self.clusters[int(number)], self._kills[int(number)]
+        match action:
+            case "burst" if self.load is not None:
+                return await self.load.burst()
+            case "steady" if self.load is not None:
+                return await self.load.steady()
+            case "drop":
+                return await cluster.drop(await self._right(request, cluster))
+            case "restore":
+                return await cluster.restore(await self._right(request, cluster))
+            case "kill" if kill is not None:
+                worker_id = query.get("worker", "")
+                if not kill(worker_id):
+                    raise LookupError(f"no worker {worker_id!r} runs on this machine")
+                return f"{worker_id} is killed"
+            case _:
+                raise LookupError(f"{action!r} cannot be done here")
+
+    async def _right(self, request: Request, cluster: Watched) -> str | None:
+        """The token by which an order is given; None: by this process's own right."""
+        if not self._by_token:
+            return None
+        if not await self._takes_orders(cluster, _ASKED_AGAIN_S):
+            why = "dispatchers do not demand tokens (docs/security.md)"
+            raise LookupError(f"{request.path_params['action']!r} cannot be done here: {why}; `ballast` can")
+        found = _BEARER.fullmatch(request.headers.get("authorization", ""))
+        if found is None:
+            raise Unauthenticated("this needs a token with the role operate: enter one above")
+        return found[1]
+
+
+def build_app(dashboard: Dashboard, *, hosts: Sequence[str] = ("localhost", "127.0.0.1", "[::1]")) -> Starlette:
+    """`hosts`: names under which the page may be opened; "*" stands for all, behind a server that checks them."""
+
+    async def page(request: Request) -> Response:
+        return FileResponse(_PAGE / "index.html", headers=_SAFETY)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncGenerator[None]:
+        async with dashboard.running():
+            yield
+
+    return Starlette(
+        routes=[
+            Route("/", page),
+            Route("/api/state", dashboard.state),
+            Route("/api/{action}", dashboard.act, methods=["POST"]),
+            Mount("/static", StaticFiles(directory=_PAGE)),
+        ],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))],
+        lifespan=lifespan,
+    )
+
+
+def _answer(status: int, message: str, headers: Mapping[str, str] = _SAFETY) -> Response:
+    return JSONResponse({"message": message}, status_code=status, headers={**_SAFETY, **headers})

@@ -1,0 +1,383 @@
+"""Breaks a local cluster on purpose, under load, and checks that nothing is lost and no token changes.
+
+Every answer of the load is known beforehand. Faults are drawn from a seed, several may last at a time; whatever a fault
+ends is started again by the keeper. In the end everything heals, and then the cluster has to be whole: every worker in
+the layout, a drop and a restore by hand succeed, nothing runs or waits.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import random
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+
+import grpc.aio
+
+from ballast.client import AsyncClient
+from ballast.common.errors import BallastError
+from ballast.common.sampling import SamplingParams
+from ballastpb.planner.v1 import planner_pb2 as pb
+from ballastpb.planner.v1 import planner_pb2_grpc
+from tools.local.cluster import LocalCluster
+from tools.local.faults import BACK_WITHIN_S, Breaker, Fault, Proxies
+from tools.local.keeper import Keeper
+
+_CHANGE_S = 60.0
+_LONG_S = 5.0  # to be whole again; a longer time is told
+_LONGEST_WAIT_S = 20.0  # of a request
+_PROMPT_COUNT = 8
+_LAYOUT_CHANGE_S = 6.0  # between two drops or restores by hand
+_NOTED_S = 0.1  # without a token; less is no wait
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosRules:
+    """`fault_every_s` on average; `at_once` faults at most."""
+
+    seconds: float = 60.0
+    seed: int = 0
+    fault_every_s: float = 5.0
+    at_once: int = 2
+    request_every_s: float = 0.2
+    max_tokens: int = 48
+    faults: tuple[str, ...] = ()  # by name; empty: all there are
+
+
+@dataclass(slots=True)
+class Recovery:
+    """Times of the faults of a kind, in seconds.
+
+    Attributes:
+        times_s: How long the cluster took to be whole again, new processes included.
+        waits_s: For each fault the longest time that any request was without a token, of those times that overlap it,
+            from its begin until the cluster was whole. Others may have been broken as well at that time.
+    """
+
+    times_s: list[float] = field(default_factory=list[float])
+    spans_s: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    waits_s: list[float] = field(default_factory=list[float])
+
+    def add(self, began_s: float, healed_s: float, whole_s: float) -> None:
+        self.times_s.append(whole_s - healed_s)
+        self.spans_s.append((began_s, whole_s))
+
+    def compare(self, waits: Sequence[tuple[float, float]]) -> None:
+        """With what requests waited, each from one time to another."""
+        self.waits_s = [
+            max((to_s - from_s for from_s, to_s in waits if from_s < whole_s and to_s > began_s), default=0.0)
+            for began_s, whole_s in self.spans_s
+        ]
+
+
+def percentile(times_s: Sequence[float], share: float) -> float:
+    ordered = sorted(times_s)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+@dataclass(slots=True)
+class ChaosReport:
+    """What became of the load, and of the cluster."""
+
+    request_count: int = 0
+    token_count: int = 0
+    differing_count: int = 0  # answers with a token that is not the one it has to be, cut off ones included
+    cut_off_count: int = 0  # after their first token, with their dispatcher while the state server was broken too
+    failures: Counter[str] = field(default_factory=Counter[str])  # by the kind of error
+    slowest_s: float = 0.0
+    recoveries: dict[str, Recovery] = field(default_factory=dict[str, Recovery])
+    unhealed: str = ""  # why the cluster is not whole in the end
+    ended_by_itself: list[str] = field(default_factory=list[str])
+
+    @property
+    def lost_count(self) -> int:
+        return sum(self.failures.values())
+
+    def why_not(self) -> str:
+        """What must not be; empty: all is well."""
+        reasons = [
+            f"{self.differing_count} answers differ" * (self.differing_count > 0),
+            f"{self.lost_count} requests lost ({_counted(self.failures)})" * (self.lost_count > 0),
+            f"a request took {self.slowest_s:.1f} s" * (self.slowest_s > _LONGEST_WAIT_S),
+            f"not whole in the end: {self.unhealed}" * bool(self.unhealed),
+            f"ended by itself: {', '.join(self.ended_by_itself)}" * bool(self.ended_by_itself),
+        ]
+        return "; ".join(reason for reason in reasons if reason)
+
+
+def _counted(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.most_common())
+
+
+class Chaos:
+    def __init__(
+        self,
+        cluster: LocalCluster,
+        rules: ChaosRules,
+        say: Callable[[str], None],
+        proxies: Proxies | None = None,
+        admin_url: str | None = None,
+    ) -> None:
+        """`proxies`, `admin_url`: as for `Breaker`."""
+        self._cluster = cluster
+        self._rules = rules
+        self._say = say
+        self._rng = random.Random(rules.seed)
+        self._breaker = Breaker(cluster, self._rng, say, proxies or Proxies(), admin_url)
+        self._keeper = Keeper(cluster, lambda text: say(f"    {text}"))
+        self._active: set[str] = set()  # what is broken just now
+        self._prompts = [[3 + (5 * i + 7 * j) % 200 for j in range(6 + 5 * i)] for i in range(_PROMPT_COUNT)]
+        self._expected: list[tuple[int, ...]] = []
+        self._known_addresses: dict[str, str] = {}
+        self._waits: list[tuple[float, float]] = []  # of requests without a token: from when to when
+        self.report = ChaosReport()
+
+    async def run(self) -> ChaosReport:
+        keeping = asyncio.create_task(self._keeper.run(), name="keeper")
+        try:
+            async with self._client() as client:
+                self._expected = [await self._answer(client, i) for i in range(_PROMPT_COUNT)]
+            async with self._load():
+                await self._break_things()
+                self.report.unhealed = await self._why_not_whole()
+            self.report.unhealed = self.report.unhealed or await self._why_not_idle()
+        finally:
+            self._breaker.let_go()
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+        self.report.ended_by_itself = self._ended_by_themselves()
+        for recovery in self.report.recoveries.values():
+            recovery.compare(self._waits)
+        return self.report
+
+    # ------------------------------------------------------------ load
+
+    @property
+    def _addresses(self) -> list[str]:
+        """Addresses of dispatchers. One that is being started again will be where it was."""
+        self._known_addresses |= {p.id: p.address for p in self._cluster.processes["dispatcher"] if p.address}
+        return list(self._known_addresses.values())
+
+    def _client(self, address: str | None = None, overload_retries: int = 0) -> AsyncClient:
+        return AsyncClient(address or self._addresses, overload_retries=overload_retries, **self._cluster.credentials)
+
+    def _sampling(self, i: int) -> SamplingParams:
+        temperature = 0.8 if i % 2 else 0.0
+        return SamplingParams(max_tokens=self._rules.max_tokens, temperature=temperature, seed=11 + i, ignore_eos=True)
+
+    async def _answer(self, client: AsyncClient, i: int) -> tuple[int, ...]:
+        return (await client.generate(token_ids=self._prompts[i], sampling=self._sampling(i))).token_ids
+
+    @contextlib.asynccontextmanager
+    async def _load(self) -> AsyncGenerator[None]:
+        over = asyncio.Event()
+
+        async def arrive() -> None:
+            for number in itertools.count():
+                if over.is_set():
+                    return
+                tasks.create_task(self._ask(number % _PROMPT_COUNT), name=f"request {number}")
+                await asyncio.sleep(self._rng.expovariate(1 / self._rules.request_every_s))
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(arrive(), name="arrivals")
+            try:
+                yield
+            finally:
+                over.set()
+
+    async def _ask(self, i: int) -> None:
+        """A client of its own for each request, as different users have."""
+        report, began_s, tokens = self.report, time.monotonic(), list[int]()
+        report.request_count += 1
+        last_s = began_s
+        try:
+            async with self._client(overload_retries=3) as client:
+                stream = client.stream(token_ids=self._prompts[i], sampling=self._sampling(i), deadline_s=60.0)
+                async for chunk in stream:
+                    tokens += chunk.token_ids
+                    last_s = self._note_wait(last_s)
+        except BallastError as error:
+            broken = self._breaker
+            # A stream goes on at another dispatcher by what the state server knows of it, if that is there.
+            if tokens and _lately(broken.dispatchers_broken_s, began_s) and _lately(broken.state_broken_s, began_s):
+                report.cut_off_count += 1
+            else:
+                report.failures[type(error).__name__] += 1
+                self._say(f"    a request failed: {type(error).__name__}: {error}")
+        self._note_wait(last_s)
+        report.token_count += len(tokens)
+        report.differing_count += tuple(tokens) != self._expected[i][: len(tokens)]
+        report.slowest_s = max(report.slowest_s, time.monotonic() - began_s)
+
+    def _note_wait(self, since_s: float) -> float:
+        """Returns now."""
+        now_s = time.monotonic()
+        if now_s - since_s > _NOTED_S:
+            self._waits.append((since_s, now_s))
+        return now_s
+
+    # ------------------------------------------------------------ faults
+
+    def faults(self) -> list[Fault]:
+        """Those that were asked for."""
+        chosen = self._rules.faults
+        return [fault for fault in self._breaker.faults() if not chosen or fault.name in chosen]
+
+    async def _break_things(self) -> None:
+        rules, faults = self._rules, self.faults()
+        until_s = time.monotonic() + rules.seconds
+        async with asyncio.TaskGroup() as tasks:
+            changing = tasks.create_task(self._change_layouts(), name="drops and restores")
+            try:
+                while time.monotonic() < until_s:
+                    await asyncio.sleep(min(self._rng.expovariate(1 / rules.fault_every_s), rules.fault_every_s * 3))
+                    if len(self._active) < rules.at_once:
+                        fault = self._rng.choice(faults)
+                        tasks.create_task(self._suffer(fault), name=fault.name)
+            finally:
+                changing.cancel()
+
+    async def _suffer(self, fault: Fault) -> None:
+        began_s = time.monotonic()
+        begun = await fault.begin()
+        if begun is None:
+            return
+        what, lasts_s, heal = begun
+        key = uuid.uuid4().hex
+        self._active.add(key)
+        self._say(f"{what}{f' for {lasts_s:g} s' if lasts_s else ''}")
+        try:
+            await asyncio.sleep(lasts_s)
+            healed_s = time.monotonic()
+            await heal()
+        finally:
+            self._active.discard(key)
+        recovery = self.report.recoveries.setdefault(fault.name, Recovery())
+        why = await self._why_not_placed(within_s=BACK_WITHIN_S)
+        recovery.add(began_s, healed_s, time.monotonic())
+        if recovery.times_s[-1] > _LONG_S:
+            self._say(f"    {recovery.times_s[-1]:.1f} s after '{what}': {why or 'whole again'}")
+
+    # ------------------------------------------------------------ layouts
+
+    async def _change_layouts(self) -> None:
+        """Pipelines are where faults hurt: they form and dissolve all the time. What is refused is tried again."""
+        while True:
+            workers = [p.id for p in self._cluster.processes["worker"] if p.child.returncode is None and not p.paused]
+            drop = self._rng.sample(workers, 2) if len(workers) > 1 and self._rng.random() < 0.6 else None
+            with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError, BallastError):
+                async with asyncio.timeout(_LAYOUT_CHANGE_S):
+                    await self._begin_change(drop)
+            await asyncio.sleep(self._rng.uniform(0.5, 1.0) * _LAYOUT_CHANGE_S)
+
+    async def _begin_change(self, drop: Sequence[str] | None) -> int:
+        """A drop over these workers, or a restore of everything. Returns its epoch."""
+        async with self._planner() as planner:
+            request_id = uuid.uuid4().hex
+            if drop is None:
+                begun = await planner.Restore(pb.RestoreRequest(request_id=request_id), timeout=_CHANGE_S)
+                return begun.epoch
+            request = pb.DropRequest(worker_ids=drop, request_id=request_id)
+            return (await planner.Drop(request, timeout=_CHANGE_S)).epoch
+
+    @contextlib.asynccontextmanager
+    async def _planner(self) -> AsyncGenerator["planner_pb2_grpc.PlannerServiceAsyncStub"]:
+        alive = [p for p in self._cluster.processes["dispatcher"] if p.child.returncode is None and not p.paused]
+        addresses = [p.address for p in alive if p.address] or self._addresses
+        access = self._cluster.access
+        async with access.open(self._rng.choice(addresses)) as channel:
+            yield planner_pb2_grpc.PlannerServiceStub(access.bearing(channel))
+
+    # ------------------------------------------------------------ is it whole?
+
+    async def _why_not_placed(self, within_s: float) -> str:
+        """Every worker that is up is in the layout, and none that is dead. Empty as soon as that is so."""
+        give_up_s, why = time.monotonic() + within_s, "not looked at"
+        while time.monotonic() < give_up_s:
+            alive = [p for p in self._cluster.processes["worker"] if p.child.returncode is None and not p.paused]
+            running = {p.id for p in alive if p.address}  # the others are on their way
+            with contextlib.suppress(BallastError, TimeoutError, grpc.aio.AioRpcError):
+                async with asyncio.timeout(5.0), self._client() as client:
+                    layout = (await client.status()).layout
+                    groups = layout.groups if layout is not None else ()
+                    placed = {member.worker_id for group in groups for member in group.members}
+                    if running <= placed <= {p.id for p in alive}:
+                        return ""
+                    why = f"{sorted(placed)} are in the layout, {sorted(running)} run"
+            await asyncio.sleep(0.1)
+        return why
+
+    async def _why_not_whole(self) -> str:
+        why = await self._why_not_placed(BACK_WITHIN_S)
+        if why:
+            return why
+        workers = [p.id for p in self._cluster.processes["worker"] if p.child.returncode is None]
+        for drop in (None, workers[:2], None) if len(workers) > 1 else ():
+            name = "a restore" if drop is None else "a drop"
+            try:
+                async with asyncio.timeout(_CHANGE_S):
+                    await self._carry_out(drop)
+            except TimeoutError:
+                return f"{name} does not succeed within {_CHANGE_S:g} s"
+        return ""
+
+    async def _carry_out(self, drop: Sequence[str] | None) -> None:
+        """Tries until it has succeeded. A restore of what is whole already is refused, which is as good."""
+        while True:
+            with contextlib.suppress(BallastError):
+                try:
+                    epoch = await self._begin_change(drop)
+                except grpc.aio.AioRpcError as error:
+                    if drop is None and await self._all_alone():
+                        return
+                    self._say(f"    {'a restore' if drop is None else 'a drop'} is refused: {error.details()}")
+                else:
+                    if await self._phase_in_the_end(epoch) == "done":
+                        return
+            await asyncio.sleep(0.5)
+
+    async def _all_alone(self) -> bool:
+        async with self._client() as client:
+            layout = (await client.status()).layout
+            return layout is not None and all(len(group.members) == 1 for group in layout.groups)
+
+    async def _phase_in_the_end(self, epoch: int) -> str:
+        while True:
+            async with self._planner() as planner:
+                listed = (await planner.ListTransitions(pb.ListTransitionsRequest(), timeout=_CHANGE_S)).transitions
+            found = next((one for one in listed if one.epoch == epoch), None)
+            if found is None or found.phase in ("done", "aborted"):
+                return found.phase if found is not None else "forgotten"
+            await asyncio.sleep(0.05)
+
+    async def _why_not_idle(self) -> str:
+        """Nothing runs, waits or holds a block once the load has ended."""
+        give_up_s, left = time.monotonic() + BACK_WITHIN_S, "not looked at"
+        while time.monotonic() < give_up_s:
+            left = ""
+            for address in self._addresses:
+                async with self._client(address) as client:
+                    status = await client.status()
+                loads = [group.load for group in status.groups if group.load is not None]
+                held = sum(load.used_block_count for load in loads)
+                running = status.running_request_count + sum(load.running_count + load.waiting_count for load in loads)
+                if held or running or status.backlog_request_count:
+                    left = f"{running} requests run, {status.backlog_request_count} wait, {held} blocks are held"
+            if not left:
+                return ""
+            await asyncio.sleep(0.2)
+        return left
+
+    def _ended_by_themselves(self) -> list[str]:
+        """Processes that ended otherwise than by being killed: by a bug, or a broken invariant."""
+        crash = self._cluster.crash()
+        last = [] if crash is None else [f"{crash.target} at the very end"]
+        return sorted({*self._keeper.ended_by_themselves, *last})
+
+
+def _lately(times_s: Sequence[float], began_s: float) -> bool:
+    return any(at_s >= began_s - 30.0 for at_s in times_s)

@@ -1,0 +1,438 @@
+"""A whole cluster on this machine: every service a process of its own, with a private state server.
+
+Nothing is restarted in silence: a service that ends without being told to is an error, which `crash`, `wait_crash` and
+the end of the context report with the last lines of its log, unless a `Keeper` starts it again. Everything ends with
+the process that started it, even when that is killed.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import urllib.parse
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self, TypedDict
+
+import grpc
+
+from ballast.client.access import Access
+from ballast.common.errors import ConfigError, Unavailable
+from ballast.rpc.tls import CA
+from ballast.service.security import read_secret
+from ballast.service.tokens import cluster_token
+from ballastpb.inference.v1 import inference_pb2, inference_pb2_grpc
+from tools.local.ports import free_port
+from tools.local.process import ChildProcess
+from tools.local.secrets import CLUSTER_SECRET, REDIS_PASSWORD, REDIS_USER, REDIS_USERS, make_secrets
+from tools.local.state_server import PrivateStateServer, state_server
+
+Service = Literal["monitor", "planner", "dispatcher", "worker", "gateway"]
+
+_START_ORDER: tuple[Service, ...] = ("monitor", "planner", "worker", "dispatcher", "gateway")
+_STOP_ORDER: tuple[tuple[Service, ...], ...] = (("gateway",), ("dispatcher",), ("worker",), ("planner", "monitor"))
+_OUTSIDE: tuple[Service, ...] = ("dispatcher", "gateway")  # what clients reach
+_NEEDS_MODEL: tuple[Service, ...] = ("dispatcher", "worker")
+_POLL_S = 0.02
+_STATUS_TIMEOUT_S = 2.0
+_CONFIGURATION_WRONG = 2  # exit status
+
+
+@dataclass(slots=True)
+class ServiceProcess:
+    """One running service. `address` is where its gRPC server listens."""
+
+    service: Service
+    id: str
+    child: ChildProcess
+    address: str = ""
+    may_end: bool = False  # it was told to
+    paused: bool = False
+
+    @property
+    def pid(self) -> int:
+        return self.child.pid
+
+    def read_ready(self) -> bool:
+        """Whether it has said that it is ready; `address` is known from then on."""
+        line = self.child.find_line(f"ready service={self.service} id={self.id} ")
+        if line is not None:
+            self.address = dict(word.split("=", 1) for word in line.split()[1:])["address"]
+        return line is not None
+
+
+class Credentials(TypedDict):
+    """Arguments of a client."""
+
+    token: str | None
+    ca_file: Path | None
+
+
+class LocalCluster:
+    """`async with LocalCluster(model, workers=2) as cluster:` serves at `cluster.address` inside the block.
+
+    Args:
+        model: Folder of the checkpoint.
+        host: Where dispatchers and gateways listen; nobody but them is reachable from elsewhere.
+        port: Port of the first dispatcher; the others take the ports that follow. 0: any free ports.
+        gateways: How many serve HTTP.
+        http_port: Port of the first gateway; the others take the ports that follow. 0: any free ports.
+        metrics_port: Port of the first service's Prometheus metrics; the others take the ports that follow. 0: any free
+            ports; None: no metrics. `metrics_targets` says where they are.
+        device_memory_bytes: Budget of each worker for parameters and KV; None: the worker's default.
+        flags: Further command line flags for each service: `{"worker": ["--max-num-seqs", "8"]}`.
+        environ: Environment variables of the services, on top of this process's own.
+        secure: Folder as `ballast certs` makes it: services then talk over TLS, and know each other by certificates.
+        tokens_file: As `ballast tokens` makes it: dispatchers then ask clients for tokens.
+        log_dir: Where each service's log goes, as ID.log. None: a temporary folder, removed at the end unless
+            something failed.
+        redis_url: A state server that runs already; None: see `tools.local.state_server`.
+        worker_ports: Of the workers in their order; None: any free ports.
+        state_front: Gets host:port of the state server and gives the one that services are told instead.
+        start_timeout_s: For the whole start, the loading of the model included.
+        stop_timeout_s: What a service gets to finish its requests before it is killed.
+
+    Raises:
+        ConfigError: a service refused its configuration, or there is no state server to start.
+        Unavailable: a service died or was not ready in time. On leaving the context: one has crashed meanwhile.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        workers: int = 2,
+        dispatchers: int = 1,
+        monitors: int = 1,
+        planners: int = 1,
+        gateways: int = 0,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        http_port: int = 0,
+        metrics_port: int | None = None,
+        device_memory_bytes: int | None = None,
+        flags: Mapping[Service, Sequence[str]] | None = None,
+        environ: Mapping[str, str] | None = None,
+        secure: Path | None = None,
+        tokens_file: Path | None = None,
+        log_dir: Path | None = None,
+        redis_url: str | None = None,
+        worker_ports: Sequence[int] | None = None,
+        state_front: Callable[[str], Awaitable[str]] | None = None,
+        start_timeout_s: float = 120.0,
+        stop_timeout_s: float = 20.0,
+    ) -> None:
+        self.model = model
+        self.processes: dict[Service, list[ServiceProcess]] = {service: [] for service in _START_ORDER}
+        self.redis_url = redis_url or ""
+        self.metrics_targets: dict[str, str] = {}  # name of a child process -> host:port of its metrics
+        self._metrics_port = metrics_port
+        self.state_server: PrivateStateServer | None = None  # one of our own, while the cluster runs
+        self.keep_logs = False  # True: a temporary folder stays, for something has failed
+        self._counts: dict[Service, int] = {
+            "monitor": monitors,
+            "planner": planners,
+            "worker": workers,
+            "dispatcher": dispatchers,
+            "gateway": gateways,
+        }
+        self._host = host
+        self._ports: dict[Service, int] = {"dispatcher": port, "gateway": http_port}
+        self._flags: dict[Service, tuple[str, ...]] = {s: tuple((flags or {}).get(s, ())) for s in _START_ORDER}
+        if device_memory_bytes is not None:
+            self._flags["worker"] = ("--device-memory-bytes", str(device_memory_bytes), *self._flags["worker"])
+        self._environ = {**os.environ, **(environ or {}), "PYTHONUNBUFFERED": "1"}
+        self._secure = None if secure is None else secure.absolute()
+        self._own_state_server = False  # with a user for us
+        self._tokens_file = tokens_file
+        self._secret_file = None if self._secure is None else self._secure / CLUSTER_SECRET
+        self._worker_ports = worker_ports or ()
+        self._state_front = state_front
+        self._service_redis_url = ""
+        self._log_dir = log_dir
+        self._start_timeout_s = start_timeout_s
+        self._stop_timeout_s = stop_timeout_s
+        self._resources = contextlib.AsyncExitStack()
+        self._started: dict[Service, int] = dict.fromkeys(_START_ORDER, 0)  # for ids: never used twice
+
+    @property
+    def address(self) -> str:
+        return self.addresses[0]
+
+    @property
+    def addresses(self) -> list[str]:
+        """Addresses of the dispatchers, those killed included."""
+        return [process.address for process in self.processes["dispatcher"]]
+
+    @property
+    def http_urls(self) -> list[str]:
+        """URLs of the gateways, those killed included: what an OpenAI client takes as its base URL."""
+        scheme = "http" if self._secure is None else "https"
+        return [f"{scheme}://{process.address}/v1" for process in self.processes["gateway"]]
+
+    @property
+    def access(self) -> Access:
+        """The rights by which its own processes operate it; `AsyncClient(cluster.address, **cluster.credentials)`."""
+        return Access(**self.credentials, tls_dir=None if self._secure is None else self._secure / "operator")
+
+    @property
+    def credentials(self) -> Credentials:
+        """What a client needs to be let in with the role operate."""
+        token = None
+        if self._tokens_file is not None and self._secret_file is not None:
+            token = cluster_token(read_secret(self._secret_file))
+        return {"token": token, "ca_file": None if self._secure is None else self._secure / CA}
+
+    @property
+    def log_dir(self) -> Path:
+        assert self._log_dir is not None, "set on entering the context"
+        return self._log_dir
+
+    async def __aenter__(self) -> Self:
+        try:
+            if self._log_dir is None:
+                self._log_dir = Path(tempfile.mkdtemp(prefix="ballast-logs-"))
+                self._resources.callback(self._remove_logs, self._log_dir)
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+            if self._secret_file is None:
+                folder = Path(tempfile.mkdtemp(prefix="ballast-secret-"))  # for this user only
+                self._resources.callback(shutil.rmtree, folder, ignore_errors=True)
+                make_secrets(folder)
+                self._secret_file = folder / CLUSTER_SECRET
+            if not self.redis_url:
+                users = None if self._secure is None else self._secure / REDIS_USERS
+                self._own_state_server = users is not None
+                opened = state_server(users=users)
+                self.redis_url, self.state_server = await self._resources.enter_async_context(opened)
+            self._service_redis_url = await self._fronted(self.redis_url)
+            await self._start_all()
+        except BaseException as error:
+            self.keep_logs = isinstance(error, Unavailable)
+            await self._stop_all(0.0)
+            await self._resources.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        crash = self.crash()
+        self.keep_logs = self.keep_logs or crash is not None
+        try:
+            await self._stop_all(self._stop_timeout_s)
+        finally:
+            await self._resources.aclose()
+        if crash is not None:
+            if error is None:
+                raise crash
+            error.add_note(f"meanwhile {crash}")
+
+    async def _fronted(self, url: str) -> str:
+        """The URL under which services find the state server."""
+        if self._state_front is None:
+            return url
+        parts = urllib.parse.urlsplit(url)
+        user, at, address = parts.netloc.rpartition("@")
+        return parts._replace(netloc=f"{user}{at}{await self._state_front(address)}").geturl()
+
+    def crash(self) -> Unavailable | None:
+        """The first service that has ended without being told to, with the end of its log; None: all is well."""
+        for processes in self.processes.values():
+            for process in processes:
+                if process.child.returncode is not None and not process.may_end:
+                    return Unavailable(process.id, process.child.describe_end())
+        return None
+
+    async def wait_crash(self) -> Unavailable:
+        """Returns when a service crashes; cancel it to stop waiting."""
+        while (crash := self.crash()) is None:  # noqa: ASYNC110 - the end of a process sets no asyncio.Event
+            await asyncio.sleep(10 * _POLL_S)
+        return crash
+
+    def find(self, name: str) -> list[ServiceProcess]:
+        """The services in the child process of that name: one, or several emulated workers."""
+        everyone = [process for processes in self.processes.values() for process in processes]
+        return [process for process in everyone if process.child.name == name]
+
+    def respawn(self, name: str) -> list[ServiceProcess]:
+        """Starts a child process once more: the same ids, the same log, and where clients connect the same port. They
+        are in `processes` in the place of the dead ones. One that never came up, and still runs, is killed before."""
+        dead = self.find(name)
+        old, command = dead[0].child, list(dead[0].child.command)
+        old.kill()
+        if dead[0].service in _OUTSIDE and dead[0].address:
+            command[command.index("--port") + 1] = dead[0].address.rpartition(":")[2]
+        child = ChildProcess(name, command, log_path=old.log_path, environ=self._environ)
+        processes = self.processes[dead[0].service]
+        fresh = [ServiceProcess(process.service, process.id, child) for process in dead]
+        for before, after in zip(dead, fresh, strict=True):
+            processes[processes.index(before)] = after
+        return fresh
+
+    def _remove_logs(self, folder: Path) -> None:
+        if not self.keep_logs:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def kill(self, service: Service, index: int = 0, number: signal.Signals = signal.SIGKILL) -> ServiceProcess:
+        """Sends a signal to one service. If it ends of it, that is no crash."""
+        process = self.processes[service][index]
+        process.may_end = process.may_end or number not in (signal.SIGSTOP, signal.SIGCONT)
+        process.paused = number == signal.SIGSTOP
+        process.child.send_signal(number)
+        return process
+
+    async def start_worker(self, flags: Sequence[str] = (), *, routable: bool = True) -> ServiceProcess:
+        """One more worker. Returns when every dispatcher sends requests to it, or just when it is ready."""
+        process = self._spawn("worker", flags)
+        give_up_at_s = time.monotonic() + self._start_timeout_s
+        await self._wait_ready(process, give_up_at_s)
+        if routable:
+            await self._wait_routable({process.id}, give_up_at_s)
+        return process
+
+    async def start_planner(self) -> ServiceProcess:
+        """One more planner. Returns when it is ready: active, or standing by."""
+        process = self._spawn("planner")
+        await self._wait_ready(process, time.monotonic() + self._start_timeout_s)
+        return process
+
+    async def _start_all(self) -> None:
+        give_up_at_s = time.monotonic() + self._start_timeout_s
+        for service in _START_ORDER:
+            if self._counts[service] and service == "gateway":  # it has to be told where dispatchers are
+                await self._wait_all_ready(give_up_at_s)
+            for _ in range(self._counts[service]):
+                self._spawn(service)
+        await self._wait_all_ready(give_up_at_s)
+        await self._wait_routable({process.id for process in self.processes["worker"]}, give_up_at_s)
+
+    def _spawn(self, service: Service, flags: Sequence[str] = ()) -> ServiceProcess:
+        number = self._started[service]
+        self._started[service] += 1
+        name = f"{service}-{number}"
+        first_port = self._ports.get(service, 0)
+        port = first_port + number if first_port else 0
+        if service == "worker" and number < len(self._worker_ports):
+            port = self._worker_ports[number]
+        host = self._host if service in _OUTSIDE else "127.0.0.1"
+        command = [sys.executable, "-m", f"services.{service}", "--host", host, "--port", str(port)]
+        command += [f"--{service}-id", name]
+        if service == "gateway":
+            command += ["--dispatchers", ",".join(self.addresses)]
+        else:
+            command += ["--metrics-port", str(self._take_metrics_port(name)), "--redis-url", self._service_redis_url]
+        if service in _NEEDS_MODEL:
+            command += ["--model", str(self.model)]
+        command += ["--cluster-secret-file", str(self._secret_file)]
+        if self._secure is not None:
+            if self._own_state_server and service != "gateway":
+                password = str(self._secure / REDIS_PASSWORD)
+                command += ["--redis-user", REDIS_USER, "--redis-password-file", password]
+            command += ["--tls-dir", str(self._secure / service)]
+        if service == "dispatcher" and self._tokens_file is not None:
+            command += ["--tokens-file", str(self._tokens_file)]
+        command += [*self._flags[service], *flags]
+        child = ChildProcess(name, command, log_path=self.log_dir / f"{name}.log", environ=self._environ)
+        process = ServiceProcess(service, name, child)
+        self.processes[service].append(process)
+        return process
+
+    def write_metrics_targets(self, file: Path) -> Path:
+        """Writes what Prometheus finds the services by, `file_sd_configs: [{files: [FILE]}]`, and returns `file`."""
+        found = {**self.metrics_targets, **{process.id: process.address for process in self.processes["gateway"]}}
+        groups = [
+            {"targets": [address], "labels": {"job": f"ballast-{name.rpartition('-')[0]}", "name": name}}
+            for name, address in found.items()
+        ]
+        file.write_text(json.dumps(groups, indent=2))
+        return file
+
+    async def _wait_all_ready(self, give_up_at_s: float) -> None:
+        for processes in self.processes.values():
+            for process in processes:
+                if not process.address:
+                    await self._wait_ready(process, give_up_at_s)
+
+    def _take_metrics_port(self, name: str) -> int:
+        if self._metrics_port is None:
+            return 0
+        port = self._metrics_port + len(self.metrics_targets) if self._metrics_port else free_port()
+        self.metrics_targets[name] = f"127.0.0.1:{port}"
+        return port
+
+    async def _wait_ready(self, process: ServiceProcess, give_up_at_s: float) -> None:
+        while not process.read_ready():
+            self._raise_if_crashed()
+            if time.monotonic() > give_up_at_s:
+                why = f"not ready within {self._start_timeout_s:g} s; its log ends with\n{process.child.log_tail()}"
+                raise Unavailable(process.id, why)
+            await asyncio.sleep(_POLL_S)
+
+    async def _wait_routable(self, worker_ids: set[str], give_up_at_s: float) -> None:
+        for dispatcher in self.processes["dispatcher"]:
+            if dispatcher.may_end:
+                continue
+            async with self.access.open(dispatcher.address) as channel:
+                stub = inference_pb2_grpc.InferenceServiceStub(self.access.bearing(channel))
+                while missing := worker_ids - await _connected_workers(stub):
+                    self._raise_if_crashed()
+                    if time.monotonic() > give_up_at_s:
+                        why = f"is not connected to {', '.join(sorted(missing))}\n{self._last_words()}"
+                        raise Unavailable(dispatcher.id, why)
+                    await asyncio.sleep(_POLL_S)
+
+    async def is_routable(self, worker_ids: set[str]) -> bool:
+        """Whether every dispatcher that runs sends requests to all of them, or to the leaders of their groups."""
+        for dispatcher in self.processes["dispatcher"]:
+            if dispatcher.child.returncode is not None or not dispatcher.address:
+                continue
+            async with self.access.open(dispatcher.address) as channel:
+                stub = inference_pb2_grpc.InferenceServiceStub(self.access.bearing(channel))
+                if not worker_ids <= await _connected_workers(stub):
+                    return False
+        return True
+
+    def _last_words(self) -> str:
+        everyone = [process for processes in self.processes.values() for process in processes]
+        return "\n".join(f"{process.id}:\n{process.child.log_tail(4)}" for process in everyone)
+
+    def _raise_if_crashed(self) -> None:
+        crash = self.crash()
+        if crash is None:
+            return
+        child = next(p.child for ps in self.processes.values() for p in ps if p.id == crash.target)
+        line = child.find_line("configuration error: ")
+        if child.returncode == _CONFIGURATION_WRONG and line is not None:
+            raise ConfigError(crash.target, line.removeprefix("configuration error: "))
+        raise crash
+
+    async def _stop_all(self, timeout_s: float) -> None:
+        """First those that own requests, then those that compute, then those that watch."""
+        everyone = [process for processes in self.processes.values() for process in processes]
+        for process in everyone:
+            process.may_end = True
+            if process.paused or timeout_s == 0.0:
+                process.child.kill()
+        try:
+            for services in _STOP_ORDER:
+                async with asyncio.TaskGroup() as tasks:
+                    for child in {p.child: None for service in services for p in self.processes[service]}:
+                        tasks.create_task(child.stop(timeout_s), name=f"stop {child.name}")
+        finally:
+            for process in everyone:
+                process.child.kill()
+
+
+async def _connected_workers(stub: "inference_pb2_grpc.InferenceServiceAsyncStub") -> set[str]:
+    try:
+        status = await stub.GetStatus(inference_pb2.GetStatusRequest(), timeout=_STATUS_TIMEOUT_S)
+    except grpc.RpcError:
+        return set()
+    return {worker.worker_id for worker in status.workers if worker.connected}

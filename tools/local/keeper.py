@@ -1,0 +1,199 @@
+"""Keeps a local cluster alive: what dies is started again, and each such event is told in one line.
+
+A process that ends by itself comes back at once, then after longer and longer pauses; one that does not stay up for a
+few seconds several times in a row is given up, and the cluster goes on without it. The state server is never given up.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ballast.client import AsyncClient
+from ballast.common.errors import BallastError
+from ballast.service.tasks import keep_up
+from tools.local.cluster import LocalCluster, ServiceProcess
+from tools.local.process import ChildProcess
+from tools.local.state_server import PrivateStateServer
+
+_POLL_S = 0.05
+_COUNT_INTERVAL_S = 1.0
+_PAUSES_S = (0.0, 1.0, 3.0, 10.0)  # before each start; after the last one in vain it is given up
+_STABLE_S = 30.0  # who has lived so long begins with the first pause again
+_START_TIMEOUT_S = 300.0
+_REPLAYS_WITHIN_S = 1.0
+_EVENT_COUNT = 200
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperEvent:
+    """`at_s`: of the clock on the wall."""
+
+    at_s: float
+    text: str
+
+
+@dataclass(slots=True)
+class _Record:
+    """What is known of one program, over the lives of its process."""
+
+    started_at_s: float
+    failed_count: int = 0
+
+
+class Keeper:
+    """`run` watches until it is cancelled. Lines go to `say`; the last of them stay in `events`."""
+
+    def __init__(self, cluster: LocalCluster, say: Callable[[str], None]) -> None:
+        self.events: deque[KeeperEvent] = deque(maxlen=_EVENT_COUNT)
+        self.ended_by_themselves: list[str] = []  # processes that nobody killed, with how they ended
+        self._cluster = cluster
+        self._say = say
+        self._records: dict[str, _Record] = {}  # by name of the child
+        self._reviving: set[str] = set()
+        self._replay_count = 0  # of all dispatchers together, when it was last looked at
+        self._looks: deque[tuple[float, int]] = deque(maxlen=8)  # the last of these looks
+        self._counts: dict[str, int] = {}  # address -> replays of this life
+
+    async def run(self) -> None:
+        """Runs until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(keep_up(self._keep_count, "count replays"))
+            tasks.create_task(keep_up(self._keep_state_server, "keep the state server"))
+            while True:
+                for child in self._dead():
+                    self._reviving.add(child.name)
+                    tasks.create_task(keep_up(lambda child=child: self._revive(child), "revive"))
+                await asyncio.sleep(_POLL_S)
+
+    def kill(self, worker_id: str) -> bool:
+        """Kills the process of one worker, as a fault would. Whether there is such a worker and it runs."""
+        for process in self._cluster.processes["worker"]:
+            if process.id == worker_id and process.child.returncode is None:
+                process.child.send_signal(signal.SIGKILL)
+                return True
+        return False
+
+    def _dead(self) -> list[ChildProcess]:
+        """Each once, and only what ended without being told to."""
+        found: dict[str, ChildProcess] = {}
+        for processes in self._cluster.processes.values():
+            for process in processes:
+                child = process.child
+                if child.returncode is not None and not process.may_end and child.name not in self._reviving:
+                    found[child.name] = child
+        return list(found.values())
+
+    def _tell(self, text: str) -> None:
+        self.events.append(KeeperEvent(time.time(), text))
+        self._say(text)
+
+    async def _revive(self, child: ChildProcess) -> None:
+        """Starts it again until it serves, or gives it up for good."""
+        name, ended_at_s = child.name, time.monotonic()
+        self._cluster.keep_logs = True
+        before = self._count_before(ended_at_s - _COUNT_INTERVAL_S)
+        record = self._records.setdefault(name, _Record(ended_at_s))
+        if ended_at_s - record.started_at_s > _STABLE_S:
+            record.failed_count = 0
+        self._tell(self._note_end(child))
+        while record.failed_count < len(_PAUSES_S):
+            await asyncio.sleep(_PAUSES_S[record.failed_count])
+            record.failed_count += 1
+            record.started_at_s = time.monotonic()
+            processes = self._cluster.respawn(name)
+            if await self._comes_up(processes):
+                took_s = time.monotonic() - ended_at_s
+                self._tell(f"{name} is back after {took_s:.1f} s{await self._replays_since(before)}")
+                self._reviving.discard(name)
+                return
+            ended = self._note_end(processes[0].child)
+            processes[0].child.kill()
+            self._tell(f"it did not come up again: {ended}")
+        for process in self._cluster.find(name):
+            process.may_end = True
+        self._reviving.discard(name)
+        self._tell(
+            f"{name} is given up after {record.failed_count} attempts, and the others go on; see {child.log_path}"
+        )
+
+    def _note_end(self, child: ChildProcess) -> str:
+        if child.returncode not in (None, -signal.SIGKILL):
+            self.ended_by_themselves.append(f"{child.name} {child.how_it_ended}")
+        return f"{child.name} {_ended(child)}"
+
+    async def _keep_state_server(self) -> None:
+        server = self._cluster.state_server
+        while server is not None:
+            await asyncio.sleep(_POLL_S)
+            if not server.is_running:
+                await self._revive_state_server(server)
+
+    async def _revive_state_server(self, server: PrivateStateServer) -> None:
+        """What it knew is lost with it; the services bring it back. It has no substitute, so it is never given up."""
+        began_at_s = time.monotonic()
+        self._tell("the state server has ended")
+        for pause_s in itertools.chain(_PAUSES_S, itertools.repeat(_PAUSES_S[-1])):
+            await asyncio.sleep(pause_s)
+            try:
+                await server.restart_async()
+            except (BallastError, OSError) as error:
+                self._tell(f"the state server did not come up again: {error}")
+            else:
+                self._tell(f"the state server is back, empty, after {time.monotonic() - began_at_s:.1f} s")
+                return
+
+    async def _comes_up(self, processes: list[ServiceProcess]) -> bool:
+        child, give_up_at_s = processes[0].child, time.monotonic() + _START_TIMEOUT_S
+        while child.returncode is None and time.monotonic() < give_up_at_s:
+            if all(process.read_ready() for process in processes):
+                workers = {process.id for process in processes if process.service == "worker"}
+                if not workers or await self._cluster.is_routable(workers):
+                    return True
+            await asyncio.sleep(_POLL_S)
+        return False
+
+    async def _replays_since(self, before: int) -> str:
+        await self._count_replays()
+        count = self._replay_count - before
+        return f"; {count} request{'' if count == 1 else 's'} replayed" if count > 0 else ""
+
+    def _count_before(self, at_s: float) -> int:
+        """Replays until then: by the time that a death is noticed, its requests have been replayed already."""
+        return next((count for looked_at_s, count in reversed(self._looks) if looked_at_s <= at_s), 0)
+
+    async def _keep_count(self) -> None:
+        while True:
+            if not self._reviving:
+                at_s = time.monotonic()
+                await self._count_replays()
+                self._looks.append((at_s, self._replay_count))
+            await asyncio.sleep(_COUNT_INTERVAL_S)
+
+    async def _count_replays(self) -> None:
+        """A dispatcher that is not there keeps its last number."""
+        for process in self._cluster.processes["dispatcher"]:
+            if process.child.returncode is not None or not process.address:
+                continue
+            with contextlib.suppress(BallastError, TimeoutError):
+                async with (
+                    asyncio.timeout(_REPLAYS_WITHIN_S),
+                    AsyncClient(
+                        process.address, connect_timeout_s=_REPLAYS_WITHIN_S, **self._cluster.credentials
+                    ) as client,
+                ):
+                    count = (await client.status()).recent.replays_total
+                    self._replay_count += max(0, count - self._counts.get(process.address, 0))
+                    self._counts[process.address] = count
+
+
+def _ended(child: ChildProcess) -> str:
+    if child.returncode == -signal.SIGKILL:
+        return "was killed"
+    if child.returncode is None:
+        return f"was not ready within {_START_TIMEOUT_S:g} s; see {child.log_path}"
+    return f"{child.how_it_ended}; see {child.log_path}"
