@@ -145,7 +145,7 @@ def _spy_on_commit(cluster: Cluster, name: str, found: dict[str, list[tuple[int,
     take_up = driver._take_up
 
     def spied() -> None:
-        found[name] = sorted(core.lane.kv_tokens.items())
+        found[name] = sorted(core.group_scheduler.kv_tokens.items())
         take_up()
 
     driver._take_up = spied

@@ -216,7 +216,7 @@ class WorkerMachine(RuleBasedStateMachine):
         view = view_of(core.load(self.driver.at_s, NO_MEMORY))
         if view.waiting_count or not view.running_count:
             return
-        scheduler = core.lane.scheduler
+        scheduler = core.group_scheduler.scheduler
         prompts_fit = scheduler.prompt_tokens < scheduler.max_prompt_tokens
         for block_count in (1, max(1, view.free_block_count), max(1, view.free_block_count + 1)):
             let_in = prompts_fit and not scheduler.why_no_room(block_count, new=True)
@@ -227,14 +227,14 @@ class WorkerMachine(RuleBasedStateMachine):
         if not hasattr(self, "driver"):
             return
         core = self.driver.core
-        waiting = [s for s in core.lane.scheduler.waiting if s.may_overfill or s.output_token_ids]
-        away = core.lane.scheduler.swap.away
+        waiting = [s for s in core.group_scheduler.scheduler.waiting if s.may_overfill or s.output_token_ids]
+        away = core.group_scheduler.scheduler.swap.away
         assert self.driver.preempted == {s.key for s in (*waiting, *away)}
 
     @invariant()
     def no_more_prompts_are_let_in_than_are_computed_soon(self) -> None:
         if hasattr(self, "driver") and not self.driver.limits.swap_block_count:
-            scheduler = self.driver.core.lane.scheduler
+            scheduler = self.driver.core.group_scheduler.scheduler
             assert scheduler.prompt_tokens < scheduler.max_prompt_tokens + self.driver.limits.max_batch_tokens
 
     def _judge(self, key: SequenceKey, prompt: tuple[int, ...]) -> None:

@@ -279,9 +279,9 @@ def _why_ill(world: World) -> str:
         member, book = instance.member, instance.core
         if member.role.stages or len(member.memory.parameters.held_layers) != _LAYERS:
             return f"{name} is {member.place}, holds {member.memory.parameters.held_layers}"
-        if book.sequence_ids or book.lane.suspended_ids or not member.at_rest:
+        if book.sequence_ids or book.group_scheduler.suspended_ids or not member.at_rest:
             last = list(member.progress.values())[-1:]
-            return f"{name} is not at rest: {book.sequence_ids} {book.lane.suspended_ids} {last}"
+            return f"{name} is not at rest: {book.sequence_ids} {book.group_scheduler.suspended_ids} {last}"
     return ""
 
 

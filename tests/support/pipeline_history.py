@@ -184,7 +184,7 @@ class History:
         return bool(ready)
 
     def lose_kv(self) -> bool:
-        ready = [(g, s) for g in self.cluster.groups for s in g.leader.core.lane.suspended_ids]
+        ready = [(g, s) for g in self.cluster.groups for s in g.leader.core.group_scheduler.suspended_ids]
         if ready:
             self.cluster.lose_kv(*self.rng.choice(ready))
         return bool(ready)

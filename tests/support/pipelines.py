@@ -41,7 +41,7 @@ from services.worker.core.events import (
     Submitted,
     Tick,
 )
-from services.worker.core.lane import Lane
+from services.worker.core.group_scheduler import GroupScheduler
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.swapping import block_copies
@@ -299,7 +299,7 @@ class Cluster:
         """(sequence id, layer) of KV that is not where it is going to be used."""
         return [
             (sequence_id, layer)
-            for sequence_id in group.leader.core.lane.suspended_ids
+            for sequence_id in group.leader.core.group_scheduler.suspended_ids
             for layer, holder in self.where.get(sequence_id, {}).items()
             if layer not in holder.layers or holder not in group.members
         ]
@@ -334,7 +334,7 @@ class Cluster:
     def _foreign_blocks(self, group: Group, worker: Worker, adopting: Collection[int]) -> int:
         """Held for KV that is on its way out, or for sequences that the leader has not adopted yet."""
         core = group.leader.core
-        own = {*core.sequence_ids, *core.lane.suspended_ids, *adopting}
+        own = {*core.sequence_ids, *core.group_scheduler.suspended_ids, *adopting}
         return sum(len(worker.book.table(s)) for s in self.where if s not in own)
 
     def _end(self, group: Group) -> None:
@@ -380,7 +380,9 @@ class Cluster:
         self._note_kv(group)
         members = [MemberView(w.worker_id, w.blocks_with(LAYERS), self.limits.max_running_count) for w in group.members]
         placed = {
-            s: w for s, w in place(_placements(group.leader.core.lane), members).items() if w != group.leader.worker_id
+            s: w
+            for s, w in place(_placements(group.leader.core.group_scheduler), members).items()
+            if w != group.leader.worker_id
         }
         handed_over = self._hand_over(group, HandOver(0.0, placed))
         self.drain_pipeline(group)
@@ -395,7 +397,7 @@ class Cluster:
 
     def _note_kv(self, group: Group) -> None:
         """Where the KV of all sequences lies before layers move."""
-        for sequence_id, token_count in group.leader.core.lane.kv_tokens.items():
+        for sequence_id, token_count in group.leader.core.group_scheduler.kv_tokens.items():
             self.where[sequence_id] = self._holders(group, sequence_id)
             self.kv_tokens[sequence_id] = token_count
 
@@ -413,7 +415,7 @@ class Cluster:
             if (more := worker.blocks_with(len(layers)) - worker.book.block_count) > 0:
                 worker.book.grow(more)
         leader = group.leader
-        own = {s for s in leader.core.lane.kv_tokens if s in self.where}
+        own = {s for s in leader.core.group_scheduler.kv_tokens if s in self.where}
         self.feed(leader, KvTravels(0.0, frozenset(own)))
         lost = [s for s in sorted(own) if not self._hold(group, s)]
         self.feed(leader, RoleChanged(0.0, leads=True, stage_count=len(group.members)))
@@ -435,7 +437,7 @@ class Cluster:
     def _arrive_unmoved(self, group: Group, sequence_ids: set[int]) -> None:
         travelling = {s for s, _ in self.travelling(group)}
         for sequence_id in sorted(sequence_ids - travelling):
-            if sequence_id in group.leader.core.lane.suspended_ids:
+            if sequence_id in group.leader.core.group_scheduler.suspended_ids:
                 self._stop_travelling(group, sequence_id)
                 self.feed(group.leader, KvArrived(0.0, sequence_id))
 
@@ -508,7 +510,7 @@ class Cluster:
             for sequence_id, layer in self.travelling(group):
                 self.carry(group, sequence_id, layer)
                 busy = True
-            for sequence_id in group.leader.core.lane.suspended_ids:
+            for sequence_id in group.leader.core.group_scheduler.suspended_ids:
                 self.lose_kv(group, sequence_id)
             while self.want_batch(group):
                 busy = True
@@ -545,15 +547,15 @@ class Cluster:
         for worker in self.workers:
             assert worker.book.used_count == 0, f"{worker.worker_id}: {worker.book.sequence_ids}"
             assert worker.core.sequence_ids == ()
-            assert worker.core.lane.suspended_ids == ()
+            assert worker.core.group_scheduler.suspended_ids == ()
             assert worker.core.orphan_count == 0
             load = worker.core.load(0.0, MEMORY)
             assert (load.used_block_count, load.running_count, load.waiting_count) == (0, 0, 0)
 
 
-def _placements(lane: Lane) -> list[PlacementView]:
+def _placements(group_scheduler: GroupScheduler) -> list[PlacementView]:
     """All that waits, runs or is suspended."""
-    scheduler = lane.scheduler
+    scheduler = group_scheduler.scheduler
     running = (*scheduler.running, *scheduler.suspended.values())
     return [
         *(PlacementView(s.sequence_id, s.reserved_block_count, True) for s in running),

@@ -310,8 +310,8 @@ class Driver:
         return execute
 
     def add_blocks(self, block_count: int) -> None:
-        self.core.lane.book.grow(block_count)
-        self.feed(CapacityChanged(self.at_s, self.core.lane.book.block_count))
+        self.core.group_scheduler.book.grow(block_count)
+        self.feed(CapacityChanged(self.at_s, self.core.group_scheduler.book.block_count))
 
     def run_to_end(self, max_steps: int = 5_000) -> int:
         """Step until nothing is left. Returns the number of steps."""

@@ -37,7 +37,7 @@ class Flight:
 
 
 class Steps:
-    """Numbers the batches of a worker, whatever lane they are of."""
+    """Numbers the batches of a worker, whatever group_scheduler they are of."""
 
     __slots__ = ("last",)
 

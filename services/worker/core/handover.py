@@ -8,8 +8,8 @@ from ballast.common.ids import WorkerId
 from ballast.common.sampling import PriorityClass
 from services.worker.core.batch import SequenceId
 from services.worker.core.events import Adopted, HandedOver, HandOver, MovedOver, OrphanWithdrawn, Submitted
+from services.worker.core.group_scheduler import GroupScheduler
 from services.worker.core.intake import with_seed
-from services.worker.core.lane import Lane
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.residents import Residents
 from services.worker.core.sequence import NOBODY, Sequence, SequenceState, Unsent
@@ -31,32 +31,32 @@ class Handovers:
 
     # ---------------------------------------------------------------- going
 
-    def hand_over(self, lane: Lane, event: HandOver) -> HandedOver:
-        lane.hand_over(event.at_s, None if isinstance(event.to, str) else event.to)
+    def hand_over(self, group_scheduler: GroupScheduler, event: HandOver) -> HandedOver:
+        group_scheduler.hand_over(event.at_s, None if isinstance(event.to, str) else event.to)
         target = _target(event)
         packed: dict[WorkerId, list[SequenceSnapshot]] = {}
-        for sequence in self._all(lane):
+        for sequence in self._all(group_scheduler):
             to = target(sequence.sequence_id)
             if to is None:
                 continue
             if event.by_tokens:
-                lane.give_up(sequence, event.at_s, f"goes to {to}")
-            suspended = sequence.sequence_id in lane.scheduler.suspended
+                group_scheduler.give_up(sequence, event.at_s, f"goes to {to}")
+            suspended = sequence.sequence_id in group_scheduler.scheduler.suspended
             packed.setdefault(to, []).append(pack(sequence, event.at_s, suspended=suspended))
             if suspended and sequence.state is SequenceState.ENDED:
-                lane.give_away(sequence)
+                group_scheduler.give_away(sequence)
             self._move_out(sequence, to, event.at_s)
             if event.frees:
-                lane.flights.forget(sequence)
+                group_scheduler.flights.forget(sequence)
         if isinstance(event.to, str):
             for sequence in self._residents.held.sequences:
                 self._move_out(sequence, event.to, event.at_s)
         return HandedOver(tuple((to, tuple(snapshots)) for to, snapshots in sorted(packed.items())))
 
-    def _all(self, lane: Lane) -> list[Sequence]:
+    def _all(self, group_scheduler: GroupScheduler) -> list[Sequence]:
         """Whatever there is to hand over: also what has ended and either holds blocks or has not been told."""
         untold = [s for s in self._residents.orphans.sequences if s.state is SequenceState.ENDED]
-        found = {s.sequence_id: s for s in (*lane.sequences, *untold)}
+        found = {s.sequence_id: s for s in (*group_scheduler.sequences, *untold)}
         return [found[sequence_id] for sequence_id in sorted(found)]
 
     def _move_out(self, sequence: Sequence, to: WorkerId, at_s: float) -> None:
@@ -66,14 +66,14 @@ class Handovers:
         self._residents.move_out(sequence, at_s, f"moved to {to}")
         self.moved_total += 1
 
-    def move_over(self, source: Lane, target: Lane, event: MovedOver) -> None:
-        """From one lane of this worker to the other."""
+    def move_over(self, source: GroupScheduler, target: GroupScheduler, event: MovedOver) -> None:
+        """From one group_scheduler of this worker to the other."""
         for sequence in [s for s in source.sequences if s.sequence_id in event.sequence_ids]:
             suspended = sequence.sequence_id in event.suspended_ids
             if not suspended:
                 source.give_up(sequence, event.at_s, "its group dissolves")
             source.give_away(sequence)
-            sequence.step_id, sequence.in_engine = 0, False  # those of the other lane
+            sequence.step_id, sequence.in_engine = 0, False  # those of the other group_scheduler
             sequence.may_overfill = True
             self._residents.place(sequence, target, event.at_s, suspended=suspended, waits=suspended)
             self._residents.turned.append(sequence)  # what waits behind others here may go where there is room
@@ -82,22 +82,24 @@ class Handovers:
 
     # ---------------------------------------------------------------- coming
 
-    def adopt(self, lane: Lane, event: Adopted) -> None:
+    def adopt(self, group_scheduler: GroupScheduler, event: Adopted) -> None:
         if not (event.by_tokens or event.in_order):
-            lane.flights.demand_none("sequences are adopted")
-        if not lane.leads:
+            group_scheduler.flights.demand_none("sequences are adopted")
+        if not group_scheduler.leads:
             raise InvariantViolation("a follower is handed sequences over")
         for snapshot in event.snapshots:
-            self._adopt(lane, replace(snapshot, sequence_id=self._new_id()) if event.by_tokens else snapshot, event)
-        lane.make_room(event.at_s)
+            self._adopt(
+                group_scheduler, replace(snapshot, sequence_id=self._new_id()) if event.by_tokens else snapshot, event
+            )
+        group_scheduler.make_room(event.at_s)
         if event.last:
             for sequence in self._residents.held.sequences:
-                self._give_up(lane, sequence, event.at_s)
-        lane.scheduler.admit(event.at_s)
+                self._give_up(group_scheduler, sequence, event.at_s)
+        group_scheduler.scheduler.admit(event.at_s)
 
-    def _adopt(self, lane: Lane, snapshot: SequenceSnapshot, event: Adopted) -> None:
+    def _adopt(self, group_scheduler: GroupScheduler, snapshot: SequenceSnapshot, event: Adopted) -> None:
         sequence_id, at_s = snapshot.sequence_id, event.at_s
-        if sequence_id in self._residents.live or sequence_id in lane.scheduler.suspended:
+        if sequence_id in self._residents.live or sequence_id in group_scheduler.scheduler.suspended:
             self.stale_total += 1
             return
         self.adopted_total += 1
@@ -105,9 +107,9 @@ class Handovers:
         suspended = sequence_id in event.suspended_ids and sequence.computed_tokens > 0
         waits = suspended and sequence_id in event.waiting_ids
         if suspended and sequence.state is SequenceState.ENDED:
-            lane.enter(sequence, at_s, suspended=True, waits=waits)
+            group_scheduler.enter(sequence, at_s, suspended=True, waits=waits)
         elif sequence.state is SequenceState.ENDED or sequence_id in event.lost_ids:
-            lane.flights.forget(sequence)
+            group_scheduler.flights.forget(sequence)
             sequence.computed_tokens = 0
         if sequence.unsent is None:
             return
@@ -117,18 +119,18 @@ class Handovers:
             self._residents.orphans.add(sequence, at_s)
         else:
             self._residents.enter(sequence, at_s)
-            self._residents.place(sequence, lane, at_s, suspended=suspended, waits=waits)
+            self._residents.place(sequence, group_scheduler, at_s, suspended=suspended, waits=waits)
         if forsaken := self._residents.forsaken.get(sequence.request_id):
             self._residents.forsaken.discard(forsaken)
             self._residents.drop_orphan(sequence, at_s, "it was ended before it came")
         elif held := self._residents.held.get(sequence.request_id):
-            self._meet(lane, sequence, held, at_s)
+            self._meet(group_scheduler, sequence, held, at_s)
 
-    def _meet(self, lane: Lane, orphan: Sequence, held: Sequence, at_s: float) -> None:
+    def _meet(self, group_scheduler: GroupScheduler, orphan: Sequence, held: Sequence, at_s: float) -> None:
         claim = self._residents.claims[held.sequence_id]
         if why := disagreement(orphan, claim):
             self._residents.drop_orphan(orphan, at_s, why)
-            self._give_up(lane, held, at_s)
+            self._give_up(group_scheduler, held, at_s)
         else:
             self._residents.move_out(held, at_s, f"is {orphan.name}")
             self._residents.attach(orphan, claim)
@@ -156,33 +158,33 @@ class Handovers:
     def may_hold(self, event: Submitted) -> bool:
         return event.expects_handover and len(self._residents.held) < self._limits.max_held_count
 
-    def hold(self, lane: Lane, sequence: Sequence, event: Submitted) -> None:
-        """`lane`: for one of the same request that is held already."""
+    def hold(self, group_scheduler: GroupScheduler, sequence: Sequence, event: Submitted) -> None:
+        """`group_scheduler`: for one of the same request that is held already."""
         if earlier := self._residents.held.get(sequence.request_id):
-            self._give_up(lane, earlier, event.at_s)
+            self._give_up(group_scheduler, earlier, event.at_s)
         sequence.move(SequenceState.HELD, event.at_s, "it is to be handed over")
         sequence.may_overfill = True
         self._residents.hold(sequence, event)
 
-    def expire(self, lane: Lane, at_s: float) -> None:
-        """Who has been held for too long goes into `lane`."""
+    def expire(self, group_scheduler: GroupScheduler, at_s: float) -> None:
+        """Who has been held for too long goes into `group_scheduler`."""
         for sequence in self._residents.held.pop_due(at_s):
-            self._give_up(lane, sequence, at_s)
+            self._give_up(group_scheduler, sequence, at_s)
 
-    def _give_up(self, lane: Lane, sequence: Sequence, at_s: float) -> None:
+    def _give_up(self, group_scheduler: GroupScheduler, sequence: Sequence, at_s: float) -> None:
         """Nobody hands it over: it is an ordinary resumption."""
         self._residents.unhold(sequence)
-        if not lane.leads:
+        if not group_scheduler.leads:
             self._residents.move_out(sequence, at_s, "refused")
             self._residents.turn_away(sequence.key, ANOTHER_LEADS, invalid=False)
             return
         sequence.move(SequenceState.WAITING, at_s, "nobody has handed it over")
-        self._residents.place(sequence, lane, at_s)
+        self._residents.place(sequence, group_scheduler, at_s)
         self._residents.turned.append(sequence)
-        if lane.scheduler.too_big(sequence):
+        if group_scheduler.scheduler.too_big(sequence):
             self._residents.end_too_big(sequence, at_s)
         else:
-            lane.scheduler.admit(at_s)
+            group_scheduler.scheduler.admit(at_s)
 
 
 def _target(event: HandOver) -> Callable[[SequenceId], WorkerId | None]:

@@ -9,12 +9,12 @@ say in between, the tests of `sim` make sure by comparing whole histories.
 
 from collections.abc import Iterable, Sequence
 
-from services.worker.core.lane import Lane
+from services.worker.core.group_scheduler import GroupScheduler
 from services.worker.core.sequence import Sequence as Running
 
 
 class PlainSteps:
-    """Steps of a lane as it is between two of them; good until its worker is told anything else."""
+    """Steps of a group_scheduler as it is between two of them; good until its worker is told anything else."""
 
     __slots__ = ("_early", "_growth", "block_tokens", "context_tokens", "limit", "sequences")
 
@@ -36,9 +36,9 @@ class PlainSteps:
         return block_count
 
 
-def foresee(lane: Lane) -> PlainSteps | None:
+def foresee(group_scheduler: GroupScheduler) -> PlainSteps | None:
     """None: the next step may be another one."""
-    scheduler, flights = lane.scheduler, lane.flights
+    scheduler, flights = group_scheduler.scheduler, group_scheduler.flights
     if not scheduler.decides_nothing or len(flights) or flights.to_remove:
         return None
     if scheduler.target is not None:  # how many may run is another number after each of them, and is told
@@ -71,11 +71,11 @@ def foresee(lane: Lane) -> PlainSteps | None:
     return PlainSteps(tuple(scheduler.running), limit, block_tokens, growth, early)
 
 
-def take(plain: PlainSteps, token_ids: Iterable[Sequence[int]], count: int, lane: Lane) -> None:
+def take(plain: PlainSteps, token_ids: Iterable[Sequence[int]], count: int, group_scheduler: GroupScheduler) -> None:
     """The first `count` of these steps have been run. `token_ids`: of each sequence, as many as steps."""
-    block_tokens, scheduler, book = plain.block_tokens, lane.scheduler, lane.book
+    block_tokens, scheduler, book = plain.block_tokens, group_scheduler.scheduler, group_scheduler.book
     taken: list[tuple[int, int, Running]] = []  # step, place in the batch: the order in which blocks are taken
-    step_id = lane.flights.pass_over(count)
+    step_id = group_scheduler.flights.pass_over(count)
     for place, (sequence, new_ids) in enumerate(zip(plain.sequences, token_ids, strict=True)):
         before = sequence.token_count
         sequence.output_token_ids.extend(new_ids)

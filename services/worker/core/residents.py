@@ -11,7 +11,7 @@ from ballast.common.sampling import FinishReason
 from services.worker.core.batch import SequenceId
 from services.worker.core.deadlines import Deadlines
 from services.worker.core.events import SequenceKey, Submitted
-from services.worker.core.lane import Lane
+from services.worker.core.group_scheduler import GroupScheduler
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.outbox import Outbox
 from services.worker.core.sequence import Sequence, SequenceState, Unsent
@@ -33,7 +33,7 @@ class Residents:
         self._limits = limits
         self.streams: dict[int, Stream] = {}  # stream id -> what came over it
         self.live: dict[SequenceId, Sequence] = {}
-        self.lanes: dict[SequenceId, Lane] = {}  # that each of these is in, unless it is held
+        self.group_schedulers: dict[SequenceId, GroupScheduler] = {}  # that each of these is in, unless it is held
         self.orphans = Waits(limits.orphan_timeout_s)  # for their dispatchers; those that have ended, too
         self.held = Waits(limits.orphan_timeout_s)  # for their sequence to be handed over
         self.forsaken = Waits(limits.orphan_timeout_s)  # held, and ended before their sequence has come
@@ -61,7 +61,7 @@ class Residents:
     # ---------------------------------------------------------------- coming
 
     def enter(self, sequence: Sequence, at_s: float) -> None:
-        """A sequence of a stream, or an orphan, comes. In a lane it is not yet."""
+        """A sequence of a stream, or an orphan, comes. In a group_scheduler it is not yet."""
         self.live[sequence.sequence_id] = sequence
         if sequence.unsent is None:
             self.streams[sequence.key.stream_id].live[sequence.key.handle] = sequence
@@ -70,11 +70,17 @@ class Residents:
         self.watch(sequence)
 
     def place(
-        self, sequence: Sequence, lane: Lane, at_s: float, *, suspended: bool = False, waits: bool = False
+        self,
+        sequence: Sequence,
+        group_scheduler: GroupScheduler,
+        at_s: float,
+        *,
+        suspended: bool = False,
+        waits: bool = False,
     ) -> None:
-        """Into the lane that is to run it."""
-        self.lanes[sequence.sequence_id] = lane
-        lane.enter(sequence, at_s, suspended=suspended, waits=waits)
+        """Into the group_scheduler that is to run it."""
+        self.group_schedulers[sequence.sequence_id] = group_scheduler
+        group_scheduler.enter(sequence, at_s, suspended=suspended, waits=waits)
 
     def watch(self, sequence: Sequence) -> None:
         """Its deadline is new."""
@@ -142,7 +148,7 @@ class Residents:
 
     def end_too_big(self, sequence: Sequence, at_s: float) -> None:
         """Not the request's fault: it may have begun in a larger group, and there may be another one."""
-        block_count = self.lanes[sequence.sequence_id].scheduler.block_count
+        block_count = self.group_schedulers[sequence.sequence_id].scheduler.block_count
         error = (
             f"{sequence.token_count} tokens do not fit into the KV cache of this worker"
             f" ({block_count} blocks of {self._limits.block_tokens} tokens), even alone"
@@ -151,16 +157,16 @@ class Residents:
 
     def remove(self, sequence: Sequence, at_s: float, reason: FinishReason, why: str = "") -> None:
         """Without a word."""
-        if (lane := self.lanes.pop(sequence.sequence_id, None)) is not None:
-            lane.end(sequence)
+        if (group_scheduler := self.group_schedulers.pop(sequence.sequence_id, None)) is not None:
+            group_scheduler.end(sequence)
         self._leave(sequence, at_s, f"{reason.value} {why}".rstrip())
         self.endings_total[reason] += 1
 
     def move_out(self, sequence: Sequence, at_s: float, why: str) -> None:
         """Somebody else has it now."""
         if sequence.state is not SequenceState.ENDED:
-            if (lane := self.lanes.pop(sequence.sequence_id, None)) is not None:
-                lane.give_away(sequence)
+            if (group_scheduler := self.group_schedulers.pop(sequence.sequence_id, None)) is not None:
+                group_scheduler.give_away(sequence)
             self._leave(sequence, at_s, why)
         self.orphans.discard(sequence)
 
@@ -223,8 +229,10 @@ class Residents:
         """Raise InvariantViolation unless every live sequence is known where it has to be, and nothing else is."""
         for sequence_id, sequence in self.live.items():
             self._check_live(sequence_id, sequence)
-            if (sequence_id in self.lanes) == (sequence.state is SequenceState.HELD):
-                raise InvariantViolation(f"{sequence.name} is held and in a lane, or neither", sequence.story())
+            if (sequence_id in self.group_schedulers) == (sequence.state is SequenceState.HELD):
+                raise InvariantViolation(
+                    f"{sequence.name} is held and in a group_scheduler, or neither", sequence.story()
+                )
         streamed = sum(len(stream.live) for stream in self.streams.values())
         orphaned = sum(s.state is not SequenceState.ENDED for s in self.orphans.sequences)
         if len(self.live) != streamed + orphaned:

@@ -29,7 +29,7 @@ from services.worker.core.events import (
     KvLost,
     KvTravels,
 )
-from services.worker.core.lane import Lane
+from services.worker.core.group_scheduler import GroupScheduler
 from services.worker.core.plan import Part, Plan, Victim, transfers
 from services.worker.core.snapshot import SequenceSnapshot
 
@@ -174,15 +174,17 @@ class Decision:
 class Leading:
     """The decisions of a new group's leader about victims, as events in the order in which its core has to hear them:
     which keep KV, which wait for room, which start over. In a drop `lead`, then `lead_on` whenever all members are
-    through with a wave; alone, at the end of a group that dissolves, `lead_alone`. Its lane is only read.
+    through with a wave; alone, at the end of a group that dissolves, `lead_alone`. Its group_scheduler is only read.
     """
 
-    def __init__(self, me: WorkerId, plan: Plan, part: Part, lane: Lane, block_tokens: int) -> None:
+    def __init__(
+        self, me: WorkerId, plan: Plan, part: Part, group_scheduler: GroupScheduler, block_tokens: int
+    ) -> None:
         self._me = me
         self._plan = plan
         self._members = members_of(part.new)
         self._may_wait = may_wait(plan, part)
-        self._lane = lane
+        self._group_scheduler = group_scheduler
         self._block_tokens = block_tokens
         self._waves = Waves(self._members, ())
         self._in_the_end = 0  # blocks of the smallest stage
@@ -200,12 +202,12 @@ class Leading:
         counts_in_the_end: Mapping[WorkerId, int],
     ) -> Decision:
         """All members are ready. `counts`: blocks of each stage, now and when nothing is left to be sent."""
-        alive = self._lane.kv_tokens  # own ones may have ended since they were counted
+        alive = self._group_scheduler.kv_tokens  # own ones may have ended since they were counted
         gone_ids = {v.sequence_id for v in victims if v.old_leader == self._me} - alive.keys()
         present = [v for v in victims if v.sequence_id not in gone_ids]
         self._in_the_end = min((counts_in_the_end if self._may_wait else counts).values())
         weights = {
-            **self._lane.weights(),
+            **self._group_scheduler.weights(),
             **{snapshot.sequence_id: self._weight(snapshot, now_s) for snapshot in coming},
         }
         standings = [
@@ -229,8 +231,8 @@ class Leading:
 
     def lead_on(self, now_s: float, counts: Mapping[WorkerId, int]) -> Decision:
         """The room of the waves so far has been given back; nothing travels."""
-        gone = self._waves.waiting_ids - set(self._lane.sequence_ids)
-        wave = self._waves.next(counts, self._lane.reserved_block_count, gone)
+        gone = self._waves.waiting_ids - set(self._group_scheduler.sequence_ids)
+        wave = self._waves.next(counts, self._group_scheduler.reserved_block_count, gone)
         lost_ids = sorted(v.sequence_id for v in wave.lost)
         events: list[Event] = [
             *(KvLost(now_s, sequence_id) for sequence_id in lost_ids),
@@ -245,8 +247,13 @@ class Leading:
         self, now_s: float, victims: Sequence[Victim], coming: Sequence[SequenceSnapshot], free_blocks: int
     ) -> Decision:
         """All members are ready. What this worker has led itself comes first, then what has been handed over to it."""
-        mine, alive = {v.sequence_id for v in victims if v.old_leader == self._me}, set(self._lane.sequence_ids)
-        counts = {s.sequence_id: s.token_count for s in self._lane.sequences if s.sequence_id in mine & alive}
+        mine, alive = (
+            {v.sequence_id for v in victims if v.old_leader == self._me},
+            set(self._group_scheduler.sequence_ids),
+        )
+        counts = {
+            s.sequence_id: s.token_count for s in self._group_scheduler.sequences if s.sequence_id in mine & alive
+        }
         for snapshot in sorted(coming, key=lambda s: (s.priority.rank, -s.age_s)):
             counts[snapshot.sequence_id] = len(snapshot.prompt_token_ids) + len(snapshot.output_token_ids)
         with_kv, kept = {v.sequence_id: v for v in victims}, dict[SequenceId, Victim]()
@@ -272,6 +279,6 @@ class Leading:
         return CapacityChanged(now_s, smallest, held_blocks, before)
 
     def _weight(self, snapshot: SequenceSnapshot, now_s: float) -> tuple[int, float, int]:
-        """See `Lane.weights`."""
+        """See `GroupScheduler.weights`."""
         token_count = len(snapshot.prompt_token_ids) + len(snapshot.output_token_ids)
         return snapshot.priority.rank, now_s - snapshot.age_s, blocks_for(token_count, self._block_tokens)

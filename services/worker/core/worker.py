@@ -1,7 +1,7 @@
 """The deciding half of a worker: requests in, batches and tokens out.
 
 Owns every sequence from its submission to its one ending, or until another leader takes it over. What runs when is
-decided in the lane of its group (`core.lane`). While a group dissolves there are two: the one in force, into which new
+decided in the group_scheduler of its group (`core.group_scheduler`). While a group dissolves there are two: the one in force, into which new
 requests come, and the leaving one. Knows no clock, no thread, no tensor.
 Whoever drives it calls `handle` from one thread, asks for a batch when the first stage is free, and reports the steps
 in their order.
@@ -30,11 +30,11 @@ from services.worker.core.events import (
     Event,
     Execute,
     FlightsLost,
+    GroupClosed,
     GroupLost,
+    GroupOpened,
     HandedOver,
     HandOver,
-    LaneClosed,
-    LaneOpened,
     LeavingStopped,
     MovedOver,
     OfLeaving,
@@ -51,9 +51,9 @@ from services.worker.core.events import (
     WithdrawnTooLate,
 )
 from services.worker.core.flights import Steps
+from services.worker.core.group_scheduler import GroupScheduler
 from services.worker.core.handover import ANOTHER_LEADS, Handovers, stop_rule
 from services.worker.core.intake import fault_of, with_seed
-from services.worker.core.lane import Lane
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.plain import PlainSteps, foresee, take
 from services.worker.core.residents import Residents, Stream
@@ -88,15 +88,17 @@ class WorkerCore:
         microbatching: Microbatching = by_token_count,
         target: TokenTarget | None = None,
     ) -> None:
-        """`block_count`, `book`, `microbatching` and `target`: see `core.lane`. Ids follow on `first_sequence_id`."""
+        """`block_count`, `book`, `microbatching` and `target`: see `core.group_scheduler`. Ids follow on `first_sequence_id`."""
         self._limits = limits
         self._residents = residents = Residents(limits)
         self._handovers = Handovers(limits, residents, self._new_sequence_id)
         self._microbatching, self._target = microbatching, target
         self._steps = Steps()
-        self._lanes = [self._new_lane(block_count, book)]  # the leaving one, if any; the one in force
-        self._last_formed: Lane | None = None
-        self._preemptions_total = self._stale_lanes_total = 0  # of lanes that have been closed
+        self._group_schedulers = [
+            self._new_group_scheduler(block_count, book)
+        ]  # the leaving one, if any; the one in force
+        self._last_formed: GroupScheduler | None = None
+        self._preemptions_total = self._stale_groups_total = 0  # of group_schedulers that have been closed
         self._outbox = residents.outbox
         self._first_sequence_id = self._last_sequence_id = first_sequence_id
         self._draining = False
@@ -113,9 +115,9 @@ class WorkerCore:
         """News for dispatchers comes first in the answer, Execute last. Stale events are counted, nothing else."""
         if not self._is_busy:
             self._progress_at_s = event.at_s
-        lane = self.lane
+        group_scheduler = self.group_scheduler
         if isinstance(event, OfLeaving):
-            event, lane = event.event, self._leaving()
+            event, group_scheduler = event.event, self._leaving()
         execute: Execute | Removed | None = None
         handed_over: HandedOver | None = None
         lost = isinstance(event, GroupLost)
@@ -123,9 +125,9 @@ class WorkerCore:
             case BatchWanted():
                 execute = self._form(event.at_s)
             case StepDone():
-                self._step_done(self._lane_of(event.result.step_id), event)
+                self._step_done(self._group_scheduler_of(event.result.step_id), event)
             case Submitted():
-                self._submit(lane, event)
+                self._submit(group_scheduler, event)
             case Aborted():
                 self._abort(event)
             case Tick():
@@ -135,40 +137,40 @@ class WorkerCore:
             case StreamClosed():
                 self._close(event)
             case StepFailed():
-                self._step_failed(self._lane_of(event.step_id), event)
+                self._step_failed(self._group_scheduler_of(event.step_id), event)
             case DrainRequested():
                 self._draining = True
             case GroupLost():
                 self._residents.abandon(event.at_s)
-                for each in self._lanes:
+                for each in self._group_schedulers:
                     each.abandon()
                 self._close_leaving()
             case HandOver():
-                handed_over = self._handovers.hand_over(lane, event)
+                handed_over = self._handovers.hand_over(group_scheduler, event)
             case Adopted():
-                self._handovers.adopt(lane, event)
+                self._handovers.adopt(group_scheduler, event)
             case OrphanWithdrawn():
                 self._handovers.withdraw(event)
-            case LaneOpened():
+            case GroupOpened():
                 self._open(event)
             case LeavingStopped():
                 self._leaving().stopped = True
             case MovedOver():
-                self._handovers.move_over(self._leaving(), lane, event)
+                self._handovers.move_over(self._leaving(), group_scheduler, event)
             case FlightsLost():
                 self._leaving().lose_flights()
-            case LaneClosed():
+            case GroupClosed():
                 self._close_leaving()
             case _:
-                lane.handle(event)
+                group_scheduler.handle(event)
         if self._residents.turned:
             self._residents.tell_turned()
         commands: list[Command] = [*self._outbox.take(self._seen_handle)]
         tells = isinstance(event, _TELLS_REMOVED)
-        for each in self._lanes:
+        for each in self._group_schedulers:
             if each.flights.to_remove and (tells or not each.is_busy):
                 removed = each.flights.tell_removed()
-                commands.append(removed if each is self._lanes[-1] else replace(removed, leaving=True))
+                commands.append(removed if each is self._group_schedulers[-1] else replace(removed, leaving=True))
         if handed_over is not None:
             commands.append(handed_over)
         if self._withdrawn_too_late is not None:
@@ -181,14 +183,14 @@ class WorkerCore:
         return commands
 
     @property
-    def lane(self) -> Lane:
-        """The lane of this worker's group. Newcomers enter it, and an event about a group is about this one."""
-        return self._lanes[-1]
+    def group_scheduler(self) -> GroupScheduler:
+        """The group_scheduler of this worker's group. Newcomers enter it, and an event about a group is about this one."""
+        return self._group_schedulers[-1]
 
-    def _new_lane(self, block_count: int, book: BlockBook | None) -> Lane:
+    def _new_group_scheduler(self, block_count: int, book: BlockBook | None) -> GroupScheduler:
         residents, steps, forms, target = self._residents, self._steps, self._microbatching, self._target
         end, turned = residents.end_too_big, residents.turned
-        return Lane(
+        return GroupScheduler(
             self._limits,
             block_count,
             end,
@@ -200,44 +202,53 @@ class WorkerCore:
         )
 
     @property
-    def leaving(self) -> Lane | None:
-        """The lane of the group that this worker has led, while what is in it comes to its end."""
-        return self._lanes[0] if len(self._lanes) > 1 else None
+    def leaving(self) -> GroupScheduler | None:
+        """The group_scheduler of the group that this worker has led, while what is in it comes to its end."""
+        return self._group_schedulers[0] if len(self._group_schedulers) > 1 else None
 
-    def _leaving(self) -> Lane:
-        lane = self.leaving
-        if lane is None:
-            raise InvariantViolation("no lane is leaving")
-        return lane
+    def _leaving(self) -> GroupScheduler:
+        group_scheduler = self.leaving
+        if group_scheduler is None:
+            raise InvariantViolation("no group_scheduler is leaving")
+        return group_scheduler
 
-    def _lane_of(self, step_id: int) -> Lane:
-        return next((lane for lane in self._lanes if lane.flights.next_landing == step_id), self.lane)
+    def _group_scheduler_of(self, step_id: int) -> GroupScheduler:
+        return next(
+            (
+                group_scheduler
+                for group_scheduler in self._group_schedulers
+                if group_scheduler.flights.next_landing == step_id
+            ),
+            self.group_scheduler,
+        )
 
-    def _open(self, event: LaneOpened) -> None:
-        before, lane = self.lane, self._new_lane(event.book.block_count, event.book)
-        if len(self._lanes) > 1:
-            raise InvariantViolation("a lane is opened while another one is leaving")
+    def _open(self, event: GroupOpened) -> None:
+        before, group_scheduler = self.group_scheduler, self._new_group_scheduler(event.book.block_count, event.book)
+        if len(self._group_schedulers) > 1:
+            raise InvariantViolation("a group_scheduler is opened while another one is leaving")
         before.stop_swapping(event.at_s)
-        self._lanes.append(lane)
+        self._group_schedulers.append(group_scheduler)
         if not before.leads:
             self._close_leaving()
 
     def _close_leaving(self) -> None:
-        """The counts of a lane that is no more go on."""
-        if (lane := self.leaving) is None:
+        """The counts of a group_scheduler that is no more go on."""
+        if (group_scheduler := self.leaving) is None:
             return
-        if lane.sequences or lane.flights or lane.flights.to_remove:
-            raise InvariantViolation(f"a lane is closed with {len(lane.sequences)} sequences in it")
-        self._preemptions_total += lane.scheduler.preemptions_total
-        self._stale_lanes_total += lane.stale_total
-        del self._lanes[0]
+        if group_scheduler.sequences or group_scheduler.flights or group_scheduler.flights.to_remove:
+            raise InvariantViolation(
+                f"a group_scheduler is closed with {len(group_scheduler.sequences)} sequences in it"
+            )
+        self._preemptions_total += group_scheduler.scheduler.preemptions_total
+        self._stale_groups_total += group_scheduler.stale_total
+        del self._group_schedulers[0]
 
     @property
     def _is_busy(self) -> bool:
         """A step runs, or one could."""
         busy = False  # a generator would take longer than what it asks
-        for lane in self._lanes:
-            busy = busy or lane.is_busy
+        for group_scheduler in self._group_schedulers:
+            busy = busy or group_scheduler.is_busy
         return busy
 
     @property
@@ -245,7 +256,9 @@ class WorkerCore:
         """It takes nothing new, and no request wants anything of it any more."""
         residents = self._residents
         return self._draining and not (
-            residents.live or residents.orphans or any(lane.is_occupied for lane in self._lanes)
+            residents.live
+            or residents.orphans
+            or any(group_scheduler.is_occupied for group_scheduler in self._group_schedulers)
         )
 
     # ---------------------------------------------------------------- what the outside may look at
@@ -254,15 +267,15 @@ class WorkerCore:
     def has_work(self) -> bool:
         """Whether a batch may be asked for. While others are in flight there may yet be none to give."""
         has_work = False
-        for lane in self._lanes:
-            has_work = has_work or lane.has_work
+        for group_scheduler in self._group_schedulers:
+            has_work = has_work or group_scheduler.has_work
         return has_work
 
     @property
     def in_flight_count(self) -> int:
         count = 0
-        for lane in self._lanes:
-            count += len(lane.flights)
+        for group_scheduler in self._group_schedulers:
+            count += len(group_scheduler.flights)
         return count
 
     @property
@@ -295,13 +308,13 @@ class WorkerCore:
     def in_flight(self, sequence_id: SequenceId) -> bool:
         """Whether a batch has it that has not landed."""
         sequence = self._residents.live.get(sequence_id)
-        return sequence is not None and sequence.step_id > self.lane.landed_step_id
+        return sequence is not None and sequence.step_id > self.group_scheduler.landed_step_id
 
     def why_no_room(self, block_count: int, *, new: bool) -> str:
         """Why a sequence of another leader that takes so many blocks more cannot come, or (not `new`) not go on coming;
         empty: it can.
         """
-        return _DRAINS if self._draining else self.lane.why_no_room(block_count, new=new)
+        return _DRAINS if self._draining else self.group_scheduler.why_no_room(block_count, new=new)
 
     @property
     def first_sequence_id(self) -> SequenceId:
@@ -317,15 +330,16 @@ class WorkerCore:
     def totals(self) -> Totals:
         return Totals(
             self._steps_total,
-            self._preemptions_total + sum(lane.scheduler.preemptions_total for lane in self._lanes),
+            self._preemptions_total
+            + sum(group_scheduler.scheduler.preemptions_total for group_scheduler in self._group_schedulers),
             self._prompt_tokens_total,
             self._generation_tokens_total,
             dict(self._residents.endings_total),
             self._residents.refused_total,
             self._stale_events_total
             + self._handovers.stale_total
-            + self._stale_lanes_total
-            + sum(lane.stale_total for lane in self._lanes),
+            + self._stale_groups_total
+            + sum(group_scheduler.stale_total for group_scheduler in self._group_schedulers),
             self._handovers.adopted_total,
             self._handovers.moved_total,
         )
@@ -335,14 +349,14 @@ class WorkerCore:
         block_count = free_block_count = kept_block_count = waiting_block_count = spare_block_count = 0
         running_count = waiting_count = max_running_count = prompt_token_count = max_prompt_token_count = 0
         preemptions_total = self._preemptions_total
-        for lane in self._lanes:
-            scheduler = lane.scheduler
+        for group_scheduler in self._group_schedulers:
+            scheduler = group_scheduler.scheduler
             waiting_count += scheduler.waiting_count
             waiting_block_count += scheduler.waiting_block_count
             if swapped_count := len(scheduler.swap):
                 waiting_count += swapped_count - scheduler.swap.returning_count
                 waiting_block_count += sum(scheduler.need(s) for s in scheduler.swap.away)
-            if lane is self._lanes[-1]:
+            if group_scheduler is self._group_schedulers[-1]:
                 # What a group that dissolves beside it still has counts as used, as it is going to be this one's.
                 block_count = scheduler.block_count if scheduler.stage_count > 1 else scheduler.ceiling_block_count
                 free_block_count = scheduler.free_block_count
@@ -384,7 +398,7 @@ class WorkerCore:
 
     # ---------------------------------------------------------------- coming and going
 
-    def _submit(self, lane: Lane, event: Submitted) -> None:
+    def _submit(self, group_scheduler: GroupScheduler, event: Submitted) -> None:
         stream = self._residents.streams.get(event.key.stream_id)
         if stream is None or event.key.handle <= stream.seen_handle:
             self._stale_events_total += 1
@@ -394,12 +408,14 @@ class WorkerCore:
             return
         may_hold = self._handovers.may_hold(event)
         # What is held may run in a larger group than this one is now.
-        if fault := fault_of(event, self._limits, sys.maxsize if may_hold else lane.scheduler.ceiling_block_count):
+        if fault := fault_of(
+            event, self._limits, sys.maxsize if may_hold else group_scheduler.scheduler.ceiling_block_count
+        ):
             self._residents.turn_away(event.key, fault, invalid=True)
-        elif not may_hold and (refusal := self._refusal(lane, event)):
+        elif not may_hold and (refusal := self._refusal(group_scheduler, event)):
             self._residents.turn_away(event.key, refusal, invalid=False)
         else:
-            self._accept(lane, event, may_hold)
+            self._accept(group_scheduler, event, may_hold)
 
     def _new_sequence_id(self) -> SequenceId:
         self._last_sequence_id += 1
@@ -408,12 +424,12 @@ class WorkerCore:
     def _seen_handle(self, stream_id: int) -> int:
         return self._residents.streams[stream_id].seen_handle
 
-    def _refusal(self, lane: Lane, event: Submitted) -> str:
-        limits, scheduler = self._limits, lane.scheduler
+    def _refusal(self, group_scheduler: GroupScheduler, event: Submitted) -> str:
+        limits, scheduler = self._limits, group_scheduler.scheduler
         token_count = len(event.prompt_token_ids) + len(event.output_token_ids)
         if self._draining:
             return _DRAINS
-        if not lane.leads:
+        if not group_scheduler.leads:
             return ANOTHER_LEADS
         if scheduler.waiting_count >= limits.max_waiting_count:
             return f"{scheduler.waiting_count} requests are waiting, max_num_queued_reqs is {limits.max_waiting_count}"
@@ -424,16 +440,16 @@ class WorkerCore:
             )
         return ""
 
-    def _accept(self, lane: Lane, event: Submitted, hold: bool) -> None:
+    def _accept(self, group_scheduler: GroupScheduler, event: Submitted, hold: bool) -> None:
         rule = stop_rule(event, self._limits, (event.output_text, event.delivered_text_chars, 0))
         sequence = Sequence(self._new_sequence_id(), event, rule)
         sequence.sampling = with_seed(event.sampling)
         sequence.note(event.at_s, f"submitted: {sequence.token_count} tokens, class {event.priority.value}")
         self._residents.enter(sequence, event.at_s)
         if hold:
-            self._handovers.hold(lane, sequence, event)
+            self._handovers.hold(group_scheduler, sequence, event)
         else:
-            self._residents.place(sequence, lane, event.at_s)
+            self._residents.place(sequence, group_scheduler, event.at_s)
         if event.output_token_ids:
             sequence.stop.resume(sequence.output_token_ids)
             self._residents.turned.append(sequence)  # it was let in elsewhere
@@ -442,7 +458,7 @@ class WorkerCore:
         elif event.deadline_at_s is not None and event.deadline_at_s <= event.at_s:
             self._residents.end(sequence, event.at_s, FinishReason.DEADLINE)
         elif not hold:
-            lane.scheduler.admit(event.at_s)
+            group_scheduler.scheduler.admit(event.at_s)
 
     def _abort(self, event: Aborted) -> None:
         stream = self._residents.streams.get(event.key.stream_id)
@@ -461,25 +477,25 @@ class WorkerCore:
 
     def _expire(self, at_s: float) -> None:
         self._residents.expire(at_s)
-        self._handovers.expire(self.lane, at_s)
+        self._handovers.expire(self.group_scheduler, at_s)
 
     # ---------------------------------------------------------------- steps
 
     def _form(self, at_s: float) -> Execute | Removed | None:
-        """The lanes take turns."""
+        """The group_schedulers take turns."""
         self._expire(at_s)
-        if len(self._lanes) == 1:
-            self.lane.demand_place()
-            return self.lane.form(at_s)
-        for lane in sorted(self._lanes, key=lambda each: each is self._last_formed):
-            if lane.has_work and (formed := lane.form(at_s)) is not None:
-                self._last_formed = lane
-                return replace(formed, leaving=lane is not self._lanes[-1])
+        if len(self._group_schedulers) == 1:
+            self.group_scheduler.demand_place()
+            return self.group_scheduler.form(at_s)
+        for group_scheduler in sorted(self._group_schedulers, key=lambda each: each is self._last_formed):
+            if group_scheduler.has_work and (formed := group_scheduler.form(at_s)) is not None:
+                self._last_formed = group_scheduler
+                return replace(formed, leaving=group_scheduler is not self._group_schedulers[-1])
         return None
 
-    def _step_done(self, lane: Lane, event: StepDone) -> None:
+    def _step_done(self, group_scheduler: GroupScheduler, event: StepDone) -> None:
         result, texts = event.result, event.texts
-        flight = lane.land(result, len(texts))
+        flight = group_scheduler.land(result, len(texts))
         self._count_step(event.at_s)
         at_s, token_ids, logprobs, ended = event.at_s, result.token_ids, result.logprobs, SequenceState.ENDED
         plain: dict[int, tuple[list[int], list[int]]] = {}  # stream -> handles, a token for each
@@ -507,7 +523,7 @@ class WorkerCore:
         for stream_id, (handles, ids) in plain.items():
             self._generation_tokens_total += len(ids)
             self._outbox.tokens(stream_id, handles, ids)
-        lane.shed(event.at_s)
+        group_scheduler.shed(event.at_s)
 
     def _token(
         self, sequence: Sequence, at_s: float, token_id: int, delta: str, logprobs: TokenLogprobs | None
@@ -527,24 +543,24 @@ class WorkerCore:
         if stop.finish_reason is not None:
             self._residents.end(sequence, at_s, stop.finish_reason)
 
-    def _step_failed(self, lane: Lane, event: StepFailed) -> None:
-        flight = lane.flights.land(event.step_id)
+    def _step_failed(self, group_scheduler: GroupScheduler, event: StepFailed) -> None:
+        flight = group_scheduler.flights.land(event.step_id)
         self._count_step(event.at_s)
         for sequence, _, _ in flight.shares:
             if sequence.state is not SequenceState.ENDED:
                 error = f"step {event.step_id} failed: {event.why}"
                 self._residents.end(sequence, event.at_s, FinishReason.ERROR, error)
-        lane.shed(event.at_s)
+        group_scheduler.shed(event.at_s)
 
     def plain_steps(self) -> PlainSteps | None:
         """The steps that follow if nothing is told meanwhile and that only give tokens. None: there is none."""
-        return None if self._residents.waits or len(self._lanes) > 1 else foresee(self.lane)
+        return None if self._residents.waits or len(self._group_schedulers) > 1 else foresee(self.group_scheduler)
 
     def take_plain_steps(self, plain: PlainSteps, token_ids: Iterable[Items[int]], count: int, at_s: float) -> None:
         """The first `count` of them have been run, the last at `at_s`, and their tokens (as many for each sequence)
         have been told to the dispatchers.
         """
-        take(plain, token_ids, count, self.lane)
+        take(plain, token_ids, count, self.group_scheduler)
         self._steps_total += count
         self._generation_tokens_total += count * len(plain.sequences)
         self._progress_at_s = at_s
@@ -560,16 +576,20 @@ class WorkerCore:
         residents = self._residents
         residents.check()
         placed_count = 0
-        for lane in self._lanes:
-            lane.check()
-            for sequence in lane.sequences:
+        for group_scheduler in self._group_schedulers:
+            group_scheduler.check()
+            for sequence in group_scheduler.sequences:
                 if sequence.state is SequenceState.ENDED:
                     continue
                 placed_count += 1
-                if residents.lanes.get(sequence.sequence_id) is not lane:
-                    raise InvariantViolation(f"{sequence.name} is in a lane that is not its own", sequence.story())
-        if len(residents.lanes) != placed_count:
-            raise InvariantViolation(f"{len(residents.lanes)} sequences have a lane, {placed_count} are in one")
+                if residents.group_schedulers.get(sequence.sequence_id) is not group_scheduler:
+                    raise InvariantViolation(
+                        f"{sequence.name} is in a group_scheduler that is not its own", sequence.story()
+                    )
+        if len(residents.group_schedulers) != placed_count:
+            raise InvariantViolation(
+                f"{len(residents.group_schedulers)} sequences have a group_scheduler, {placed_count} are in one"
+            )
 
 
 # Events after which the stages must know what was removed, though no batch may follow for a while.

@@ -13,7 +13,7 @@ from ballast.common.transition import Phase, TransitionKind
 from ballast.service.logs import get_logger
 from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import BlockBook
-from services.worker.core.events import KvArrived, LaneOpened, RoleChanged
+from services.worker.core.events import GroupOpened, KvArrived, RoleChanged
 from services.worker.core.phases import BEFORE_COMMIT
 from services.worker.core.plan import Plan, Victim, part_of
 from services.worker.core.transition import Transition
@@ -175,13 +175,13 @@ class TransitionDriver:
 
     def poll(self) -> None:
         """Between two batches."""
-        transition, lane = self.transition, self._ground.lane
+        transition, group_scheduler = self.transition, self._ground.group_scheduler
         if (
             self.quiescing
             and transition is not None
             and transition.phase is Phase.COMMITTING
             and transition.led_before
-            and not (lane.in_flight_count or lane.suspended_ids)
+            and not (group_scheduler.in_flight_count or group_scheduler.suspended_ids)
         ):
             # What has ended since the last batch, while the stages still follow this leader: it would stay there.
             self._capacities.tell_core(ends=True)
@@ -433,7 +433,7 @@ class TransitionDriver:
         self._published.note_commit()
         self._restoring.commit()
         if role.leads:
-            progress.victim_count = progress.victims_waiting = len(ground.lane.sequence_ids)
+            progress.victim_count = progress.victims_waiting = len(ground.group_scheduler.sequence_ids)
         home_blocks = self._capacities.smallest_home
         heirs = [MemberView(stage.worker_id, home_blocks, ground.core.max_running_count) for stage in role.stages]
         old_ground, stage = self._second(ground, copy.copy(role))
@@ -449,7 +449,7 @@ class TransitionDriver:
         block_count = self._memory.open_window()
         ground.book = BlockBook(block_count, self._memory.kv.shape.block_tokens, self._memory.kv.window.first_block)
         progress.remap_s += self._now() - now_s
-        self._answers.tell(LaneOpened(now_s, ground.book))
+        self._answers.tell(GroupOpened(now_s, ground.book))
         self._restoring.limit_prompts(beside=True)
         role.take_up(transition.epoch, transition.part.new)
         self._published.clock.begin_layout()

@@ -16,7 +16,7 @@ from ballast.common.sampling import Grammar
 from services.worker.core.batch import Batch, StepResult
 from services.worker.core.blocks import BlockBook
 from services.worker.core.events import BlockCopy
-from services.worker.core.lane import Lane
+from services.worker.core.group_scheduler import GroupScheduler
 from services.worker.core.worker import WorkerCore
 from services.worker.memory.device import DeviceMemory
 from services.worker.pipeline.unhurried import never
@@ -118,10 +118,10 @@ class Ground:
     leaving: bool = False  # of the group that dissolves, if this worker has led it; not of the one in force
 
     @property
-    def lane(self) -> Lane:
+    def group_scheduler(self) -> GroupScheduler:
         """Only read."""
         leaving = self.core.leaving if self.leaving else None
-        return self.core.lane if leaving is None else leaving
+        return self.core.group_scheduler if leaving is None else leaving
 
     def grow_book(self, block_count: int) -> None:
         self.book.grow(block_count - self.book.block_count)

@@ -75,7 +75,9 @@ class Handover:
             self.send(epoch, to, more=True)
 
     def _own_victims(self) -> tuple[Victim, ...]:
-        return tuple(Victim(i, count, self._role.me) for i, count in sorted(self._ground.lane.kv_tokens.items()))
+        return tuple(
+            Victim(i, count, self._role.me) for i, count in sorted(self._ground.group_scheduler.kv_tokens.items())
+        )
 
     def send(self, epoch: Epoch, to: WorkerId, *, more: bool = False) -> None:
         body = pb.Handover(
@@ -112,11 +114,15 @@ class Handover:
 
     def lead(self, transition: Transition, victims: Sequence[Victim], progress: Progress, now_s: float) -> Decision:
         """All members are ready. Who finds no room in the smallest stage waits for it, or starts over."""
-        lane, book, size = self._ground.lane, self._ground.book, self._memory.kv.shape.block_tokens
-        leading = self._leading = Leading(self._role.me, transition.plan, transition.part, lane, size)
+        group_scheduler, book, size = (
+            self._ground.group_scheduler,
+            self._ground.book,
+            self._memory.kv.shape.block_tokens,
+        )
+        leading = self._leading = Leading(self._role.me, transition.plan, transition.part, group_scheduler, size)
         if transition.part.dissolves:
-            # What has left the lane holds its blocks until the next batch.
-            free_blocks = -1 if transition.lost else min(lane.free_block_count, book.free_count)
+            # What has left the group_scheduler holds its blocks until the next batch.
+            free_blocks = -1 if transition.lost else min(group_scheduler.free_block_count, book.free_count)
             decision = leading.lead_alone(now_s, victims, self._coming, free_blocks)
             progress.halted_at_s = now_s
         else:

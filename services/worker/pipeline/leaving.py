@@ -14,7 +14,7 @@ from services.worker.core.batch import SequenceId
 from services.worker.core.events import (
     CapacityChanged,
     FlightsLost,
-    LaneClosed,
+    GroupClosed,
     LeavingStopped,
     MovedOver,
     OfLeaving,
@@ -82,23 +82,23 @@ class Leaving:
         """Between two batches. True at its leader, once: no batch is in flight, and what was left is handed over."""
         if not self.role.leads or self.closed:
             return False
-        lane, now_s = self._ground.lane, self._ground.now()
-        self._send_away(lane.may_leave(running=False), now_s, by_tokens=True)
-        self._progress.victims_waiting = count = len(lane.sequences)
+        group_scheduler, now_s = self._ground.group_scheduler, self._ground.now()
+        self._send_away(group_scheduler.may_leave(running=False), now_s, by_tokens=True)
+        self._progress.victims_waiting = count = len(group_scheduler.sequences)
         if count < self._left_count:
             self._left_count, self._left_s = count, now_s
-        if count and not (lane.stopped or self._hurried or now_s >= self._over_at_s()):
+        if count and not (group_scheduler.stopped or self._hurried or now_s >= self._over_at_s()):
             self._tighten(now_s)
             return False
-        if lane.sequences and not lane.stopped:
+        if group_scheduler.sequences and not group_scheduler.stopped:
             self._ground.answers.tell(LeavingStopped(now_s))
-        if lane.flights:
+        if group_scheduler.flights:
             return False
-        self._send_away(lane.may_leave(running=True), now_s, by_tokens=False)
-        return not lane.flights.to_remove
+        self._send_away(group_scheduler.may_leave(running=True), now_s, by_tokens=False)
+        return not group_scheduler.flights.to_remove
 
     def _over_at_s(self) -> float:
-        reserved, stages = self._ground.lane.reserved_block_count, len(self.role.stages)
+        reserved, stages = self._ground.group_scheduler.reserved_block_count, len(self.role.stages)
         return over_at_s(self._began_s, self._left_s, reserved, self._home_blocks, stages)
 
     def empty(self, lost: Collection[WorkerId]) -> None:
@@ -106,12 +106,12 @@ class Leaving:
         now_s = self._ground.now()
         self._heirs = {worker_id: heir for worker_id, heir in self._heirs.items() if worker_id not in lost}
         self._ground.answers.tell(FlightsLost(now_s))
-        self._send_away(self._ground.lane.may_leave(running=True), now_s, by_tokens=True)
+        self._send_away(self._ground.group_scheduler.may_leave(running=True), now_s, by_tokens=True)
 
     def _place(self, requests: Iterable[Request]) -> dict[SequenceId, WorkerId]:
         """Where each goes: to the member with most room left of those that a member has at home."""
         views = [
-            PlacementView(r.sequence_id, max(1, self._ground.lane.need(r)), r.state is SequenceState.RUNNING)
+            PlacementView(r.sequence_id, max(1, self._ground.group_scheduler.need(r)), r.state is SequenceState.RUNNING)
             for r in requests
         ]
         placed = place(views, list(self._heirs.values()))
@@ -141,10 +141,12 @@ class Leaving:
     # ------------------------------------------------------------ its room
 
     def _tighten(self, now_s: float) -> None:
-        lane = self._ground.lane
-        running_count, block_tokens = lane.scheduler.running_count, lane.scheduler.block_tokens
-        limit = tightened(self._limit, self._first_blocks, lane.reserved_block_count, running_count, block_tokens)
-        if limit < self._limit and lane.settled:
+        group_scheduler = self._ground.group_scheduler
+        running_count, block_tokens = group_scheduler.scheduler.running_count, group_scheduler.scheduler.block_tokens
+        limit = tightened(
+            self._limit, self._first_blocks, group_scheduler.reserved_block_count, running_count, block_tokens
+        )
+        if limit < self._limit and group_scheduler.settled:
             change = CapacityChanged(now_s, limit, before_block_count=self._first_blocks)
             self._ground.answers.tell(OfLeaving(now_s, change))
             self.limited(limit)
@@ -173,7 +175,7 @@ class Leaving:
         self.closed = True
         self.stage.forget(self._ground.book.sequence_ids)
         if self.role.leads:
-            self._ground.answers.tell(LaneClosed(self._ground.now()))
+            self._ground.answers.tell(GroupClosed(self._ground.now()))
 
     def release(self) -> None:
         began_s = self._ground.now()

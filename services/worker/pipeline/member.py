@@ -17,7 +17,7 @@ from ballast.common.transition import Phase
 from ballast.service.logs import get_logger
 from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import BlockBook
-from services.worker.core.events import Execute, GroupLost, LaneOpened, Removed, RoleChanged
+from services.worker.core.events import Execute, GroupLost, GroupOpened, Removed, RoleChanged
 from services.worker.core.mover import Mode
 from services.worker.core.transition_messages import KvReceived, PeerLost
 from services.worker.core.worker import WorkerCore
@@ -249,8 +249,8 @@ class GroupMember:
 
     def poll(self) -> list[Answer]:
         if self._role.leads:
-            lane = self._ground.lane
-            has_work = bool(lane.in_flight_count) or lane.has_work
+            group_scheduler = self._ground.group_scheduler
+            has_work = bool(group_scheduler.in_flight_count) or group_scheduler.has_work
             self.published.clock.note_work(self._now(), has_work=has_work)
         if not self._is_awake:
             return []
@@ -372,7 +372,7 @@ class GroupMember:
         block_count, kv = self._memory.close_leaving(), self._memory.kv
         book = BlockBook(block_count, kv.shape.block_tokens, kv.window.first_block)
         self._ground.book = book
-        self._answers.tell(LaneOpened(self._now(), book))
+        self._answers.tell(GroupOpened(self._now(), book))
         self._capacities.begin()
         rescue.progress.block_count_after = book.block_count
         self.published.publish_as(rescue.epoch, Phase.DONE)

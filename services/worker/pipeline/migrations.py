@@ -192,7 +192,9 @@ class Migrations:
 
     def _begin_some(self, to: WorkerId, order: _Order, now_s: float) -> None:
         while self._departures.may_begin:
-            chosen = choose_departure(self._ground.lane.decoding(), order.blocks_left, self._departures.leaving)
+            chosen = choose_departure(
+                self._ground.group_scheduler.decoding(), order.blocks_left, self._departures.leaving
+            )
             if chosen is None:
                 return
             order.blocks_left -= chosen.block_count
@@ -332,7 +334,7 @@ class Migrations:
 
     def _adopt(self, command: Adopt) -> None:
         snapshot, now_s = command.snapshot, self._now()
-        if not self._ground.lane.leads:
+        if not self._ground.group_scheduler.leads:
             return  # it follows since it gave up, or its group is lost: the dispatcher has the request replayed
         self._tell_room()
         lost = frozenset[SequenceId]() if command.kv_tokens else frozenset({snapshot.sequence_id})

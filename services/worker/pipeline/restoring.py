@@ -88,7 +88,7 @@ class Restoring:
 
         A batch in flight may still add a token to it, and the next batch wants room for one more.
         """
-        longest = self._ground.lane.longest_token_count
+        longest = self._ground.group_scheduler.longest_token_count
         home = self._capacities.smallest_home * self._memory.kv.shape.block_tokens
         if longest + 2 <= home:
             return ""
@@ -127,7 +127,7 @@ class Restoring:
             self._limit = self._capacities.smallest_leaving
             self._capacities.limit(epoch, self._limit)
             self.limit_prompts()
-        if self._ground.lane.settled:  # nobody holds or will take a block beyond the limit
+        if self._ground.group_scheduler.settled:  # nobody holds or will take a block beyond the limit
             self._leads = False
             self.room_is_granted(epoch, self._limit)
 

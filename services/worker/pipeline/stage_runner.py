@@ -77,7 +77,7 @@ class StageRunner:
     ) -> StepOutcome | None:
         role, clock = self._role, self._published.clock
         if role.leads and batch.slices:
-            quiet_s, awaited = clock.take_quiet_s(), self._ground.lane.memory_is_awaited
+            quiet_s, awaited = clock.take_quiet_s(), self._ground.group_scheduler.memory_is_awaited
             if quiet_s or awaited:
                 batch = replace(batch, quiet_s=quiet_s, memory_is_awaited=awaited)
         began_s = self._watch.begin()

@@ -83,7 +83,7 @@ def test_a_microbatch_is_not_kept_small_for_those_that_wait_until_prompts_before
     assert load.waiting_count
     assert load.prompt_token_count >= load.max_prompt_token_count - 8
     assert not views[-1].lacks_room
-    leader.feed(CapacityChanged(leader.at_s, leader.core.lane.reserved_block_count))
+    leader.feed(CapacityChanged(leader.at_s, leader.core.group_scheduler.reserved_block_count))
     leader.batch()
     assert views[-1].lacks_room
 
@@ -147,7 +147,7 @@ def test_a_smaller_group_preempts_the_latest_and_says_when_it_has_settled() -> N
     commands = leader.feed(CapacityChanged(leader.at_s, 5))
     assert [c.batch.removed for c in commands if isinstance(c, Removed)] == [((1 << 32) + 4, (1 << 32) + 3)]
     assert reserved(leader) == 4
-    assert leader.core.lane.settled
+    assert leader.core.group_scheduler.settled
 
 
 def test_in_flight_nobody_is_preempted() -> None:
@@ -156,11 +156,11 @@ def test_in_flight_nobody_is_preempted() -> None:
         leader.submit(f"r{number}", (1, 2, 3, 4))
     flying = leader.batch()
     leader.feed(CapacityChanged(leader.at_s, 5))
-    assert not leader.core.lane.settled
+    assert not leader.core.group_scheduler.settled
     leader.done(flying)
     assert reserved(leader) == 4
     leader.feed(CapacityChanged(leader.at_s, 5))  # tells the stages
-    assert leader.core.lane.settled
+    assert leader.core.group_scheduler.settled
 
 
 def test_lent_blocks_are_not_given_to_anybody_and_harm_nobody() -> None:
@@ -190,7 +190,7 @@ def test_who_needs_what_may_come_back_soon_waits_for_it() -> None:
     while leader.core.has_work:
         leader.step()
     assert leader.heard(key)[2] is None
-    assert leader.core.lane.longest_token_count > 16
+    assert leader.core.group_scheduler.longest_token_count > 16
     leader.feed(CapacityChanged(leader.at_s, 8))
     assert leader.step()
     assert leader.heard(key)[2] is None
@@ -302,8 +302,8 @@ def test_a_suspended_sequence_is_left_out_and_goes_on_where_it_was() -> None:
     (sequence_id,) = leader.core.sequence_ids
     leader.feed(KvTravels(leader.at_s, frozenset({sequence_id})))
     assert not leader.core.has_work
-    assert leader.core.lane.suspended_ids == (sequence_id,)
-    assert leader.core.lane.kv_tokens == {sequence_id: 3}
+    assert leader.core.group_scheduler.suspended_ids == (sequence_id,)
+    assert leader.core.group_scheduler.kv_tokens == {sequence_id: 3}
     leader.feed(KvArrived(leader.at_s, sequence_id))
     execute = leader.batch()
     assert execute is not None
@@ -365,7 +365,7 @@ def test_who_waits_for_room_holds_none_of_it_until_it_is_admitted() -> None:
     leader = Leader(12, stages=2, block_tokens=4, max_running_count=4)
     for name in ("first", "second"):
         leader.submit(name, (1, 2, 3, 4, 5, 6, 7), sampling=greedy(9))
-    while len(leader.core.lane.kv_tokens) < 2:
+    while len(leader.core.group_scheduler.kv_tokens) < 2:
         leader.step()
     ids = leader.core.sequence_ids
     before = reserved(leader)

@@ -29,7 +29,7 @@ def swapping(block_count: int = 12, host: int = 40, per_step: int = 1, **changes
 
 
 def space(driver: Driver) -> SwapSpace:
-    return driver.core.lane.scheduler.swap
+    return driver.core.group_scheduler.scheduler.swap
 
 
 def submit(driver: Driver, *lengths: tuple[int, int]) -> list[tuple[SequenceKey, tuple[int, ...]]]:
@@ -155,7 +155,7 @@ def test_stages_are_told_to_forget_what_is_being_copied_when_there_is_no_host_me
     while not space(driver).leaving_block_count:
         driver.step()
     (entry,) = space(driver)._entries.values()
-    blocks = driver.core.lane.scheduler.block_count
+    blocks = driver.core.group_scheduler.scheduler.block_count
     told, removed = driver.core.handle(CapacityChanged(driver.at_s, blocks, swap_block_count=0))
     assert isinstance(told, Emit)
     assert told.preempted == (entry.sequence.key.handle,)

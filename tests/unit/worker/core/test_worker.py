@@ -21,7 +21,7 @@ from services.worker.core.events import (
     StreamOpened,
     Submitted,
 )
-from services.worker.core.lane import Lane
+from services.worker.core.group_scheduler import GroupScheduler
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.worker import WorkerCore
 from tests.support.worker_core import MEMORY, VOCAB_SIZE, greedy, limits, next_token, piece
@@ -399,11 +399,11 @@ def test_check_sees_blocks_that_an_ended_sequence_holds_and_tells_the_story() ->
     made.submit(prompt(3))
     made.step()
     core = made.core
-    core.lane.book.hold(77, 3)
+    core.group_scheduler.book.hold(77, 3)
     with pytest.raises(InvariantViolation, match="sequence 77 holds blocks and does not run"):
         core.check()
-    core.lane.book.release(77)
-    core.lane.book.release(1)
+    core.group_scheduler.book.release(77)
+    core.group_scheduler.book.release(1)
     with pytest.raises(InvariantViolation, match=r"(?s)has KV in no block.*submitted: 3 tokens.*running:.*first token"):
         core.check()
 
@@ -463,16 +463,16 @@ def test_check_sees_a_sequence_that_is_in_no_lane_or_in_another_than_is_noted() 
     made.submit(prompt(3))
     made.step()
     core = made.core
-    lanes = core._residents.lanes
-    ((sequence_id, lane),) = lanes.items()
-    lanes[sequence_id] = Lane(limits(), 8, core._residents.end_too_big)
-    with pytest.raises(InvariantViolation, match="is in a lane that is not its own"):
+    group_schedulers = core._residents.group_schedulers
+    ((sequence_id, group_scheduler),) = group_schedulers.items()
+    group_schedulers[sequence_id] = GroupScheduler(limits(), 8, core._residents.end_too_big)
+    with pytest.raises(InvariantViolation, match="is in a group_scheduler that is not its own"):
         core.check()
-    lanes[sequence_id] = lane
-    lanes[7] = lane
-    with pytest.raises(InvariantViolation, match="2 sequences have a lane, 1 are in one"):
+    group_schedulers[sequence_id] = group_scheduler
+    group_schedulers[7] = group_scheduler
+    with pytest.raises(InvariantViolation, match="2 sequences have a group_scheduler, 1 are in one"):
         core.check()
-    del lanes[7]
-    del lanes[sequence_id]
-    with pytest.raises(InvariantViolation, match="is held and in a lane, or neither"):
+    del group_schedulers[7]
+    del group_schedulers[sequence_id]
+    with pytest.raises(InvariantViolation, match="is held and in a group_scheduler, or neither"):
         core.check()

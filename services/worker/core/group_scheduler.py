@@ -1,6 +1,6 @@
 """A group as its leader sees it: which sequences run, which batches are under way, which blocks its own stage has.
 
-A lone worker leads a group of one. A lane knows sequences by counts and batches, and nobody who waits for their tokens:
+A lone worker leads a group of one. A group_scheduler knows sequences by counts and batches, and nobody who waits for their tokens:
 who owns a sequence has it `enter`, gives out its tokens when a batch has landed, and takes it out again (`end`,
 `give_away`).
 """
@@ -14,11 +14,11 @@ from services.worker.core.events import (
     AdmissionLimited,
     CapacityChanged,
     Execute,
+    GroupEvent,
     KvAdmitted,
     KvArrived,
     KvLost,
     KvTravels,
-    LaneEvent,
     PrefillLimited,
     Removed,
     RoleChanged,
@@ -33,7 +33,7 @@ from services.worker.policy.microbatching import Microbatching, by_token_count
 from services.worker.policy.token_target import TokenTarget
 
 
-class Lane:
+class GroupScheduler:
     def __init__(
         self,
         limits: WorkerLimits,
@@ -47,9 +47,9 @@ class Lane:
         target: TokenTarget | None = None,
     ) -> None:
         """`block_count`: of the smallest stage. `book`: the tables of this worker's own stage, which outlive its being
-        a leader; without one, the lane is a lone worker's and keeps its own. `microbatching` forms the batches of a
+        a leader; without one, the group_scheduler is a lone worker's and keeps its own. `microbatching` forms the batches of a
         group of several stages. `outgrown` is called with each sequence that has outgrown the whole cache, and the
-        instant: it ends it. `steps` numbers batches; a worker's lanes share it. To `turned`, which they share as well,
+        instant: it ends it. `steps` numbers batches; a worker's group_schedulers share it. To `turned`, which they share as well,
         are added those that wait again and those that run again. `target`: what a token may take.
         """
         self._limits = limits
@@ -277,7 +277,7 @@ class Lane:
 
     # ---------------------------------------------------------------- what happens to the group
 
-    def handle(self, event: LaneEvent) -> None:
+    def handle(self, event: GroupEvent) -> None:
         match event:
             case RoleChanged():
                 self._change_role(event)
@@ -326,7 +326,7 @@ class Lane:
         self.make_room(event.at_s)
 
     def stop_swapping(self, at_s: float) -> None:
-        """Host memory is another lane's from now on."""
+        """Host memory is another group_scheduler's from now on."""
         if not self.scheduler.swap.limit(0):
             self._forget_swapped(at_s)
 

@@ -11,11 +11,11 @@ from services.worker.core.events import (
     Command,
     Ending,
     FlightsLost,
+    GroupClosed,
     GroupLost,
+    GroupOpened,
     HandedOver,
     HandOver,
-    LaneClosed,
-    LaneOpened,
     MovedOver,
     OfLeaving,
     Removed,
@@ -29,8 +29,8 @@ from tests.support.worker_core import MEMORY
 OWN_BLOCKS, FIRST_BLOCK = 16, 100
 
 
-def open_lane(leader: Leader) -> None:
-    leader.feed(LaneOpened(leader.at_s, BlockBook(OWN_BLOCKS, 4, FIRST_BLOCK)))
+def open_group(leader: Leader) -> None:
+    leader.feed(GroupOpened(leader.at_s, BlockBook(OWN_BLOCKS, 4, FIRST_BLOCK)))
 
 
 def dissolving(*names: str, steps: int = 2, block_count: int = 32, stages: int = 2) -> Leader:
@@ -40,7 +40,7 @@ def dissolving(*names: str, steps: int = 2, block_count: int = 32, stages: int =
         leader.submit(name)
     for _ in range(steps * len(names)):
         leader.step()
-    open_lane(leader)
+    open_group(leader)
     return leader
 
 
@@ -50,7 +50,7 @@ def snapshots_of(commands: list[Command]) -> list[SequenceSnapshot]:
 
 
 def removed_of(commands: list[Command]) -> list[tuple[tuple[SequenceId, ...], bool]]:
-    """What is told of it, and whether to the stages of the lane that is leaving."""
+    """What is told of it, and whether to the stages of the group_scheduler that is leaving."""
     return [(c.batch.removed, c.leaving) for c in commands if isinstance(c, Removed)]
 
 
@@ -96,24 +96,24 @@ def test_a_result_is_of_the_lane_that_has_sent_the_batch_whichever_lands_first()
 def test_a_follower_has_one_lane_its_own() -> None:
     leader = Leader(stages=2)
     leader.feed(RoleChanged(leader.at_s, leads=False))
-    open_lane(leader)
+    open_group(leader)
     assert leader.core.leaving is None
     key = leader.submit("new")
     assert leader.step()
     assert leader.heard(key)[0] == [5]
-    with pytest.raises(InvariantViolation, match="no lane is leaving"):
+    with pytest.raises(InvariantViolation, match="no group_scheduler is leaving"):
         leader.core.handle(FlightsLost(leader.at_s))
 
 
 def test_who_needs_what_the_pipeline_gives_back_soon_waits_for_it() -> None:
     leader = Leader(stages=2)
-    leader.feed(LaneOpened(leader.at_s, BlockBook(2, 4, FIRST_BLOCK)))
+    leader.feed(GroupOpened(leader.at_s, BlockBook(2, 4, FIRST_BLOCK)))
     assert ending_of(leader, tuple(range(1, 20))).invalid
     leader.feed(CapacityChanged(leader.at_s, 2, before_block_count=OWN_BLOCKS))
     key = leader.submit("large", tuple(range(1, 20)))
     assert leader.batch() is None
     assert leader.core.load(leader.at_s, MEMORY).waiting_count == 1
-    leader.core.lane.book.grow(OWN_BLOCKS - 2)
+    leader.core.group_scheduler.book.grow(OWN_BLOCKS - 2)
     leader.feed(CapacityChanged(leader.at_s, OWN_BLOCKS))
     while not leader.heard(key)[0]:
         assert leader.step()
@@ -121,7 +121,7 @@ def test_who_needs_what_the_pipeline_gives_back_soon_waits_for_it() -> None:
 
 def test_load_is_what_there_is_for_who_comes() -> None:
     leader = dissolving("old", "other")
-    home_blocks, place_count = 2 * OWN_BLOCKS, leader.core.lane.scheduler.max_running_count
+    home_blocks, place_count = 2 * OWN_BLOCKS, leader.core.group_scheduler.scheduler.max_running_count
     leader.feed(CapacityChanged(leader.at_s, OWN_BLOCKS, before_block_count=home_blocks))
     load = leader.core.load(leader.at_s, MEMORY)
     assert (load.block_count, load.used_block_count) == (home_blocks, OWN_BLOCKS), "the pipeline has the other half"
@@ -138,7 +138,7 @@ def test_who_moves_over_is_computed_anew_and_goes_on_where_it_was() -> None:
     leader = dissolving("old")
     commands = leader.feed(MovedOver(leader.at_s, frozenset({1})))
     assert removed_of(commands) == [((1,), True)]
-    leader.feed(LaneClosed(leader.at_s))
+    leader.feed(GroupClosed(leader.at_s))
     execute = leader.batch()
     assert execute is not None
     assert not execute.leaving
@@ -153,13 +153,13 @@ def test_who_waited_for_the_pipeline_moves_over_whoever_waits_here_already() -> 
     leader = Leader(1, stages=2, ordinal=0, max_waiting_count=bound)
     for i in range(bound):
         leader.submit(f"old {i}", tuple(range(1, 4)))
-    leader.feed(LaneOpened(leader.at_s, BlockBook(1, 4, FIRST_BLOCK)))
+    leader.feed(GroupOpened(leader.at_s, BlockBook(1, 4, FIRST_BLOCK)))
     for i in range(bound):
         leader.submit(f"new {i}", tuple(range(1, 4)))
     assert leader.core.leaving is not None
     waiting = [s.sequence_id for s in leader.core.leaving.scheduler.waiting]
     assert waiting
-    assert leader.core.lane.scheduler.waiting_count + len(waiting) > bound
+    assert leader.core.group_scheduler.scheduler.waiting_count + len(waiting) > bound
     leader.feed(MovedOver(leader.at_s, frozenset(waiting)))
     leader.core.check()
 
@@ -185,7 +185,7 @@ def test_who_is_handed_over_by_its_tokens_leaves_no_kv_behind_and_the_others_sta
     heir = dissolving("own")
     heir.feed(Adopted(heir.at_s, (snapshot,), by_tokens=True))
     assert heir.core.sequence_ids == (1, 2), "it has a number of its own there"
-    assert heir.core.lane.sequence_ids == (2,)
+    assert heir.core.group_scheduler.sequence_ids == (2,)
 
 
 def test_what_comes_by_its_tokens_may_come_while_batches_are_in_flight() -> None:
@@ -205,12 +205,12 @@ def test_what_comes_by_its_tokens_may_come_while_batches_are_in_flight() -> None
 def test_the_leaving_lane_has_less_room_and_who_gives_way_waits_in_it() -> None:
     leader = dissolving("old", "other")
     leader.feed(OfLeaving(leader.at_s, CapacityChanged(leader.at_s, 2, before_block_count=32)))
-    lane = leader.core.leaving
-    assert lane is not None
-    assert lane.settled
-    assert [s.sequence_id for s in lane.may_leave(running=False)] == [2]
-    assert [s.sequence_id for s in lane.may_leave(running=True)] == [2, 1]
-    assert leader.core.lane.scheduler.block_count == OWN_BLOCKS
+    group_scheduler = leader.core.leaving
+    assert group_scheduler is not None
+    assert group_scheduler.settled
+    assert [s.sequence_id for s in group_scheduler.may_leave(running=False)] == [2]
+    assert [s.sequence_id for s in group_scheduler.may_leave(running=True)] == [2, 1]
+    assert leader.core.group_scheduler.scheduler.block_count == OWN_BLOCKS
 
 
 def test_who_is_in_flight_may_not_leave_yet() -> None:
@@ -218,9 +218,9 @@ def test_who_is_in_flight_may_not_leave_yet() -> None:
     execute = leader.batch()
     assert execute is not None
     flying = {part.sequence_id for part in execute.batch.slices}
-    lane = leader.core.leaving
-    assert lane is not None
-    assert {s.sequence_id for s in lane.may_leave(running=True)} == {1, 2} - flying
+    group_scheduler = leader.core.leaving
+    assert group_scheduler is not None
+    assert {s.sequence_id for s in group_scheduler.may_leave(running=True)} == {1, 2} - flying
 
 
 def test_flights_that_are_lost_never_land_and_all_goes_on() -> None:
@@ -231,17 +231,17 @@ def test_flights_that_are_lost_never_land_and_all_goes_on() -> None:
     assert leader.core.in_flight_count == 0
     commands = leader.feed(MovedOver(leader.at_s, frozenset({1, 2})))
     assert removed_of(commands) == [], "no stage is left to be told"
-    leader.feed(LaneClosed(leader.at_s))
+    leader.feed(GroupClosed(leader.at_s))
     assert leader.core.leaving is None
     assert sorted(leader.step()) == [1, 2]
 
 
 def test_a_lane_is_closed_when_nothing_is_in_it_and_its_counts_go_on() -> None:
     leader = dissolving("old", "other")
-    with pytest.raises(InvariantViolation, match="a lane is closed with 2 sequences"):
-        leader.core.handle(LaneClosed(leader.at_s))
+    with pytest.raises(InvariantViolation, match="a group_scheduler is closed with 2 sequences"):
+        leader.core.handle(GroupClosed(leader.at_s))
     with pytest.raises(InvariantViolation, match="opened while another one is leaving"):
-        leader.core.handle(LaneOpened(leader.at_s, BlockBook(4, 4)))
+        leader.core.handle(GroupOpened(leader.at_s, BlockBook(4, 4)))
 
 
 def test_what_a_lane_has_counted_outlives_it() -> None:
@@ -250,7 +250,7 @@ def test_what_a_lane_has_counted_outlives_it() -> None:
     before = leader.core.totals.preemptions
     assert before == 1
     leader.feed(MovedOver(leader.at_s, frozenset({1, 2})))
-    leader.feed(LaneClosed(leader.at_s))
+    leader.feed(GroupClosed(leader.at_s))
     assert leader.core.leaving is None
     assert leader.core.totals.preemptions >= before
     assert leader.core.load(leader.at_s, MEMORY).preemptions_total == leader.core.totals.preemptions
