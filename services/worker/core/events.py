@@ -278,7 +278,7 @@ class GroupClosed:
 
 
 @dataclass(frozen=True, slots=True)
-class FlightsLost:
+class BatchesLost:
     """A stage of the group_scheduler that is leaving is gone: what was in flight never lands, and no stage is told anything."""
 
     at_s: float
@@ -323,7 +323,7 @@ Event = (
     | OfLeaving
     | LeavingStopped
     | MovedOver
-    | FlightsLost
+    | BatchesLost
     | GroupClosed
     | GroupLost
 )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Container
 
 from ballast.common.errors import InvariantViolation
 from services.worker.core.batch import SequenceId, StepResult
+from services.worker.core.batches_in_flight import InFlightBatch, InFlightBatches, Steps
 from services.worker.core.blocks import BlockBook, blocks_for
 from services.worker.core.events import (
     AdmissionLimited,
@@ -24,7 +25,6 @@ from services.worker.core.events import (
     RoleChanged,
     RoomExpected,
 )
-from services.worker.core.flights import Flight, Flights, Steps
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.scheduler import Scheduler
 from services.worker.core.sequence import Sequence, SequenceState
@@ -60,7 +60,7 @@ class GroupScheduler:
         if turned is not None:
             self.scheduler.turned = turned
         self.scheduler.target = target
-        self.flights = Flights(self.book, Steps() if steps is None else steps)
+        self.batches_in_flight = InFlightBatches(self.book, Steps() if steps is None else steps)
         self.leads = True
         self.stopped = False  # no batch is formed any more
         self.stale_total = 0
@@ -70,35 +70,37 @@ class GroupScheduler:
     @property
     def has_work(self) -> bool:
         """Whether a batch may be asked for. While others are in flight there may yet be none to give."""
-        scheduler, flights = self.scheduler, self.flights
+        scheduler, batches_in_flight = self.scheduler, self.batches_in_flight
         if self.stopped:
             return False
-        return len(flights) < scheduler.max_in_flight_count and scheduler.has_ready(flights.landed_step_id)
+        return len(batches_in_flight) < scheduler.max_in_flight_count and scheduler.has_ready(
+            batches_in_flight.completed_step_id
+        )
 
     @property
     def is_busy(self) -> bool:
         """A step runs, or one could."""
-        flights = self.flights
-        return bool(flights) or self.scheduler.has_ready(flights.landed_step_id)
+        batches_in_flight = self.batches_in_flight
+        return bool(batches_in_flight) or self.scheduler.has_ready(batches_in_flight.completed_step_id)
 
     @property
     def is_occupied(self) -> bool:
         """Whether KV is on its way, or a batch in flight; of what else it has, its owner knows."""
-        return bool(self.scheduler.suspended or self.flights)
+        return bool(self.scheduler.suspended or self.batches_in_flight)
 
     @property
     def in_flight_count(self) -> int:
-        return len(self.flights)
+        return len(self.batches_in_flight)
 
     @property
-    def landed_step_id(self) -> int:
+    def completed_step_id(self) -> int:
         """Step of the last batch that has landed."""
-        return self.flights.landed_step_id
+        return self.batches_in_flight.completed_step_id
 
     @property
     def settled(self) -> bool:
         """Whether all that is held is within the group's capacity, and the stages know of all that is not."""
-        return self.scheduler.settled and not self.flights.to_remove
+        return self.scheduler.settled and not self.batches_in_flight.to_remove
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -148,7 +150,7 @@ class GroupScheduler:
         empty: it can.
         """
         free_count = min(self.book.block_count, self.scheduler.block_count) - self.book.used_count  # on every stage
-        if block_count > free_count and self.flights.to_remove:  # what has left holds its blocks until then
+        if block_count > free_count and self.batches_in_flight.to_remove:  # what has left holds its blocks until then
             return f"{free_count} blocks are free before the next batch, {block_count} are needed"
         return self.scheduler.why_no_room(block_count, new=new)
 
@@ -175,36 +177,36 @@ class GroupScheduler:
 
     def demand_place(self) -> None:
         """A batch may be formed."""
-        if len(self.flights) >= self.scheduler.max_in_flight_count:
-            self.flights.demand_none("a batch is wanted")
+        if len(self.batches_in_flight) >= self.scheduler.max_in_flight_count:
+            self.batches_in_flight.require_none("a batch is wanted")
 
     def form(self, at_s: float) -> Execute | Removed | None:
-        flights, scheduler = self.flights, self.scheduler
+        batches_in_flight, scheduler = self.batches_in_flight, self.scheduler
         for sequence in scheduler.stranded():
             self._outgrown(sequence, at_s)
-        plan = scheduler.plan(at_s, flights.landed_step_id, len(flights))
+        plan = scheduler.plan(at_s, batches_in_flight.completed_step_id, len(batches_in_flight))
         for sequence in plan.preempted:
-            flights.forget(sequence)
+            batches_in_flight.forget(sequence)
         for sequence in plan.swaps.left:
-            flights.forget(sequence)
+            batches_in_flight.forget(sequence)
         for sequence in plan.swaps.back:
             sequence.on_stages = True
         if plan.decodes or plan.chunks:
-            return flights.depart(plan)
-        return flights.tell_removed(plan.swaps.copies) if plan.swaps.copies else None
+            return batches_in_flight.dispatch(plan)
+        return batches_in_flight.tell_removed(plan.swaps.copies) if plan.swaps.copies else None
 
-    def land(self, result: StepResult, text_count: int) -> Flight:
+    def complete(self, result: StepResult, text_count: int) -> InFlightBatch:
         """The oldest batch in flight lands. `shed` is due when its tokens have been given out."""
-        flight = self.flights.land(result.step_id)
-        flight.check_result(result, text_count)
-        self.scheduler.swap.measured(result.execute_s, flight.copied_count, result.copy_s)
-        return flight
+        in_flight_batch = self.batches_in_flight.complete(result.step_id)
+        in_flight_batch.check_result(result, text_count)
+        self.scheduler.swap.measured(result.execute_s, in_flight_batch.copied_count, result.copy_s)
+        return in_flight_batch
 
     def shed(self, at_s: float) -> None:
         """What there is has become less: preempt what is too much, as far as it is not in flight."""
         if not self.scheduler.settled:
-            for sequence in self.scheduler.shed(at_s, self.flights.landed_step_id):
-                self.flights.forget(sequence)
+            for sequence in self.scheduler.shed(at_s, self.batches_in_flight.completed_step_id):
+                self.batches_in_flight.forget(sequence)
 
     # ---------------------------------------------------------------- coming and going
 
@@ -231,7 +233,7 @@ class GroupScheduler:
             target.ended(len(sequence.prompt_token_ids), len(sequence.output_token_ids))
         if sequence.state is not SequenceState.SUSPENDED:
             self.scheduler.release(sequence)
-            self.flights.forget(sequence)
+            self.batches_in_flight.forget(sequence)
 
     def give_away(self, sequence: Sequence) -> None:
         """Somebody else has it now, with all that it holds. Its state has not changed yet."""
@@ -240,12 +242,12 @@ class GroupScheduler:
     def hand_over(self, at_s: float, who: Container[SequenceId] | None) -> None:
         """All, or those named, are about to be given away: what of their KV is in host memory is of no use."""
         if who is None:
-            self.flights.demand_none("all sequences are handed over")
+            self.batches_in_flight.require_none("all sequences are handed over")
         self._forget_swapped(at_s, who)
 
-    def lose_flights(self) -> None:
+    def lose_batches(self) -> None:
         """No batch in flight lands, and no stage is left to be told anything."""
-        self.flights.abandon()
+        self.batches_in_flight.abandon()
         for sequence in self.scheduler.running:
             sequence.on_stages = sequence.in_engine = False
 
@@ -253,7 +255,7 @@ class GroupScheduler:
         """The sequences that wait, and with `running` those of which nothing is in flight."""
         found = self.scheduler.waiting
         if running:
-            found += [s for s in self.scheduler.running if not self.flights.in_flight(s)]
+            found += [s for s in self.scheduler.running if not self.batches_in_flight.in_flight(s)]
         return found
 
     def need(self, sequence: Sequence) -> int:
@@ -263,17 +265,17 @@ class GroupScheduler:
     def give_up(self, sequence: Sequence, at_s: float, why: str) -> None:
         """It is about to go on elsewhere, by its tokens: here it waits, with nothing computed."""
         if sequence.state is SequenceState.RUNNING:
-            if self.flights.in_flight(sequence):
+            if self.batches_in_flight.in_flight(sequence):
                 raise InvariantViolation(f"{sequence.name} is given up while it is in flight", sequence.story())
             self.scheduler.start_over(sequence, at_s, why)
-            self.flights.forget(sequence)
+            self.batches_in_flight.forget(sequence)
 
     def abandon(self) -> None:
         """The group is lost, and all its sequences have ended: nobody is left that would have to be told."""
         self.scheduler.admission_limit = None
         for sequence in list(self.scheduler.suspended.values()):
             self.scheduler.let_go(sequence)
-        self.flights.abandon()
+        self.batches_in_flight.abandon()
 
     # ---------------------------------------------------------------- what happens to the group
 
@@ -301,7 +303,7 @@ class GroupScheduler:
 
     def _change_role(self, event: RoleChanged) -> None:
         scheduler = self.scheduler
-        self.flights.demand_none("the role is changed")
+        self.batches_in_flight.require_none("the role is changed")
         if event.stage_count < 1:
             raise InvariantViolation(f"a group of {event.stage_count} stages")
         busy_count = scheduler.running_count + scheduler.waiting_count
@@ -332,7 +334,7 @@ class GroupScheduler:
 
     def _forget_swapped(self, at_s: float, who: Container[SequenceId] | None = None) -> None:
         for sequence in self.scheduler.forget_swapped(at_s, "its KV is of no use to the new group", who):
-            self.flights.forget(sequence)
+            self.batches_in_flight.forget(sequence)
 
     def _end_outgrown(self, at_s: float) -> None:
         scheduler = self.scheduler
@@ -342,7 +344,7 @@ class GroupScheduler:
     # ---------------------------------------------------------------- KV on its way
 
     def _suspend(self, event: KvTravels) -> None:
-        self.flights.demand_none("KV begins to travel")
+        self.batches_in_flight.require_none("KV begins to travel")
         for sequence in [s for s in self.scheduler.running if s.sequence_id in event.sequence_ids]:
             if sequence.computed_tokens:
                 self.scheduler.suspend(sequence, event.at_s, waits=sequence.sequence_id in event.waiting_ids)
@@ -373,28 +375,28 @@ class GroupScheduler:
         elif sequence.state is SequenceState.ENDED:
             self._let_go(sequence)
         else:
-            if self.flights.in_flight(sequence):
+            if self.batches_in_flight.in_flight(sequence):
                 raise InvariantViolation(f"{sequence.name} loses its KV while it is in flight", sequence.story())
             self.scheduler.lose(sequence, event.at_s)
-            self.flights.forget(sequence)
+            self.batches_in_flight.forget(sequence)
             self._end_outgrown(event.at_s)
 
     def _let_go(self, sequence: Sequence) -> None:
         self.scheduler.let_go(sequence)
-        self.flights.forget(sequence)
+        self.batches_in_flight.forget(sequence)
 
     # ---------------------------------------------------------------- inspector
 
     def check(self) -> None:
         """Raise InvariantViolation unless counts, tables and batches agree."""
         scheduler = self.scheduler
-        scheduler.check(self.flights.landed_step_id)
+        scheduler.check(self.batches_in_flight.completed_step_id)
         self.book.check()
-        self.flights.check()
+        self.batches_in_flight.check()
         holders = {s.sequence_id: s for s in (*scheduler.running, *scheduler.suspended.values())}
         returning = scheduler.swap.sequences  # and leaving, and away with blocks that the next batch frees
         if self._keeps_book:
-            self._check_holders({*holders, *(s.sequence_id for s in returning), *self.flights.to_remove})
+            self._check_holders({*holders, *(s.sequence_id for s in returning), *self.batches_in_flight.to_remove})
         for sequence_id, sequence in holders.items():
             if sequence_id not in scheduler.without_blocks:
                 self._check_tables(sequence)

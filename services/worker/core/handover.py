@@ -47,7 +47,7 @@ class Handovers:
                 group_scheduler.give_away(sequence)
             self._move_out(sequence, to, event.at_s)
             if event.frees:
-                group_scheduler.flights.forget(sequence)
+                group_scheduler.batches_in_flight.forget(sequence)
         if isinstance(event.to, str):
             for sequence in self._residents.held.sequences:
                 self._move_out(sequence, event.to, event.at_s)
@@ -84,7 +84,7 @@ class Handovers:
 
     def adopt(self, group_scheduler: GroupScheduler, event: Adopted) -> None:
         if not (event.by_tokens or event.in_order):
-            group_scheduler.flights.demand_none("sequences are adopted")
+            group_scheduler.batches_in_flight.require_none("sequences are adopted")
         if not group_scheduler.leads:
             raise InvariantViolation("a follower is handed sequences over")
         for snapshot in event.snapshots:
@@ -109,7 +109,7 @@ class Handovers:
         if suspended and sequence.state is SequenceState.ENDED:
             group_scheduler.enter(sequence, at_s, suspended=True, waits=waits)
         elif sequence.state is SequenceState.ENDED or sequence_id in event.lost_ids:
-            group_scheduler.flights.forget(sequence)
+            group_scheduler.batches_in_flight.forget(sequence)
             sequence.computed_tokens = 0
         if sequence.unsent is None:
             return

@@ -38,8 +38,8 @@ class PlainSteps:
 
 def foresee(group_scheduler: GroupScheduler) -> PlainSteps | None:
     """None: the next step may be another one."""
-    scheduler, flights = group_scheduler.scheduler, group_scheduler.flights
-    if not scheduler.decides_nothing or len(flights) or flights.to_remove:
+    scheduler, batches_in_flight = group_scheduler.scheduler, group_scheduler.batches_in_flight
+    if not scheduler.decides_nothing or len(batches_in_flight) or batches_in_flight.to_remove:
         return None
     if scheduler.target is not None:  # how many may run is another number after each of them, and is told
         return None
@@ -75,12 +75,12 @@ def take(plain: PlainSteps, token_ids: Iterable[Sequence[int]], count: int, grou
     """The first `count` of these steps have been run. `token_ids`: of each sequence, as many as steps."""
     block_tokens, scheduler, book = plain.block_tokens, group_scheduler.scheduler, group_scheduler.book
     taken: list[tuple[int, int, Running]] = []  # step, place in the batch: the order in which blocks are taken
-    step_id = group_scheduler.flights.pass_over(count)
+    step_id = group_scheduler.batches_in_flight.record_completed(count)
     for place, (sequence, new_ids) in enumerate(zip(plain.sequences, token_ids, strict=True)):
         before = sequence.token_count
         sequence.output_token_ids.extend(new_ids)
         sequence.token_count = before + count
-        sequence.computed_tokens = sequence.departed_tokens = before + count - 1
+        sequence.computed_tokens = sequence.dispatched_tokens = before + count - 1
         sequence.step_id = step_id
         scheduler.reserve_for(sequence, before + count - 1)
         first = len(book.table(sequence.sequence_id)) * block_tokens - before + 1

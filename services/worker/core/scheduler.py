@@ -102,7 +102,7 @@ class Scheduler:
     def prompt_tokens(self) -> int:
         """Tokens of running prompts in no batch yet. A long one counts as a full batch: another may come beside it."""
         most = self._limits.max_batch_tokens
-        left = [s.token_count - max(s.computed_tokens, s.departed_tokens) for s in self.running]
+        left = [s.token_count - max(s.computed_tokens, s.dispatched_tokens) for s in self.running]
         return sum([min(count, most) for count in left if count > 1])
 
     @property
@@ -166,12 +166,12 @@ class Scheduler:
         self.lent_block_count = lent_block_count
         self.waiting_block_count = sum(self.need(s) for s in self.waiting)
 
-    def has_ready(self, landed_step_id: int) -> bool:
+    def has_ready(self, completed_step_id: int) -> bool:
         """Whether the next plan may have something to run. None of it is certain: it may lack blocks, and only some
         microbatchings let a prompt go on while a part of it is in flight.
         """
         for sequence in self.running:
-            if sequence.step_id <= landed_step_id or sequence.departed_tokens < sequence.token_count:
+            if sequence.step_id <= completed_step_id or sequence.dispatched_tokens < sequence.token_count:
                 return True
         head = self._head()
         return self.swap.has_copies or (head is not None and self._lets_in(head))
@@ -308,31 +308,31 @@ class Scheduler:
         if missing > 0:
             self._reserve(sequence, missing)
 
-    def plan(self, at_s: float, landed_step_id: int, in_flight_count: int) -> Plan:
-        """The next step, without those that take part in one after `landed_step_id`."""
+    def plan(self, at_s: float, completed_step_id: int, in_flight_count: int) -> Plan:
+        """The next step, without those that take part in one after `completed_step_id`."""
         preempted: list[Sequence] = []
         left = self._settle_swaps(at_s) if len(self.swap) else ()
         self._awaited_block_count = 0
         for sequence in [s for s in self.running if s.token_count > s.reserved_tokens]:
             if sequence.state is SequenceState.RUNNING:  # not a victim of the ones before it
-                preempted += self._make_room(sequence, at_s, landed_step_id)
+                preempted += self._make_room(sequence, at_s, completed_step_id)
         if self.swap.enabled:
-            self._leave_ahead(at_s, landed_step_id)
+            self._leave_ahead(at_s, completed_step_id)
         # What just gave way does not fit: it needs at least what it had, and a part of that is taken.
         self.admit(at_s)
         if self.stage_count > 1:
-            plan = self._next_microbatch(landed_step_id, in_flight_count, preempted)
+            plan = self._next_microbatch(completed_step_id, in_flight_count, preempted)
         else:
-            plan = self._next_batch(landed_step_id, in_flight_count, preempted)
+            plan = self._next_batch(completed_step_id, in_flight_count, preempted)
         busy = bool(plan.decodes or plan.chunks)
         if len(self.swap) and (busy or not in_flight_count):  # alone, copies would hold up what is in flight
             return replace(plan, swaps=self.swap.order(left, busy=busy))
         return replace(plan, swaps=SwapOrders(left)) if left else plan
 
-    def _next_batch(self, landed_step_id: int, in_flight_count: int, preempted: list[Sequence]) -> Plan:
+    def _next_batch(self, completed_step_id: int, in_flight_count: int, preempted: list[Sequence]) -> Plan:
         ready = self.running
         if in_flight_count or len(self.swap):
-            ready = [s for s in ready if s.step_id <= landed_step_id and s.token_count <= s.reserved_tokens]
+            ready = [s for s in ready if s.step_id <= completed_step_id and s.token_count <= s.reserved_tokens]
         decodes = [s for s in ready if s.token_count - s.computed_tokens == 1]
         prefills = [] if len(decodes) == len(ready) else [s for s in ready if s.token_count - s.computed_tokens != 1]
         prompt_tokens = sum(s.token_count - s.computed_tokens for s in prefills) if self.prefill_limit else 0
@@ -341,16 +341,16 @@ class Scheduler:
         )
         return Plan(decodes, self._chunks(len(decodes), prefills, budget), preempted)
 
-    def _ready_decodes(self, landed_step_id: int) -> list[Sequence]:
-        ready = [s for s in self.running if s.step_id <= landed_step_id and s.token_count <= s.reserved_tokens]
+    def _ready_decodes(self, completed_step_id: int) -> list[Sequence]:
+        ready = [s for s in self.running if s.step_id <= completed_step_id and s.token_count <= s.reserved_tokens]
         return [s for s in ready if s.token_count - s.computed_tokens == 1]
 
-    def _next_microbatch(self, landed_step_id: int, in_flight_count: int, preempted: list[Sequence]) -> Plan:
+    def _next_microbatch(self, completed_step_id: int, in_flight_count: int, preempted: list[Sequence]) -> Plan:
         candidates = [
             Candidate(
                 s.rank,
                 s.computed_tokens,
-                s.departed_tokens if s.step_id > landed_step_id else s.computed_tokens,
+                s.dispatched_tokens if s.step_id > completed_step_id else s.computed_tokens,
                 s.token_count,
                 s.step_id,
                 s.token_count <= s.reserved_tokens,
@@ -360,10 +360,10 @@ class Scheduler:
         limited = self.prefill_limit is not None
         prompts = [c for c in candidates if c.token_count - c.computed_tokens != 1] if limited else []
         decode_count = len(candidates) - len(prompts) if limited else 0
-        prompt_tokens = sum(c.token_count - c.departed_tokens for c in prompts)
+        prompt_tokens = sum(c.token_count - c.dispatched_tokens for c in prompts)
         view = PipelineView(
             self.stage_count,
-            landed_step_id,
+            completed_step_id,
             self._limits.max_batch_tokens,
             self.waiting_count,
             candidates,
@@ -374,7 +374,7 @@ class Scheduler:
         plan = Plan([], [], preempted)
         for index, count in self._microbatching(view):
             sequence, candidate = self.running[index], candidates[index]
-            left = candidate.token_count - candidate.departed_tokens
+            left = candidate.token_count - candidate.dispatched_tokens
             if not (0 < count <= left and candidate.has_room):
                 raise InvariantViolation(f"{count} of {left} tokens are to be computed", sequence.story())
             if candidate.token_count - candidate.computed_tokens == 1:
@@ -382,15 +382,15 @@ class Scheduler:
             else:
                 plan.chunks.append((sequence, count))
         if limited and plan.decodes:
-            self._take_along(plan, landed_step_id)
+            self._take_along(plan, completed_step_id)
         return plan
 
-    def _take_along(self, plan: Plan, landed_step_id: int) -> None:
+    def _take_along(self, plan: Plan, completed_step_id: int) -> None:
         """A transition is prepared, and batches take longer than usual. Those few that would be put off to the next
         microbatch, so that all are alike, would wait half a trip through the pipeline on top of it.
         """
         taken = {s.sequence_id for s in plan.decodes}
-        left = [s for s in self._ready_decodes(landed_step_id) if s.sequence_id not in taken]
+        left = [s for s in self._ready_decodes(completed_step_id) if s.sequence_id not in taken]
         room = self._limits.max_batch_tokens - len(plan.decodes) - sum(count for _, count in plan.chunks)
         if len(left) <= min(room, max(1, int(len(plan.decodes) * _FEW))):
             plan.decodes.extend(left)
@@ -416,7 +416,7 @@ class Scheduler:
         counts = chunk_prefills(decode_count, views, budget_tokens)
         return [(sequence, count) for sequence, count in zip(prefills, counts, strict=True) if count]
 
-    def _make_room(self, sequence: Sequence, at_s: float, landed_step_id: int) -> list[Sequence]:
+    def _make_room(self, sequence: Sequence, at_s: float, completed_step_id: int) -> list[Sequence]:
         """Reserve the block for the next token, if it is not one of a sequence in flight. Returns the victims, the
         sequence itself perhaps among them.
         """
@@ -426,7 +426,7 @@ class Scheduler:
                 self._awaited_block_count += 1  # one of those that are being copied will do: it skips a step
                 return victims
             victim = self._victim()
-            if victim.step_id > landed_step_id:
+            if victim.step_id > completed_step_id:
                 return victims
             if self.swap.takes(victim):
                 self._swap_out(victim, at_s, f"no block free for {sequence.name}")
@@ -443,12 +443,12 @@ class Scheduler:
         views = [VictimView(s.rank, s.arrival, s.reserved_block_count, s.computed_tokens) for s in self.running]
         return self.running[choose_victim(views)]
 
-    def shed(self, at_s: float, landed_step_id: int) -> list[Sequence]:
+    def shed(self, at_s: float, completed_step_id: int) -> list[Sequence]:
         """Preempt until all is within what there is, or until the next victim is one in flight."""
         victims: list[Sequence] = []
         while not self.settled and self.running:
             victim = self._victim()
-            if victim.step_id > landed_step_id:
+            if victim.step_id > completed_step_id:
                 break
             self._preempt(victim, at_s, "the group has become smaller")
             victims.append(victim)
@@ -465,11 +465,11 @@ class Scheduler:
             self._run(sequence, 0, at_s, "its KV is back")
         return tuple(left)
 
-    def _leave_ahead(self, at_s: float, landed_step_id: int) -> None:
+    def _leave_ahead(self, at_s: float, completed_step_id: int) -> None:
         """What will have to give way within the time that copying its KV takes leaves now, and nothing has to wait."""
         while len(self.running) > 1:
             victim = self._victim()
-            if victim.step_id > landed_step_id:
+            if victim.step_id > completed_step_id:
                 return
             batches = -(-victim.reserved_block_count // self.swap.budget_blocks)
             ahead_tokens = min(-(-batches // self.stage_count), self.block_tokens)
@@ -499,7 +499,7 @@ class Scheduler:
 
     def _recompute(self, sequence: Sequence, at_s: float, why: str) -> None:
         self._reserve(sequence, -sequence.reserved_block_count)
-        sequence.computed_tokens = sequence.departed_tokens = 0
+        sequence.computed_tokens = sequence.dispatched_tokens = 0
         sequence.may_overfill = True
         sequence.move(SequenceState.WAITING, at_s, why)
         self.turned.append(sequence)
@@ -561,10 +561,10 @@ class Scheduler:
 
     # ---------------------------------------------------------------- inspector
 
-    def check(self, landed_step_id: int) -> None:
+    def check(self, completed_step_id: int) -> None:
         """Raise InvariantViolation unless counts equal sums, orders hold and every sequence has what it needs."""
         victim = self._victim() if self.running and not self.settled else None
-        if victim is not None and victim.step_id <= landed_step_id:
+        if victim is not None and victim.step_id <= completed_step_id:
             raise InvariantViolation(
                 f"{self.reserved_block_count} of {self.block_count} blocks are reserved, {self.running_count} of"
                 f" {self.max_running_count} sequences run"

@@ -75,7 +75,7 @@ class Sequence:
         "attempt",
         "computed_tokens",
         "deadline_at_s",
-        "departed_tokens",
+        "dispatched_tokens",
         "first_token_at_s",
         "in_engine",
         "key",
@@ -114,7 +114,7 @@ class Sequence:
         self.stop = stop
         self.state = SequenceState.WAITING
         self.computed_tokens = 0  # so many of the first tokens have their KV in the cache
-        self.departed_tokens = 0  # while it is in flight: so many have their KV when it has landed
+        self.dispatched_tokens = 0  # while it is in flight: so many have their KV when it has landed
         self.reserved_block_count = 0
         self.reserved_tokens = 0  # what the reserved blocks hold
         self.step_id = 0  # of the last batch that it took part in

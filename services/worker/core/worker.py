@@ -19,17 +19,18 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.load import LoadReport, MemoryReport
 from ballast.common.sampling import FinishReason
 from services.worker.core.batch import SequenceId, TokenLogprobs
+from services.worker.core.batches_in_flight import Steps
 from services.worker.core.blocks import BlockBook
 from services.worker.core.events import (
     Aborted,
     Adopted,
+    BatchesLost,
     BatchWanted,
     CapacityChanged,
     Command,
     DrainRequested,
     Event,
     Execute,
-    FlightsLost,
     GroupClosed,
     GroupLost,
     GroupOpened,
@@ -50,7 +51,6 @@ from services.worker.core.events import (
     Tick,
     WithdrawnTooLate,
 )
-from services.worker.core.flights import Steps
 from services.worker.core.group_scheduler import GroupScheduler
 from services.worker.core.handover import ANOTHER_LEADS, Handovers, stop_rule
 from services.worker.core.intake import fault_of, with_seed
@@ -157,8 +157,8 @@ class WorkerCore:
                 self._leaving().stopped = True
             case MovedOver():
                 self._handovers.move_over(self._leaving(), group_scheduler, event)
-            case FlightsLost():
-                self._leaving().lose_flights()
+            case BatchesLost():
+                self._leaving().lose_batches()
             case GroupClosed():
                 self._close_leaving()
             case _:
@@ -168,8 +168,8 @@ class WorkerCore:
         commands: list[Command] = [*self._outbox.take(self._seen_handle)]
         tells = isinstance(event, _TELLS_REMOVED)
         for each in self._group_schedulers:
-            if each.flights.to_remove and (tells or not each.is_busy):
-                removed = each.flights.tell_removed()
+            if each.batches_in_flight.to_remove and (tells or not each.is_busy):
+                removed = each.batches_in_flight.tell_removed()
                 commands.append(removed if each is self._group_schedulers[-1] else replace(removed, leaving=True))
         if handed_over is not None:
             commands.append(handed_over)
@@ -217,7 +217,7 @@ class WorkerCore:
             (
                 group_scheduler
                 for group_scheduler in self._group_schedulers
-                if group_scheduler.flights.next_landing == step_id
+                if group_scheduler.batches_in_flight.next_completion == step_id
             ),
             self.group_scheduler,
         )
@@ -235,7 +235,11 @@ class WorkerCore:
         """The counts of a group_scheduler that is no more go on."""
         if (group_scheduler := self.leaving) is None:
             return
-        if group_scheduler.sequences or group_scheduler.flights or group_scheduler.flights.to_remove:
+        if (
+            group_scheduler.sequences
+            or group_scheduler.batches_in_flight
+            or group_scheduler.batches_in_flight.to_remove
+        ):
             raise InvariantViolation(
                 f"a group_scheduler is closed with {len(group_scheduler.sequences)} sequences in it"
             )
@@ -275,7 +279,7 @@ class WorkerCore:
     def in_flight_count(self) -> int:
         count = 0
         for group_scheduler in self._group_schedulers:
-            count += len(group_scheduler.flights)
+            count += len(group_scheduler.batches_in_flight)
         return count
 
     @property
@@ -308,7 +312,7 @@ class WorkerCore:
     def in_flight(self, sequence_id: SequenceId) -> bool:
         """Whether a batch has it that has not landed."""
         sequence = self._residents.live.get(sequence_id)
-        return sequence is not None and sequence.step_id > self.group_scheduler.landed_step_id
+        return sequence is not None and sequence.step_id > self.group_scheduler.completed_step_id
 
     def why_no_room(self, block_count: int, *, new: bool) -> str:
         """Why a sequence of another leader that takes so many blocks more cannot come, or (not `new`) not go on coming;
@@ -495,7 +499,7 @@ class WorkerCore:
 
     def _step_done(self, group_scheduler: GroupScheduler, event: StepDone) -> None:
         result, texts = event.result, event.texts
-        flight = group_scheduler.land(result, len(texts))
+        in_flight_batch = group_scheduler.complete(result, len(texts))
         self._count_step(event.at_s)
         at_s, token_ids, logprobs, ended = event.at_s, result.token_ids, result.logprobs, SequenceState.ENDED
         plain: dict[int, tuple[list[int], list[int]]] = {}  # stream -> handles, a token for each
@@ -544,7 +548,7 @@ class WorkerCore:
             self._residents.end(sequence, at_s, stop.finish_reason)
 
     def _step_failed(self, group_scheduler: GroupScheduler, event: StepFailed) -> None:
-        flight = group_scheduler.flights.land(event.step_id)
+        in_flight_batch = group_scheduler.batches_in_flight.complete(event.step_id)
         self._count_step(event.at_s)
         for sequence, _, _ in flight.shares:
             if sequence.state is not SequenceState.ENDED:

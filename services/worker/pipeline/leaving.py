@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from ballast.common.ids import Epoch, WorkerId
 from services.worker.core.batch import SequenceId
 from services.worker.core.events import (
+    BatchesLost,
     CapacityChanged,
-    FlightsLost,
     GroupClosed,
     LeavingStopped,
     MovedOver,
@@ -92,10 +92,10 @@ class Leaving:
             return False
         if group_scheduler.sequences and not group_scheduler.stopped:
             self._ground.answers.tell(LeavingStopped(now_s))
-        if group_scheduler.flights:
+        if group_scheduler.batches_in_flight:
             return False
         self._send_away(group_scheduler.may_leave(running=True), now_s, by_tokens=False)
-        return not group_scheduler.flights.to_remove
+        return not group_scheduler.batches_in_flight.to_remove
 
     def _over_at_s(self) -> float:
         reserved, stages = self._ground.group_scheduler.reserved_block_count, len(self.role.stages)
@@ -105,7 +105,7 @@ class Leaving:
         """Its leader: those members are gone, and nothing can be computed in it any more."""
         now_s = self._ground.now()
         self._heirs = {worker_id: heir for worker_id, heir in self._heirs.items() if worker_id not in lost}
-        self._ground.answers.tell(FlightsLost(now_s))
+        self._ground.answers.tell(BatchesLost(now_s))
         self._send_away(self._ground.group_scheduler.may_leave(running=True), now_s, by_tokens=True)
 
     def _place(self, requests: Iterable[Request]) -> dict[SequenceId, WorkerId]:

@@ -72,8 +72,8 @@ class _Former:
         return self._least_s <= batch_s * _LEAST
 
     def _look_at(self, index: int, c: Candidate) -> None:
-        in_flight = c.step_id > self._view.landed_step_id
-        left, cost = c.token_count - c.departed_tokens, self._cost
+        in_flight = c.step_id > self._view.completed_step_id
+        left, cost = c.token_count - c.dispatched_tokens, self._cost
         if c.token_count - c.computed_tokens == 1:
             self._decode_count += 1
             self._all_decodes_s += added_s(cost, c.computed_tokens, 1)
@@ -81,11 +81,11 @@ class _Former:
                 self._decodes.append(index)
             return
         if in_flight:
-            self._prefill_s += added_s(cost, c.computed_tokens, c.departed_tokens - c.computed_tokens)
+            self._prefill_s += added_s(cost, c.computed_tokens, c.dispatched_tokens - c.computed_tokens)
         if left:
-            rest_s = added_s(cost, c.departed_tokens, left)
+            rest_s = added_s(cost, c.dispatched_tokens, left)
             self._prefill_s += rest_s
-            self._left_s += rest_s - cost.joining_s(c.departed_tokens)
+            self._left_s += rest_s - cost.joining_s(c.dispatched_tokens)
             self._left_tokens += left
             if c.has_room:
                 self._prefills.append((index, rest_s))
@@ -102,7 +102,7 @@ class _Former:
         if not chunks and room_tokens:  # or the first in line would get on only when the others have ended
             index, _ = self._prefills[0]
             c = self._view.candidates[index]
-            chunks = [(index, min(c.token_count - c.departed_tokens, MIN_CHUNK_TOKENS, room_tokens))]
+            chunks = [(index, min(c.token_count - c.dispatched_tokens, MIN_CHUNK_TOKENS, room_tokens))]
         return share + self._rounded(chunks, len(share))
 
     def _rounded(self, chunks: Share, decode_count: int) -> Share:
@@ -116,7 +116,7 @@ class _Former:
         for at in range(len(chunks) - 1, -1, -1):
             index, count = chunks[at]
             c = self._view.candidates[index]
-            left = c.token_count - c.departed_tokens
+            left = c.token_count - c.dispatched_tokens
             if count < left and MIN_CHUNK_TOKENS <= count + wanted - total <= left - MIN_CHUNK_TOKENS:
                 return [*chunks[:at], (index, count + wanted - total), *chunks[at + 1 :]]
         return chunks
@@ -171,7 +171,7 @@ class _Former:
             if left_s <= 0.0 or room_tokens <= 0:
                 break
             c = candidates[index]
-            work = Work(c.departed_tokens, c.token_count - c.departed_tokens)
+            work = Work(c.dispatched_tokens, c.token_count - c.dispatched_tokens)
             count = self._cut(work, rest_s, min(left_s, limit_s), room_tokens)
             if count:
                 found.append((index, count))

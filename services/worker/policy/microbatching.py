@@ -17,7 +17,7 @@ class Candidate(NamedTuple):
 
     rank: int  # of its priority class; 0 is served first
     computed_tokens: int  # have their KV
-    departed_tokens: int  # have it once the batches in flight have landed
+    dispatched_tokens: int  # have it once the batches in flight have landed
     token_count: int  # that are known; as many as have departed: it waits for its next token
     step_id: int  # of the last batch that it took part in
     has_room: bool  # False: it needs a block more, and there is none
@@ -25,7 +25,7 @@ class Candidate(NamedTuple):
 
 class PipelineView(NamedTuple):
     stage_count: int
-    landed_step_id: int  # later batches are in flight
+    completed_step_id: int  # later batches are in flight
     max_batch_tokens: int
     waiting_count: int  # sequences that have been let into no microbatch yet
     candidates: Sequence[Candidate]  # in order of service
@@ -63,7 +63,7 @@ def _by_token_count(view: PipelineView) -> Share:
     prefills: list[int] = []
     for index, c in enumerate(view.candidates):
         left = c.token_count - c.computed_tokens
-        ready = c.step_id <= view.landed_step_id and c.has_room
+        ready = c.step_id <= view.completed_step_id and c.has_room
         if left == 1:
             decode_count += 1
             if ready:

@@ -7,10 +7,10 @@ from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import BlockBook
 from services.worker.core.events import (
     Adopted,
+    BatchesLost,
     CapacityChanged,
     Command,
     Ending,
-    FlightsLost,
     GroupClosed,
     GroupLost,
     GroupOpened,
@@ -102,7 +102,7 @@ def test_a_follower_has_one_lane_its_own() -> None:
     assert leader.step()
     assert leader.heard(key)[0] == [5]
     with pytest.raises(InvariantViolation, match="no group_scheduler is leaving"):
-        leader.core.handle(FlightsLost(leader.at_s))
+        leader.core.handle(BatchesLost(leader.at_s))
 
 
 def test_who_needs_what_the_pipeline_gives_back_soon_waits_for_it() -> None:
@@ -227,7 +227,7 @@ def test_flights_that_are_lost_never_land_and_all_goes_on() -> None:
     leader = dissolving("old", "other")
     leader.batch()
     assert leader.core.in_flight_count == 1
-    leader.feed(FlightsLost(leader.at_s))
+    leader.feed(BatchesLost(leader.at_s))
     assert leader.core.in_flight_count == 0
     commands = leader.feed(MovedOver(leader.at_s, frozenset({1, 2})))
     assert removed_of(commands) == [], "no stage is left to be told"

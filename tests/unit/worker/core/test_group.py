@@ -51,7 +51,7 @@ def test_while_others_wait_as_many_batches_more_may_be_in_flight_as_the_policy_a
 
     def form(view: PipelineView) -> Share:
         views.append(view)
-        ready = [i for i, c in enumerate(view.candidates) if c.step_id <= view.landed_step_id]
+        ready = [i for i, c in enumerate(view.candidates) if c.step_id <= view.completed_step_id]
         return [(i, view.candidates[i].token_count - view.candidates[i].computed_tokens) for i in ready[:1]]
 
     leader = Leader(stages=2, max_running_count=2, max_batch_tokens=16, microbatching=Microbatching(form, ahead=1))
@@ -274,7 +274,7 @@ def test_prompts_are_limited_in_every_batch_while_another_group_decodes_beside()
 
 def test_a_few_are_not_put_off_for_balance_while_a_transition_is_prepared() -> None:
     def form(view: PipelineView) -> Share:
-        ready = [i for i, c in enumerate(view.candidates) if c.step_id <= view.landed_step_id]
+        ready = [i for i, c in enumerate(view.candidates) if c.step_id <= view.completed_step_id]
         return [(i, view.candidates[i].token_count - view.candidates[i].computed_tokens) for i in ready[:put_in]]
 
     put_in = 5

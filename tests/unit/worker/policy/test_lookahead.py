@@ -30,19 +30,19 @@ def view(
 
 
 def cost_s(seen: PipelineView, share: Share) -> float:
-    return COST.batch_cost_s(Chunk(seen.candidates[i].departed_tokens, n) for i, n in share)
+    return COST.batch_cost_s(Chunk(seen.candidates[i].dispatched_tokens, n) for i, n in share)
 
 
 def rounds(candidates: list[Candidate], stages: int, count: int, tokens: int = 512) -> list[tuple[PipelineView, Share]]:
     """Microbatches one after the other; each lands when as many as there are stages have departed behind it."""
-    states = [[c.computed_tokens, c.departed_tokens, c.token_count, c.step_id] for c in candidates]
+    states = [[c.computed_tokens, c.dispatched_tokens, c.token_count, c.step_id] for c in candidates]
     formed: list[tuple[PipelineView, Share]] = []
     for step in range(1, count + 1):
         if step > stages:
             seen, share = formed[step - stages - 1]
             for index, n in share:
                 state = states[index]
-                state[0] = seen.candidates[index].departed_tokens + n
+                state[0] = seen.candidates[index].dispatched_tokens + n
                 state[2] += state[0] == state[2]
         landed = LANDED + max(0, step - stages)
         now = [
@@ -53,7 +53,7 @@ def rounds(candidates: list[Candidate], stages: int, count: int, tokens: int = 5
         share = FORM(seen)
         formed.append((seen, share))
         for index, n in share:
-            states[index][1], states[index][3] = now[index].departed_tokens + n, LANDED + step
+            states[index][1], states[index][3] = now[index].dispatched_tokens + n, LANDED + step
     return formed
 
 
@@ -83,7 +83,7 @@ def test_a_lone_prompt_keeps_all_stages_busy() -> None:
     assert sum(counts) == 900
     costs = [cost_s(*one) for one in formed]
     assert max(costs) / min(costs) < 1.25
-    assert [seen.candidates[0].departed_tokens for seen, _ in formed] == [sum(counts[:i]) for i in range(4)]
+    assert [seen.candidates[0].dispatched_tokens for seen, _ in formed] == [sum(counts[:i]) for i in range(4)]
 
 
 def test_decodes_are_spread_by_what_they_cost() -> None:
@@ -206,7 +206,7 @@ def test_whatever_there_is_a_microbatch_is_one_that_can_be_run(
     ready, computes = 0, False
     rows = max(1, (1 << (tokens - 1).bit_length()) // 32)
     for index, c in enumerate(candidates):
-        left = c.token_count - c.departed_tokens
+        left = c.token_count - c.dispatched_tokens
         ready += left > 0
         computes |= left > 0 and c.token_count - c.computed_tokens > 1
         n = dict(share).get(index, 0)

@@ -16,7 +16,7 @@ _New = Callable[[type[Slice], tuple[object, ...]], Slice]
 _new: _New = tuple.__new__  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
-class Flight:
+class InFlightBatch:
     """A batch that the stages run."""
 
     __slots__ = ("copied_count", "sampled_count", "shares", "step_id")
@@ -49,7 +49,7 @@ class Steps:
         return self.last
 
 
-class Flights:
+class InFlightBatches:
     """Batches land in the order in which they depart. A sequence is in flight if its last batch has not landed.
 
     Chunks of one sequence may be in flight one behind the other, as every stage takes batches in their order. Nothing
@@ -59,20 +59,20 @@ class Flights:
     def __init__(self, book: BlockBook, steps: Steps) -> None:
         self._book = book
         self._steps = steps
-        self._flights: deque[Flight] = deque()
-        self.landed_step_id = 0
+        self._batches: deque[InFlightBatch] = deque()
+        self.completed_step_id = 0
         self.to_remove: list[SequenceId] = []  # the next batch tells the stages
 
     def __len__(self) -> int:
-        return len(self._flights)
+        return len(self._batches)
 
     @property
-    def next_landing(self) -> int | None:
+    def next_completion(self) -> int | None:
         """Step of the oldest batch in flight."""
-        return self._flights[0].step_id if self._flights else None
+        return self._batches[0].step_id if self._batches else None
 
     def in_flight(self, sequence: Sequence) -> bool:
-        return sequence.step_id > self.landed_step_id
+        return sequence.step_id > self.completed_step_id
 
     def forget(self, sequence: Sequence) -> None:
         """The stages are to drop its blocks and all they know of it, before the next batch runs."""
@@ -80,35 +80,35 @@ class Flights:
             sequence.on_stages = sequence.in_engine = False
             self.to_remove.append(sequence.sequence_id)
 
-    def depart(self, plan: Plan) -> Execute:
+    def dispatch(self, plan: Plan) -> Execute:
         step_id = self._steps.next()
-        flight = Flight(step_id)
-        flight.copied_count = plan.swaps.block_count if plan.swaps.copies else 0
+        in_flight_batch = InFlightBatch(step_id)
+        in_flight_batch.copied_count = plan.swaps.block_count if plan.swaps.copies else 0
         slices: list[Slice] = []
         added: list[Sequence] = []
-        shares = flight.shares
+        shares = in_flight_batch.shares
         for sequence in plan.decodes:
             if not sequence.in_engine:
                 added.append(sequence)
-            end = sequence.departed_tokens = sequence.token_count
+            end = sequence.dispatched_tokens = sequence.token_count
             sequence.step_id = step_id
             last = (sequence.output_token_ids or sequence.prompt_token_ids)[-1]
             slices.append(_new(Slice, (sequence.sequence_id, end - 1, (last,), True)))
             shares.append((sequence, end, True))
-        flight.sampled_count = len(shares)
+        in_flight_batch.sampled_count = len(shares)
         for sequence, count in plan.chunks:
             if not sequence.in_engine:
                 added.append(sequence)
-            first = sequence.departed_tokens if self.in_flight(sequence) else sequence.computed_tokens
+            first = sequence.dispatched_tokens if self.in_flight(sequence) else sequence.computed_tokens
             samples = first + count == sequence.token_count
-            sequence.departed_tokens = first + count
+            sequence.dispatched_tokens = first + count
             sequence.step_id = step_id
             slices.append(Slice(sequence.sequence_id, first, sequence.token_ids(first, count), samples))
             shares.append((sequence, first + count, samples))
-            flight.sampled_count += samples
+            in_flight_batch.sampled_count += samples
         copies = plan.swaps.copies
         batch = Batch(step_id, self._take_removed(), tuple(_enter(s) for s in added), tuple(slices), copies=copies)
-        self._flights.append(flight)
+        self._batches.append(in_flight_batch)
         tables, text_wanted = self._book.apply(batch), tuple(s.stop.needs_text for s in added)
         return Execute(batch, tables, text_wanted, block_copies(batch, self._book) if copies else ())
 
@@ -118,29 +118,29 @@ class Flights:
         self._book.apply(batch)
         return Removed(batch, block_copies(batch, self._book))
 
-    def land(self, step_id: int) -> Flight:
-        if not self._flights or self._flights[0].step_id != step_id:
-            running = f"step {self._flights[0].step_id}" if self._flights else "none"
+    def complete(self, step_id: int) -> InFlightBatch:
+        if not self._batches or self._batches[0].step_id != step_id:
+            running = f"step {self._batches[0].step_id}" if self._batches else "none"
             raise InvariantViolation(f"step {step_id} is reported, {running} was running")
-        self.landed_step_id = step_id
-        return self._flights.popleft()
+        self.completed_step_id = step_id
+        return self._batches.popleft()
 
-    def pass_over(self, count: int) -> int:
+    def record_completed(self, count: int) -> int:
         """So many batches have departed and landed, one after the other. Returns the last one's number."""
-        self.demand_none("steps are passed over")
+        self.require_none("steps are passed over")
         self._steps.last += count
-        self.landed_step_id = self._steps.last
-        return self.landed_step_id
+        self.completed_step_id = self._steps.last
+        return self.completed_step_id
 
     def abandon(self) -> None:
         """None of them lands, and no stage is left to be told anything."""
-        self._flights.clear()
-        self.landed_step_id = self._steps.last
+        self._batches.clear()
+        self.completed_step_id = self._steps.last
         self.to_remove.clear()
 
-    def demand_none(self, why: str) -> None:
-        if self._flights:
-            raise InvariantViolation(f"{why} while step {self._flights[0].step_id} runs")
+    def require_none(self, why: str) -> None:
+        if self._batches:
+            raise InvariantViolation(f"{why} while step {self._batches[0].step_id} runs")
 
     def _take_removed(self) -> tuple[SequenceId, ...]:
         removed = tuple(self.to_remove)
@@ -150,7 +150,7 @@ class Flights:
     def check(self) -> None:
         """Raise InvariantViolation unless what flies of a sequence hangs together and none of them was preempted."""
         ends: dict[SequenceId, tuple[int, bool]] = {}
-        for flight in self._flights:
+        for in_flight_batch in self._batches:
             for sequence, end, samples in flight.shares:
                 before = ends.get(sequence.sequence_id)
                 if before is not None and (before[1] or end <= before[0]):
@@ -160,7 +160,7 @@ class Flights:
                     continue
                 if sequence.state is not SequenceState.RUNNING:
                     raise InvariantViolation(f"{sequence.name} is computed and waits", sequence.story())
-                if end <= sequence.computed_tokens or end > sequence.departed_tokens:
+                if end <= sequence.computed_tokens or end > sequence.dispatched_tokens:
                     raise InvariantViolation(f"{sequence.name} flies to {end}", sequence.story())
                 if samples and end != sequence.token_count:
                     raise InvariantViolation(f"{sequence.name} gives a token before its end", sequence.story())
