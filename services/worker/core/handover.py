@@ -11,7 +11,7 @@ from services.worker.core.events import Adopted, HandedOver, HandOver, MovedOver
 from services.worker.core.group_scheduler import GroupScheduler
 from services.worker.core.intake import with_seed
 from services.worker.core.limits import WorkerLimits
-from services.worker.core.residents import Residents
+from services.worker.core.request_table import RequestTable
 from services.worker.core.sequence import NOBODY, Sequence, SequenceState, Unsent
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.stop import StopRule, StopText
@@ -21,10 +21,10 @@ _CLASSES = tuple(PriorityClass)  # in order of rank
 
 
 class Handovers:
-    def __init__(self, limits: WorkerLimits, residents: Residents, new_id: Callable[[], SequenceId]) -> None:
+    def __init__(self, limits: WorkerLimits, request_table: RequestTable, new_id: Callable[[], SequenceId]) -> None:
         self._limits = limits
         self._new_id = new_id
-        self._residents = residents
+        self._request_table = request_table
         self.stale_total = 0
         self.adopted_total = 0
         self.moved_total = 0
@@ -49,21 +49,21 @@ class Handovers:
             if event.frees:
                 group_scheduler.batches_in_flight.forget(sequence)
         if isinstance(event.to, str):
-            for sequence in self._residents.held.sequences:
+            for sequence in self._request_table.held.sequences:
                 self._move_out(sequence, event.to, event.at_s)
         return HandedOver(tuple((to, tuple(snapshots)) for to, snapshots in sorted(packed.items())))
 
     def _all(self, group_scheduler: GroupScheduler) -> list[Sequence]:
         """Whatever there is to hand over: also what has ended and either holds blocks or has not been told."""
-        untold = [s for s in self._residents.orphans.sequences if s.state is SequenceState.ENDED]
+        untold = [s for s in self._request_table.orphans.sequences if s.state is SequenceState.ENDED]
         found = {s.sequence_id: s for s in (*group_scheduler.sequences, *untold)}
         return [found[sequence_id] for sequence_id in sorted(found)]
 
     def _move_out(self, sequence: Sequence, to: WorkerId, at_s: float) -> None:
         if sequence.state is not SequenceState.ENDED and sequence.unsent is None:
-            self._residents.outbox.moved(sequence.key, to)
-            self._residents.remember_moved(sequence)
-        self._residents.move_out(sequence, at_s, f"moved to {to}")
+            self._request_table.outbox.moved(sequence.key, to)
+            self._request_table.remember_moved(sequence)
+        self._request_table.move_out(sequence, at_s, f"moved to {to}")
         self.moved_total += 1
 
     def move_over(self, source: GroupScheduler, target: GroupScheduler, event: MovedOver) -> None:
@@ -75,8 +75,8 @@ class Handovers:
             source.give_away(sequence)
             sequence.step_id, sequence.in_engine = 0, False  # those of the other group_scheduler
             sequence.may_overfill = True
-            self._residents.place(sequence, target, event.at_s, suspended=suspended, waits=suspended)
-            self._residents.turned.append(sequence)  # what waits behind others here may go where there is room
+            self._request_table.place(sequence, target, event.at_s, suspended=suspended, waits=suspended)
+            self._request_table.turned.append(sequence)  # what waits behind others here may go where there is room
         target.make_room(event.at_s)
         target.scheduler.admit(event.at_s)
 
@@ -93,13 +93,13 @@ class Handovers:
             )
         group_scheduler.make_room(event.at_s)
         if event.last:
-            for sequence in self._residents.held.sequences:
+            for sequence in self._request_table.held.sequences:
                 self._give_up(group_scheduler, sequence, event.at_s)
         group_scheduler.scheduler.admit(event.at_s)
 
     def _adopt(self, group_scheduler: GroupScheduler, snapshot: SequenceSnapshot, event: Adopted) -> None:
         sequence_id, at_s = snapshot.sequence_id, event.at_s
-        if sequence_id in self._residents.live or sequence_id in group_scheduler.scheduler.suspended:
+        if sequence_id in self._request_table.live or sequence_id in group_scheduler.scheduler.suspended:
             self.stale_total += 1
             return
         self.adopted_total += 1
@@ -113,76 +113,76 @@ class Handovers:
             sequence.computed_tokens = 0
         if sequence.unsent is None:
             return
-        if other := self._residents.orphans.get(sequence.request_id):
-            self._residents.drop_orphan(other, at_s, "the request was handed over twice")
+        if other := self._request_table.orphans.get(sequence.request_id):
+            self._request_table.drop_orphan(other, at_s, "the request was handed over twice")
         if sequence.state is SequenceState.ENDED:
-            self._residents.orphans.add(sequence, at_s)
+            self._request_table.orphans.add(sequence, at_s)
         else:
-            self._residents.enter(sequence, at_s)
-            self._residents.place(sequence, group_scheduler, at_s, suspended=suspended, waits=waits)
-        if forsaken := self._residents.forsaken.get(sequence.request_id):
-            self._residents.forsaken.discard(forsaken)
-            self._residents.drop_orphan(sequence, at_s, "it was ended before it came")
-        elif held := self._residents.held.get(sequence.request_id):
+            self._request_table.enter(sequence, at_s)
+            self._request_table.place(sequence, group_scheduler, at_s, suspended=suspended, waits=waits)
+        if forsaken := self._request_table.forsaken.get(sequence.request_id):
+            self._request_table.forsaken.discard(forsaken)
+            self._request_table.drop_orphan(sequence, at_s, "it was ended before it came")
+        elif held := self._request_table.held.get(sequence.request_id):
             self._meet(group_scheduler, sequence, held, at_s)
 
     def _meet(self, group_scheduler: GroupScheduler, orphan: Sequence, held: Sequence, at_s: float) -> None:
-        claim = self._residents.claims[held.sequence_id]
+        claim = self._request_table.claims[held.sequence_id]
         if why := disagreement(orphan, claim):
-            self._residents.drop_orphan(orphan, at_s, why)
+            self._request_table.drop_orphan(orphan, at_s, why)
             self._give_up(group_scheduler, held, at_s)
         else:
-            self._residents.move_out(held, at_s, f"is {orphan.name}")
-            self._residents.attach(orphan, claim)
+            self._request_table.move_out(held, at_s, f"is {orphan.name}")
+            self._request_table.attach(orphan, claim)
 
     def withdraw(self, event: OrphanWithdrawn) -> None:
-        orphan = next((s for s in self._residents.orphans.sequences if s.sequence_id == event.sequence_id), None)
+        orphan = next((s for s in self._request_table.orphans.sequences if s.sequence_id == event.sequence_id), None)
         if orphan is None:
             self.stale_total += 1
         else:
-            self._residents.drop_orphan(orphan, event.at_s, "its client has gone")
+            self._request_table.drop_orphan(orphan, event.at_s, "its client has gone")
 
     def claim(self, event: Submitted) -> bool:
         """Whether the request was an orphan here and is its dispatcher's again."""
-        orphan = self._residents.orphans.get(event.request_id)
+        orphan = self._request_table.orphans.get(event.request_id)
         if orphan is None:
             return False
         if why := disagreement(orphan, event):
-            self._residents.drop_orphan(orphan, event.at_s, why)
+            self._request_table.drop_orphan(orphan, event.at_s, why)
             return False
-        self._residents.attach(orphan, event)
+        self._request_table.attach(orphan, event)
         return True
 
     # ---------------------------------------------------------------- requests that come before their sequence
 
     def may_hold(self, event: Submitted) -> bool:
-        return event.expects_handover and len(self._residents.held) < self._limits.max_held_count
+        return event.expects_handover and len(self._request_table.held) < self._limits.max_held_count
 
     def hold(self, group_scheduler: GroupScheduler, sequence: Sequence, event: Submitted) -> None:
         """`group_scheduler`: for one of the same request that is held already."""
-        if earlier := self._residents.held.get(sequence.request_id):
+        if earlier := self._request_table.held.get(sequence.request_id):
             self._give_up(group_scheduler, earlier, event.at_s)
         sequence.move(SequenceState.HELD, event.at_s, "it is to be handed over")
         sequence.may_overfill = True
-        self._residents.hold(sequence, event)
+        self._request_table.hold(sequence, event)
 
     def expire(self, group_scheduler: GroupScheduler, at_s: float) -> None:
         """Who has been held for too long goes into `group_scheduler`."""
-        for sequence in self._residents.held.pop_due(at_s):
+        for sequence in self._request_table.held.pop_due(at_s):
             self._give_up(group_scheduler, sequence, at_s)
 
     def _give_up(self, group_scheduler: GroupScheduler, sequence: Sequence, at_s: float) -> None:
         """Nobody hands it over: it is an ordinary resumption."""
-        self._residents.unhold(sequence)
+        self._request_table.unhold(sequence)
         if not group_scheduler.leads:
-            self._residents.move_out(sequence, at_s, "refused")
-            self._residents.turn_away(sequence.key, ANOTHER_LEADS, invalid=False)
+            self._request_table.move_out(sequence, at_s, "refused")
+            self._request_table.turn_away(sequence.key, ANOTHER_LEADS, invalid=False)
             return
         sequence.move(SequenceState.WAITING, at_s, "nobody has handed it over")
-        self._residents.place(sequence, group_scheduler, at_s)
-        self._residents.turned.append(sequence)
+        self._request_table.place(sequence, group_scheduler, at_s)
+        self._request_table.turned.append(sequence)
         if group_scheduler.scheduler.too_big(sequence):
-            self._residents.end_too_big(sequence, at_s)
+            self._request_table.end_too_big(sequence, at_s)
         else:
             group_scheduler.scheduler.admit(at_s)
 

@@ -56,7 +56,7 @@ from services.worker.core.handover import ANOTHER_LEADS, Handovers, stop_rule
 from services.worker.core.intake import fault_of, with_seed
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.plain import PlainSteps, foresee, take
-from services.worker.core.residents import Residents, Stream
+from services.worker.core.request_table import RequestTable, Stream
 from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.policy.microbatching import Microbatching, by_token_count
 from services.worker.policy.token_target import TokenTarget
@@ -90,8 +90,8 @@ class WorkerCore:
     ) -> None:
         """`block_count`, `book`, `microbatching` and `target`: see `core.group_scheduler`. Ids follow on `first_sequence_id`."""
         self._limits = limits
-        self._residents = residents = Residents(limits)
-        self._handovers = Handovers(limits, residents, self._new_sequence_id)
+        self._request_table = request_table = RequestTable(limits)
+        self._handovers = Handovers(limits, request_table, self._new_sequence_id)
         self._microbatching, self._target = microbatching, target
         self._steps = Steps()
         self._group_schedulers = [
@@ -99,7 +99,7 @@ class WorkerCore:
         ]  # the leaving one, if any; the one in force
         self._last_formed: GroupScheduler | None = None
         self._preemptions_total = self._stale_groups_total = 0  # of group_schedulers that have been closed
-        self._outbox = residents.outbox
+        self._outbox = request_table.outbox
         self._first_sequence_id = self._last_sequence_id = first_sequence_id
         self._draining = False
         self._progress_at_s = 0.0  # last completed step, or end of the last idle time
@@ -133,7 +133,7 @@ class WorkerCore:
             case Tick():
                 self._expire(event.at_s)
             case StreamOpened():
-                self._residents.streams.setdefault(event.stream_id, Stream())
+                self._request_table.streams.setdefault(event.stream_id, Stream())
             case StreamClosed():
                 self._close(event)
             case StepFailed():
@@ -141,7 +141,7 @@ class WorkerCore:
             case DrainRequested():
                 self._draining = True
             case GroupLost():
-                self._residents.abandon(event.at_s)
+                self._request_table.abandon(event.at_s)
                 for each in self._group_schedulers:
                     each.abandon()
                 self._close_leaving()
@@ -163,8 +163,8 @@ class WorkerCore:
                 self._close_leaving()
             case _:
                 group_scheduler.handle(event)
-        if self._residents.turned:
-            self._residents.tell_turned()
+        if self._request_table.turned:
+            self._request_table.tell_turned()
         commands: list[Command] = [*self._outbox.take(self._seen_handle)]
         tells = isinstance(event, _TELLS_REMOVED)
         for each in self._group_schedulers:
@@ -188,8 +188,8 @@ class WorkerCore:
         return self._group_schedulers[-1]
 
     def _new_group_scheduler(self, block_count: int, book: BlockBook | None) -> GroupScheduler:
-        residents, steps, forms, target = self._residents, self._steps, self._microbatching, self._target
-        end, turned = residents.end_too_big, residents.turned
+        request_table, steps, forms, target = self._request_table, self._steps, self._microbatching, self._target
+        end, turned = request_table.end_too_big, request_table.turned
         return GroupScheduler(
             self._limits,
             block_count,
@@ -258,10 +258,10 @@ class WorkerCore:
     @property
     def is_drained(self) -> bool:
         """It takes nothing new, and no request wants anything of it any more."""
-        residents = self._residents
+        request_table = self._request_table
         return self._draining and not (
-            residents.live
-            or residents.orphans
+            request_table.live
+            or request_table.orphans
             or any(group_scheduler.is_occupied for group_scheduler in self._group_schedulers)
         )
 
@@ -285,7 +285,7 @@ class WorkerCore:
     @property
     def sequence_ids(self) -> tuple[SequenceId, ...]:
         """Ids of all sequences that are alive here."""
-        return tuple(self._residents.live)
+        return tuple(self._request_table.live)
 
     @property
     def max_running_count(self) -> int:
@@ -300,18 +300,18 @@ class WorkerCore:
     @property
     def orphan_count(self) -> int:
         """Sequences that no dispatcher has claimed since they were handed over."""
-        return len(self._residents.orphans)
+        return len(self._request_table.orphans)
 
     def running_kv_tokens(self, sequence_id: SequenceId) -> int | None:
         """How many tokens of a sequence that runs have KV; None: it does not run here."""
-        sequence = self._residents.live.get(sequence_id)
+        sequence = self._request_table.live.get(sequence_id)
         if sequence is None or sequence.state is not SequenceState.RUNNING:
             return None
         return sequence.computed_tokens
 
     def in_flight(self, sequence_id: SequenceId) -> bool:
         """Whether a batch has it that has not landed."""
-        sequence = self._residents.live.get(sequence_id)
+        sequence = self._request_table.live.get(sequence_id)
         return sequence is not None and sequence.step_id > self.group_scheduler.completed_step_id
 
     def why_no_room(self, block_count: int, *, new: bool) -> str:
@@ -328,7 +328,7 @@ class WorkerCore:
     @property
     def next_deadline_at_s(self) -> float | None:
         """When a Tick is due at the latest. May be early: the sequence it belonged to may have ended."""
-        return self._residents.next_deadline_at_s
+        return self._request_table.next_deadline_at_s
 
     @property
     def totals(self) -> Totals:
@@ -338,8 +338,8 @@ class WorkerCore:
             + sum(group_scheduler.scheduler.preemptions_total for group_scheduler in self._group_schedulers),
             self._prompt_tokens_total,
             self._generation_tokens_total,
-            dict(self._residents.endings_total),
-            self._residents.refused_total,
+            dict(self._request_table.endings_total),
+            self._request_table.refused_total,
             self._stale_events_total
             + self._handovers.stale_total
             + self._stale_groups_total
@@ -397,13 +397,13 @@ class WorkerCore:
 
     def story(self, sequence_id: SequenceId) -> list[str]:
         """What has happened to a live sequence; nothing about others."""
-        sequence = self._residents.live.get(sequence_id)
+        sequence = self._request_table.live.get(sequence_id)
         return [] if sequence is None else sequence.story()
 
     # ---------------------------------------------------------------- coming and going
 
     def _submit(self, group_scheduler: GroupScheduler, event: Submitted) -> None:
-        stream = self._residents.streams.get(event.key.stream_id)
+        stream = self._request_table.streams.get(event.key.stream_id)
         if stream is None or event.key.handle <= stream.seen_handle:
             self._stale_events_total += 1
             return
@@ -415,9 +415,9 @@ class WorkerCore:
         if fault := fault_of(
             event, self._limits, sys.maxsize if may_hold else group_scheduler.scheduler.ceiling_block_count
         ):
-            self._residents.turn_away(event.key, fault, invalid=True)
+            self._request_table.turn_away(event.key, fault, invalid=True)
         elif not may_hold and (refusal := self._refusal(group_scheduler, event)):
-            self._residents.turn_away(event.key, refusal, invalid=False)
+            self._request_table.turn_away(event.key, refusal, invalid=False)
         else:
             self._accept(group_scheduler, event, may_hold)
 
@@ -426,7 +426,7 @@ class WorkerCore:
         return self._last_sequence_id
 
     def _seen_handle(self, stream_id: int) -> int:
-        return self._residents.streams[stream_id].seen_handle
+        return self._request_table.streams[stream_id].seen_handle
 
     def _refusal(self, group_scheduler: GroupScheduler, event: Submitted) -> str:
         limits, scheduler = self._limits, group_scheduler.scheduler
@@ -449,38 +449,38 @@ class WorkerCore:
         sequence = Sequence(self._new_sequence_id(), event, rule)
         sequence.sampling = with_seed(event.sampling)
         sequence.note(event.at_s, f"submitted: {sequence.token_count} tokens, class {event.priority.value}")
-        self._residents.enter(sequence, event.at_s)
+        self._request_table.enter(sequence, event.at_s)
         if hold:
             self._handovers.hold(group_scheduler, sequence, event)
         else:
-            self._residents.place(sequence, group_scheduler, event.at_s)
+            self._request_table.place(sequence, group_scheduler, event.at_s)
         if event.output_token_ids:
             sequence.stop.resume(sequence.output_token_ids)
-            self._residents.turned.append(sequence)  # it was let in elsewhere
+            self._request_table.turned.append(sequence)  # it was let in elsewhere
         if sequence.stop.finish_reason is not None:
-            self._residents.end(sequence, event.at_s, sequence.stop.finish_reason)
+            self._request_table.end(sequence, event.at_s, sequence.stop.finish_reason)
         elif event.deadline_at_s is not None and event.deadline_at_s <= event.at_s:
-            self._residents.end(sequence, event.at_s, FinishReason.DEADLINE)
+            self._request_table.end(sequence, event.at_s, FinishReason.DEADLINE)
         elif not hold:
             group_scheduler.scheduler.admit(event.at_s)
 
     def _abort(self, event: Aborted) -> None:
-        stream = self._residents.streams.get(event.key.stream_id)
+        stream = self._request_table.streams.get(event.key.stream_id)
         sequence = stream.live.get(event.key.handle) if stream else None
         if sequence is None:
             self._stale_events_total += 1
-            self._withdrawn_too_late = self._residents.take_moved(event.key)
+            self._withdrawn_too_late = self._request_table.take_moved(event.key)
         else:
-            self._residents.end(sequence, event.at_s, FinishReason.CANCELLED)
+            self._request_table.end(sequence, event.at_s, FinishReason.CANCELLED)
 
     def _close(self, event: StreamClosed) -> None:
-        if event.stream_id in self._residents.streams:
-            self._residents.close(event.stream_id, event.at_s)
+        if event.stream_id in self._request_table.streams:
+            self._request_table.close(event.stream_id, event.at_s)
         else:
             self._stale_events_total += 1
 
     def _expire(self, at_s: float) -> None:
-        self._residents.expire(at_s)
+        self._request_table.expire(at_s)
         self._handovers.expire(self.group_scheduler, at_s)
 
     # ---------------------------------------------------------------- steps
@@ -545,7 +545,7 @@ class WorkerCore:
         else:
             sequence.unsent.add(text, logprobs)
         if stop.finish_reason is not None:
-            self._residents.end(sequence, at_s, stop.finish_reason)
+            self._request_table.end(sequence, at_s, stop.finish_reason)
 
     def _step_failed(self, group_scheduler: GroupScheduler, event: StepFailed) -> None:
         in_flight_batch = group_scheduler.batches_in_flight.complete(event.step_id)
@@ -553,12 +553,12 @@ class WorkerCore:
         for sequence, _, _ in flight.shares:
             if sequence.state is not SequenceState.ENDED:
                 error = f"step {event.step_id} failed: {event.why}"
-                self._residents.end(sequence, event.at_s, FinishReason.ERROR, error)
+                self._request_table.end(sequence, event.at_s, FinishReason.ERROR, error)
         group_scheduler.shed(event.at_s)
 
     def plain_steps(self) -> PlainSteps | None:
         """The steps that follow if nothing is told meanwhile and that only give tokens. None: there is none."""
-        return None if self._residents.waits or len(self._group_schedulers) > 1 else foresee(self.group_scheduler)
+        return None if self._request_table.waits or len(self._group_schedulers) > 1 else foresee(self.group_scheduler)
 
     def take_plain_steps(self, plain: PlainSteps, token_ids: Iterable[Items[int]], count: int, at_s: float) -> None:
         """The first `count` of them have been run, the last at `at_s`, and their tokens (as many for each sequence)
@@ -577,8 +577,8 @@ class WorkerCore:
 
     def check(self) -> None:
         """Raise InvariantViolation unless the books balance. For tests and simulation: takes time linear in all."""
-        residents = self._residents
-        residents.check()
+        request_table = self._request_table
+        request_table.check()
         placed_count = 0
         for group_scheduler in self._group_schedulers:
             group_scheduler.check()
@@ -586,13 +586,13 @@ class WorkerCore:
                 if sequence.state is SequenceState.ENDED:
                     continue
                 placed_count += 1
-                if residents.group_schedulers.get(sequence.sequence_id) is not group_scheduler:
+                if request_table.group_schedulers.get(sequence.sequence_id) is not group_scheduler:
                     raise InvariantViolation(
                         f"{sequence.name} is in a group_scheduler that is not its own", sequence.story()
                     )
-        if len(residents.group_schedulers) != placed_count:
+        if len(request_table.group_schedulers) != placed_count:
             raise InvariantViolation(
-                f"{len(residents.group_schedulers)} sequences have a group_scheduler, {placed_count} are in one"
+                f"{len(request_table.group_schedulers)} sequences have a group_scheduler, {placed_count} are in one"
             )
 
 

@@ -131,7 +131,7 @@ def test_deadlines_of_requests_that_have_ended_do_not_pile_up() -> None:
     for _ in range(1_000):
         key = made.submit(prompt(2), deadline_at_s=1e9)
         made.core.handle(Aborted(made.at_s, key))
-    assert len(made.core._residents._deadlines._heap) < 100
+    assert len(made.core._request_table._deadlines._heap) < 100
 
 
 def test_a_failed_step_ends_its_requests_and_no_others() -> None:

@@ -463,9 +463,9 @@ def test_check_sees_a_sequence_that_is_in_no_lane_or_in_another_than_is_noted() 
     made.submit(prompt(3))
     made.step()
     core = made.core
-    group_schedulers = core._residents.group_schedulers
+    group_schedulers = core._request_table.group_schedulers
     ((sequence_id, group_scheduler),) = group_schedulers.items()
-    group_schedulers[sequence_id] = GroupScheduler(limits(), 8, core._residents.end_too_big)
+    group_schedulers[sequence_id] = GroupScheduler(limits(), 8, core._request_table.end_too_big)
     with pytest.raises(InvariantViolation, match="is in a group_scheduler that is not its own"):
         core.check()
     group_schedulers[sequence_id] = group_scheduler

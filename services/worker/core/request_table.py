@@ -28,7 +28,7 @@ class Stream:
         self.seen_handle = 0
 
 
-class Residents:
+class RequestTable:
     def __init__(self, limits: WorkerLimits) -> None:
         self._limits = limits
         self.streams: dict[int, Stream] = {}  # stream id -> what came over it
