@@ -161,7 +161,7 @@ class SimCopier:
 
 
 class SimBackground:
-    """See `services.worker.pipeline.ground.Background`. What is known of layers when the world begins took no time."""
+    """See `services.worker.pipeline.context.Background`. What is known of layers when the world begins took no time."""
 
     def __init__(
         self, me: WorkerId, memory: SimMemory, clock: Clock, network: Network, checksum_bytes_per_s: float

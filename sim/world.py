@@ -22,7 +22,7 @@ from services.worker.core.blocks import BlockBook
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.worker import WorkerCore
 from services.worker.emulation.runner import Marks
-from services.worker.pipeline.ground import Surroundings
+from services.worker.pipeline.context import Environment
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.member import GroupMember
 from services.worker.pipeline.planner_side import Transitions
@@ -229,7 +229,7 @@ class World:
         token_bytes = options.model.hidden_size * ELEMENT_BYTES
         block_s = self.geometry.block_bytes / (gpu.host_bytes_per_s * gpus)
         copier = SimCopier(memory if options.marks else None, block_s, instance.now, instance.spend)
-        surroundings = Surroundings(
+        environment = Environment(
             plane=plane,
             hub=hub,
             engine=SimEngine(
@@ -245,7 +245,7 @@ class World:
             links=SimLinks,
             copier=copier,
         )
-        member = GroupMember(worker_id, core, book, memory, surroundings)
+        member = GroupMember(worker_id, core, book, memory, environment)
         transitions = Transitions(member, incarnation, instance.post, lambda: self.clock.now_s, self._later)
         instance.join(member, transitions, plane.crash, copier, through_member=options.marks)
         self._lives.append(instance)

@@ -38,8 +38,8 @@ from services.worker.engine.model_config import read_model_config
 from services.worker.links.config import TransportConfig
 from services.worker.metrics import LinkCollector, export
 from services.worker.pipeline.build import Instance, join, stage_core
+from services.worker.pipeline.context import BlockCopier
 from services.worker.pipeline.events import GrammarComes
-from services.worker.pipeline.ground import BlockCopier
 from services.worker.pipeline.planner_side import Transitions
 from services.worker.policy.lookahead import lookahead
 from services.worker.policy.microbatching import by_token_count

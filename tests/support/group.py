@@ -214,7 +214,7 @@ class GroupWorker:
     @property
     def book(self) -> BlockBook:
         """Of the group in force."""
-        return self.member._ground.book
+        return self.member._context.book
 
     def progress(self, epoch: int) -> Progress | None:
         return self.member.progress.get(Epoch(epoch))

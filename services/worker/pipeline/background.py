@@ -13,7 +13,7 @@ _Result = TypeVar("_Result")
 
 
 class Threads:
-    """See `ground.Background`."""
+    """See `context.Background`."""
 
     def __init__(
         self, read_layer: Callable[[int], None], beside: Callable[[], AbstractContextManager[None]] = nullcontext

@@ -14,7 +14,7 @@ from services.worker.core.blocks import BlockBook
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.worker import WorkerCore
 from services.worker.pipeline.background import Threads
-from services.worker.pipeline.ground import BlockCopier, StageEngine, Surroundings
+from services.worker.pipeline.context import BlockCopier, Environment, StageEngine
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.links import Links
 from services.worker.pipeline.member import GroupMember
@@ -130,7 +130,7 @@ def join(
         core,
         book,
         engine.memory,
-        Surroundings(
+        Environment(
             plane=plane,
             hub=hub,
             engine=runner or own,

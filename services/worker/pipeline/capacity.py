@@ -8,25 +8,25 @@ from services.worker.core.events import CapacityChanged
 from services.worker.core.room import GroupSizes, RoomSizes
 from services.worker.core.waves import Leading
 from services.worker.links.traffic import TrafficClass
+from services.worker.pipeline.context import MemberContext
 from services.worker.pipeline.events import CapacityTold
-from services.worker.pipeline.ground import Ground
 from services.worker.pipeline.wire import Topic, capacity_to_bytes
 
 
 class Capacities:
     def __init__(
         self,
-        ground: Ground,
+        context: MemberContext,
     ) -> None:
-        self._role = role = ground.role
-        self._links = ground.links
-        self._published = ground.published
-        self._ground = ground
-        self._memory = ground.memory
-        self._tell = ground.answers.tell
-        self._now = ground.now
+        self._role = role = context.role
+        self._links = context.links
+        self._published = context.published
+        self._context = ground
+        self._memory = context.memory
+        self._tell = context.answers.tell
+        self._now = context.now
         self._counts: dict[WorkerId, int] = {}  # leader: stage -> blocks
-        self._sizes = GroupSizes(role.me, ground.memory, ground.core.swap_block_count)  # leader
+        self._sizes = GroupSizes(role.me, context.memory, context.core.swap_block_count)  # leader
         self._limited_epoch = Epoch(0)  # leader: the restore whose end a stage must know, to be believed what it has
         self._limited: set[WorkerId] = set()  # leader: stages that have not said since what they have
         self._before_block_count = 0  # leader: what the group had then, or will have; 0: what it has is all there is
@@ -34,7 +34,7 @@ class Capacities:
 
     @property
     def smallest(self) -> int:
-        return min(self._counts.values(), default=self._ground.book.block_count)
+        return min(self._counts.values(), default=self._context.book.block_count)
 
     @property
     def counts(self) -> Mapping[WorkerId, int]:
@@ -48,7 +48,7 @@ class Capacities:
 
     @property
     def own_sizes(self) -> RoomSizes:
-        return RoomSizes.of(self._memory, self._ground.core.swap_block_count)
+        return RoomSizes.of(self._memory, self._context.core.swap_block_count)
 
     @property
     def smallest_home(self) -> int:
@@ -64,7 +64,7 @@ class Capacities:
 
     def begin(self) -> None:
         """A new role: nobody has said anything yet, and there is no restore of this group."""
-        self._counts = {self._role.me: self._ground.book.block_count}
+        self._counts = {self._role.me: self._context.book.block_count}
         self._limited_epoch, self._limited, self._before_block_count = Epoch(0), set(), 0
         self._sizes.clear()
         self.leading = None
@@ -76,7 +76,7 @@ class Capacities:
 
     def grown(self) -> None:
         """Alone: there is more."""
-        self._counts = {self._role.me: self._ground.book.block_count}
+        self._counts = {self._role.me: self._context.book.block_count}
         self.tell_core()
 
     def add(self, counts: Mapping[WorkerId, int]) -> None:
@@ -125,7 +125,7 @@ class Capacities:
 
     def tell_leader(self, withdrawn: Epoch) -> None:
         """What this member has. `withdrawn` is the newest restore that it knows to be given up."""
-        role, block_count = self._role, self._ground.book.block_count
+        role, block_count = self._role, self._context.book.block_count
         if role.leads:
             self.told(CapacityTold(role.epoch, role.me, block_count, self.own_sizes, withdrawn))
         else:

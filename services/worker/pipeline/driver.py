@@ -55,6 +55,7 @@ from services.worker.core.transition_messages import (
 )
 from services.worker.links.traffic import TrafficClass
 from services.worker.pipeline.capacity import Capacities
+from services.worker.pipeline.context import MemberContext
 from services.worker.pipeline.events import (
     HandoverArrived,
     KvAsked,
@@ -64,7 +65,6 @@ from services.worker.pipeline.events import (
     RosterArrived,
     Told,
 )
-from services.worker.pipeline.ground import Ground
 from services.worker.pipeline.handover import Handover
 from services.worker.pipeline.leaving import Leaving
 from services.worker.pipeline.migrations import Migrations
@@ -82,7 +82,7 @@ _OVER = (Phase.DONE, Phase.ABORTED, Phase.FAILED)
 class TransitionDriver:
     def __init__(
         self,
-        ground: Ground,
+        context: MemberContext,
         *,
         stage: StageRunner,
         capacities: Capacities,
@@ -90,28 +90,28 @@ class TransitionDriver:
         restoring: Restoring,
         migrations: Migrations,
         broken: Callable[[Epoch, WorkerId, str], None],
-        second: Callable[[Ground, Role], tuple[Ground, StageRunner]],
+        second: Callable[[MemberContext, Role], tuple[MemberContext, StageRunner]],
     ) -> None:
-        """`broken` hears that the group is lost with a member. `second` makes the ground and the stage of a group that
+        """`broken` hears that the group is lost with a member. `second` makes the context and the stage of a group that
         goes on in this role, beside the one in force.
         """
-        self._ground = ground
-        self._role = ground.role
-        self._links = ground.links
-        self._published = ground.published
-        self._answers = ground.answers
+        self._context = ground
+        self._role = context.role
+        self._links = context.links
+        self._published = context.published
+        self._answers = context.answers
         self._stage = stage
         self._capacities = capacities
-        self._handover = Handover(ground, capacities)
+        self._handover = Handover(context, capacities)
         self._mover = mover
         self._homecoming = restoring.homecoming
         self._restoring = restoring
         self._migrations = migrations
-        self._memory = ground.memory
+        self._memory = context.memory
         self._broken = broken
         self._second = second
-        self._now = ground.now
-        self._post = ground.post
+        self._now = context.now
+        self._post = context.post
         self.transition: Transition | None = None  # under way, or the last
         self._received: PlanReceived | None = None
         self.leaving: Leaving | None = None  # the group before, which dissolves
@@ -141,10 +141,10 @@ class TransitionDriver:
         self._learning = False
         transition = self.transition = Transition(self._role.me, plan)
         self._received = event
-        self._published.begin(plan.epoch, self._ground.book.block_count)
+        self._published.begin(plan.epoch, self._context.book.block_count)
         self._handover.begin()
         self._early = []
-        self._mover.core.begin(self._ground.book)
+        self._mover.core.begin(self._context.book)
         self._execute(transition.begin())
         self._publish()
 
@@ -175,7 +175,7 @@ class TransitionDriver:
 
     def poll(self) -> None:
         """Between two batches."""
-        transition, group_scheduler = self.transition, self._ground.group_scheduler
+        transition, group_scheduler = self.transition, self._context.group_scheduler
         if (
             self.quiescing
             and transition is not None
@@ -229,7 +229,7 @@ class TransitionDriver:
             self._memory.pool.backend.synchronise()
         else:
             for sequence_id in event.recomputed:  # their blocks are needed for those that keep their KV
-                self._ground.book.release(sequence_id)
+                self._context.book.release(sequence_id)
         self._mover.core.forget(event.recomputed)
         self.drive(roster)
         self._stage.run_early()
@@ -428,17 +428,17 @@ class TransitionDriver:
 
     def _dissolve(self) -> None:
         """Between two batches: this worker serves alone, and the group before goes on beside that."""
-        transition, now_s, role, ground = self._current(), self._now(), self._role, self._ground
+        transition, now_s, role, context = self._current(), self._now(), self._role, self._context
         progress = self._published.counted
         self._published.note_commit()
         self._restoring.commit()
         if role.leads:
-            progress.victim_count = progress.victims_waiting = len(ground.group_scheduler.sequence_ids)
+            progress.victim_count = progress.victims_waiting = len(context.group_scheduler.sequence_ids)
         home_blocks = self._capacities.smallest_home
-        heirs = [MemberView(stage.worker_id, home_blocks, ground.core.max_running_count) for stage in role.stages]
-        old_ground, stage = self._second(ground, copy.copy(role))
+        heirs = [MemberView(stage.worker_id, home_blocks, context.core.max_running_count) for stage in role.stages]
+        old_context, stage = self._second(context, copy.copy(role))
         self.leaving = Leaving(
-            old_ground,
+            old_context,
             stage,
             self._handover,
             progress,
@@ -447,9 +447,9 @@ class TransitionDriver:
             grown=self._has_grown,
         )
         block_count = self._memory.open_window()
-        ground.book = BlockBook(block_count, self._memory.kv.shape.block_tokens, self._memory.kv.window.first_block)
+        context.book = BlockBook(block_count, self._memory.kv.shape.block_tokens, self._memory.kv.window.first_block)
         progress.remap_s += self._now() - now_s
-        self._answers.tell(GroupOpened(now_s, ground.book))
+        self._answers.tell(GroupOpened(now_s, context.book))
         self._restoring.limit_prompts(beside=True)
         role.take_up(transition.epoch, transition.part.new)
         self._published.clock.begin_layout()
@@ -465,7 +465,7 @@ class TransitionDriver:
             self.roster_arrived(roster)
 
     def _has_grown(self, block_count: int) -> None:
-        self._ground.grow_book(block_count)
+        self._context.grow_book(block_count)
         self._capacities.grown()
 
     def _pass_end_on(self, epoch: Epoch) -> None:
@@ -483,7 +483,7 @@ class TransitionDriver:
         block_count = self._memory.drop_layers(lost)
         if self._memory.kv.retired_layers:
             block_count = self._memory.shrink_retired(self._mover.core.retire())
-        self._ground.grow_book(block_count)
+        self._context.grow_book(block_count)
         progress.remap_s += self._now() - began_s
 
     def _lead(self, victims: tuple[Victim, ...], wave: int) -> None:
@@ -510,7 +510,7 @@ class TransitionDriver:
     def _release_sent(self) -> None:
         """What has been sent makes room for the next wave."""
         progress, began_s = self._published.counted, self._now()
-        self._ground.grow_book(self._memory.shrink_retired(*self._mover.core.compact()))
+        self._context.grow_book(self._memory.shrink_retired(*self._mover.core.compact()))
         progress.remap_s += self._now() - began_s
         self._capacities.tell_leader(self._restoring.withdrawn_epoch)
 
@@ -520,11 +520,11 @@ class TransitionDriver:
             self.leaving.release()
             self.leaving = None
         else:
-            self._ground.grow_book(self._memory.release_retired())
+            self._context.grow_book(self._memory.release_retired())
             progress.remap_s += self._now() - began_s
             self._links.retire(self._role.epoch)
         progress.exchange_s = self._now() - progress.taken_up_at_s
-        progress.block_count_after = self._ground.book.block_count
+        progress.block_count_after = self._context.book.block_count
         self._capacities.tell_leader(self._restoring.withdrawn_epoch)
 
     # ------------------------------------------------------------ what there must be

@@ -19,7 +19,7 @@ from services.worker.links.traffic import TrafficClass
 from services.worker.pipeline.wire import Topic, grammar_to_bytes
 
 if TYPE_CHECKING:
-    from services.worker.pipeline.ground import Background
+    from services.worker.pipeline.context import Background
     from services.worker.pipeline.links import Links
     from services.worker.pipeline.role import Role
 

@@ -15,8 +15,8 @@ from services.worker.core.transition_messages import SendRoster
 from services.worker.core.waves import Decision, Leading
 from services.worker.links.traffic import TrafficClass
 from services.worker.pipeline.capacity import Capacities
+from services.worker.pipeline.context import MemberContext
 from services.worker.pipeline.events import HandoverArrived
-from services.worker.pipeline.ground import Ground
 from services.worker.pipeline.status import Progress
 from services.worker.pipeline.wire import Topic, roster_to_bytes, snapshot_to_proto
 
@@ -26,15 +26,15 @@ class Handover:
 
     def __init__(
         self,
-        ground: Ground,
+        context: MemberContext,
         capacities: Capacities,
     ) -> None:
-        self._role = ground.role
-        self._links = ground.links
+        self._role = context.role
+        self._links = context.links
         self._capacities = capacities
-        self._ground = ground
-        self._memory = ground.memory
-        self._tell = ground.answers.tell
+        self._context = ground
+        self._memory = context.memory
+        self._tell = context.answers.tell
         self._going: dict[WorkerId, tuple[SequenceSnapshot, ...]] = {}  # by the leader they go to
         self._coming: list[SequenceSnapshot] = []  # new leader: handed over to it
         self._by_tokens: list[SequenceSnapshot] = []  # likewise, of a group that dissolves
@@ -76,14 +76,14 @@ class Handover:
 
     def _own_victims(self) -> tuple[Victim, ...]:
         return tuple(
-            Victim(i, count, self._role.me) for i, count in sorted(self._ground.group_scheduler.kv_tokens.items())
+            Victim(i, count, self._role.me) for i, count in sorted(self._context.group_scheduler.kv_tokens.items())
         )
 
     def send(self, epoch: Epoch, to: WorkerId, *, more: bool = False) -> None:
         body = pb.Handover(
             epoch=epoch,
             sequences=[snapshot_to_proto(snapshot) for snapshot in self._going.pop(to, ())],
-            block_count=self._ground.book.block_count,
+            block_count=self._context.book.block_count,
             final_block_count=self._final_counts.get(self._role.me, 0),
             more=more,
         )
@@ -115,8 +115,8 @@ class Handover:
     def lead(self, transition: Transition, victims: Sequence[Victim], progress: Progress, now_s: float) -> Decision:
         """All members are ready. Who finds no room in the smallest stage waits for it, or starts over."""
         group_scheduler, book, size = (
-            self._ground.group_scheduler,
-            self._ground.book,
+            self._context.group_scheduler,
+            self._context.book,
             self._memory.kv.shape.block_tokens,
         )
         leading = self._leading = Leading(self._role.me, transition.plan, transition.part, group_scheduler, size)

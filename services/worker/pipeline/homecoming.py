@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
 from ballast.service.logs import get_logger
+from services.worker.pipeline.context import Background, MemberContext
 from services.worker.pipeline.events import LayerArrived, LayerAsked, LayerChecked
-from services.worker.pipeline.ground import Background, Ground
 from services.worker.pipeline.layers import LayerPull, LayerServer
 from services.worker.pipeline.status import Progress
 
@@ -25,20 +25,20 @@ class Homecoming:
 
     def __init__(
         self,
-        ground: Ground,
+        context: MemberContext,
         *,
         background: Background,
         hurried: Callable[[], bool],
     ) -> None:
         """`hurried`: requests wait for the end of it."""
-        self._layer_count = ground.role.layer_count
-        self._memory = memory = ground.memory
-        self._ground = ground
-        self._hub = ground.hub
-        self._ask = ground.links.ask_for_layer
+        self._layer_count = context.role.layer_count
+        self._memory = memory = context.memory
+        self._context = ground
+        self._hub = context.hub
+        self._ask = context.links.ask_for_layer
         self._hurried = hurried
-        self._now = ground.now
-        self._post = post = ground.post
+        self._now = context.now
+        self._post = post = context.post
         self._workers = background
         self._server = LayerServer(memory.parameters, self._workers, post)
         self._server.learn_each(memory.parameters.held_layers)
@@ -91,7 +91,7 @@ class Homecoming:
         self.wants_room = False
         self.shrink(block_count)
         missing = [i for i in range(self._layer_count) if i not in self._memory.parameters.held_layers]
-        self._memory.make_room_for_layers(missing, block_count=self._ground.book.block_count)
+        self._memory.make_room_for_layers(missing, block_count=self._context.book.block_count)
         progress.remap_s += self._now() - began_s
         progress.parameter_bytes_to_pull = sum(
             t.nbytes for layer in missing for t in self._memory.parameters.pieces(layer)
@@ -110,7 +110,7 @@ class Homecoming:
 
     def shrink(self, block_count: int) -> None:
         """The book ends there: blocks behind move down."""
-        book = self._ground.book
+        book = self._context.book
         if block_count < book.block_count:
             if moves := book.compaction_plan(block_count):
                 self._memory.move(moves)

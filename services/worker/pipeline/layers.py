@@ -20,9 +20,9 @@ from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.links.traffic import TrafficClass
 from services.worker.links.transfer import Transfer
 from services.worker.memory.parameters import ParameterStore
+from services.worker.pipeline.context import Background
 from services.worker.pipeline.destinations import layer_key, whole
 from services.worker.pipeline.events import LayerArrived, LayerChecked, Woken
-from services.worker.pipeline.ground import Background
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.wire import Topic
 from services.worker.shell import MemberEvent

@@ -22,7 +22,7 @@ from services.worker.core.events import (
 from services.worker.core.plan import Victim
 from services.worker.core.sequence import Sequence as Request
 from services.worker.core.sequence import SequenceState
-from services.worker.pipeline.ground import Ground
+from services.worker.pipeline.context import MemberContext
 from services.worker.pipeline.handover import Handover
 from services.worker.pipeline.stage_runner import StageRunner
 from services.worker.pipeline.status import Progress
@@ -34,7 +34,7 @@ from services.worker.policy.placement import MemberView, PlacementView, place
 class Leaving:
     def __init__(
         self,
-        ground: Ground,
+        context: MemberContext,
         stage: StageRunner,
         handover: Handover,
         progress: Progress,
@@ -46,8 +46,8 @@ class Leaving:
         """`ground` and `stage` of the group that dissolves, with the restore of that epoch. `heirs`: its members, with
         what each has room for. `grown` is told how many blocks this worker's own group has.
         """
-        self._ground = ground
-        self.role = ground.role
+        self._context = ground
+        self.role = context.role
         self.stage = stage
         self._handover = handover
         self._progress = progress
@@ -56,9 +56,9 @@ class Leaving:
         self._grown = grown
         self.closed = False
         self.own_victims: tuple[Victim, ...] = ()  # leader, at its end: what stays here, with its KV
-        self._first_blocks = self._limit = ground.book.block_count
+        self._first_blocks = self._limit = context.book.block_count
         self._home_blocks = min(heir.block_count for heir in heirs)
-        self._began_s = self._left_s = ground.now()
+        self._began_s = self._left_s = context.now()
         self._left_count = math.inf  # that had not left it then
         self._hurried = False
 
@@ -68,11 +68,11 @@ class Leaving:
         if not self.role.leads or self.closed or self._hurried:
             return None
         at_s = self._over_at_s()
-        return at_s if at_s > self._ground.now() else None
+        return at_s if at_s > self._context.now() else None
 
     @property
     def request_count(self) -> int:
-        return len(self._ground.book.sequence_ids)
+        return len(self._context.book.sequence_ids)
 
     def give_way(self) -> None:
         """The next transition waits for its end."""
@@ -82,7 +82,7 @@ class Leaving:
         """Between two batches. True at its leader, once: no batch is in flight, and what was left is handed over."""
         if not self.role.leads or self.closed:
             return False
-        group_scheduler, now_s = self._ground.group_scheduler, self._ground.now()
+        group_scheduler, now_s = self._context.group_scheduler, self._context.now()
         self._send_away(group_scheduler.may_leave(running=False), now_s, by_tokens=True)
         self._progress.victims_waiting = count = len(group_scheduler.sequences)
         if count < self._left_count:
@@ -91,27 +91,29 @@ class Leaving:
             self._tighten(now_s)
             return False
         if group_scheduler.sequences and not group_scheduler.stopped:
-            self._ground.answers.tell(LeavingStopped(now_s))
+            self._context.answers.tell(LeavingStopped(now_s))
         if group_scheduler.batches_in_flight:
             return False
         self._send_away(group_scheduler.may_leave(running=True), now_s, by_tokens=False)
         return not group_scheduler.batches_in_flight.to_remove
 
     def _over_at_s(self) -> float:
-        reserved, stages = self._ground.group_scheduler.reserved_block_count, len(self.role.stages)
+        reserved, stages = self._context.group_scheduler.reserved_block_count, len(self.role.stages)
         return over_at_s(self._began_s, self._left_s, reserved, self._home_blocks, stages)
 
     def empty(self, lost: Collection[WorkerId]) -> None:
         """Its leader: those members are gone, and nothing can be computed in it any more."""
-        now_s = self._ground.now()
+        now_s = self._context.now()
         self._heirs = {worker_id: heir for worker_id, heir in self._heirs.items() if worker_id not in lost}
-        self._ground.answers.tell(BatchesLost(now_s))
-        self._send_away(self._ground.group_scheduler.may_leave(running=True), now_s, by_tokens=True)
+        self._context.answers.tell(BatchesLost(now_s))
+        self._send_away(self._context.group_scheduler.may_leave(running=True), now_s, by_tokens=True)
 
     def _place(self, requests: Iterable[Request]) -> dict[SequenceId, WorkerId]:
         """Where each goes: to the member with most room left of those that a member has at home."""
         views = [
-            PlacementView(r.sequence_id, max(1, self._ground.group_scheduler.need(r)), r.state is SequenceState.RUNNING)
+            PlacementView(
+                r.sequence_id, max(1, self._context.group_scheduler.need(r)), r.state is SequenceState.RUNNING
+            )
             for r in requests
         ]
         placed = place(views, list(self._heirs.values()))
@@ -134,53 +136,53 @@ class Leaving:
         kept = [Victim(r.sequence_id, r.computed_tokens, me) for r in mine if r.computed_tokens and not by_tokens]
         self.own_victims = (*self.own_victims, *kept)
         if ids:
-            self._ground.answers.tell(MovedOver(now_s, ids, frozenset(victim.sequence_id for victim in kept)))
+            self._context.answers.tell(MovedOver(now_s, ids, frozenset(victim.sequence_id for victim in kept)))
         if going := {i: to for i, to in placed.items() if i not in ids}:
             self._handover.send_away(self.epoch, going, now_s, by_tokens=by_tokens)
 
     # ------------------------------------------------------------ its room
 
     def _tighten(self, now_s: float) -> None:
-        group_scheduler = self._ground.group_scheduler
+        group_scheduler = self._context.group_scheduler
         running_count, block_tokens = group_scheduler.scheduler.running_count, group_scheduler.scheduler.block_tokens
         limit = tightened(
             self._limit, self._first_blocks, group_scheduler.reserved_block_count, running_count, block_tokens
         )
         if limit < self._limit and group_scheduler.settled:
             change = CapacityChanged(now_s, limit, before_block_count=self._first_blocks)
-            self._ground.answers.tell(OfLeaving(now_s, change))
+            self._context.answers.tell(OfLeaving(now_s, change))
             self.limited(limit)
 
     def limited(self, block_count: int) -> None:
         """The group holds no block beyond, and will take none: told down the pipeline, behind its batches."""
-        ground, book = self._ground, self._ground.book
-        ground.links.pass_down(Topic.ROOM, room_to_bytes(self.epoch, block_count))
+        context, book = self._context, self._context.book
+        context.links.pass_down(Topic.ROOM, room_to_bytes(self.epoch, block_count))
         self._limit = min(self._limit, block_count)
         if block_count < book.block_count:
-            began_s = ground.now()
+            began_s = context.now()
             if moves := book.compaction_plan(block_count):
-                ground.memory.move_leaving(moves)
+                context.memory.move_leaving(moves)
                 book.compacted(moves)
             book.shrink(block_count)
-            self._grown(ground.memory.shrink_leaving(block_count))
-            self._progress.remap_s += ground.now() - began_s
+            self._grown(context.memory.shrink_leaving(block_count))
+            self._progress.remap_s += context.now() - began_s
 
     # ------------------------------------------------------------ its end
 
     def pass_end_on(self) -> None:
-        self._ground.links.pass_on(Topic.EPOCH_ENDED, self.epoch)
+        self._context.links.pass_on(Topic.EPOCH_ENDED, self.epoch)
 
     def close(self) -> None:
         """It computes nothing any more. Its blocks are read until `release`."""
         self.closed = True
-        self.stage.forget(self._ground.book.sequence_ids)
+        self.stage.forget(self._context.book.sequence_ids)
         if self.role.leads:
-            self._ground.answers.tell(GroupClosed(self._ground.now()))
+            self._context.answers.tell(GroupClosed(self._context.now()))
 
     def release(self) -> None:
-        began_s = self._ground.now()
-        self._grown(self._ground.memory.close_leaving())
-        self._progress.remap_s += self._ground.now() - began_s
+        began_s = self._context.now()
+        self._grown(self._context.memory.close_leaving())
+        self._progress.remap_s += self._context.now() - began_s
 
     def check(self) -> None:
-        self._ground.book.check()
+        self._context.book.check()

@@ -24,6 +24,7 @@ from services.worker.core.worker import WorkerCore
 from services.worker.memory.device import DeviceMemory
 from services.worker.pipeline.answers import Answer, Answers
 from services.worker.pipeline.capacity import Capacities
+from services.worker.pipeline.context import Environment, MemberContext
 from services.worker.pipeline.driver import TransitionDriver
 from services.worker.pipeline.events import (
     BatchArrived,
@@ -48,7 +49,6 @@ from services.worker.pipeline.events import (
     Woken,
 )
 from services.worker.pipeline.grammars import GrammarsAhead
-from services.worker.pipeline.ground import Ground, Surroundings
 from services.worker.pipeline.homecoming import Homecoming
 from services.worker.pipeline.migrations import Migrations
 from services.worker.pipeline.mover import KvMover
@@ -74,60 +74,62 @@ class GroupMember:
         core: WorkerCore,
         book: BlockBook,
         memory: DeviceMemory,
-        surroundings: Surroundings,
+        environment: Environment,
     ) -> None:
         self.me = me
-        self._now = now = surroundings.now
+        self._now = now = environment.now
         self.published = published = Published(now)
         self._memory = memory
-        self._hub = hub = surroundings.hub
+        self._hub = hub = environment.hub
         self._role = role = Role(me, memory.kv.shape.layer_count)
-        self._links = links = surroundings.links(surroundings.plane, role, now, surroundings.post)
+        self._links = links = environment.links(environment.plane, role, now, environment.post)
         self._answers = answers = Answers(core, self.run)
-        compile_grammar, background = surroundings.compile_grammar, surroundings.background
+        compile_grammar, background = environment.compile_grammar, environment.background
         self._grammars = None if compile_grammar is None else GrammarsAhead(role, links, background, compile_grammar)
         self._rescue: Rescue | None = None  # a member of the group is gone
         self._is_awake = True  # `poll` may find something to do
-        pace = surroundings.plane.pace
-        self._ground = ground = Ground(
-            me, core, book, memory, role, links, hub, published, answers, now, surroundings.post
+        pace = environment.plane.pace
+        self._context = context = MemberContext(
+            me, core, book, memory, role, links, hub, published, answers, now, environment.post
         )
-        self._capacities = capacities = Capacities(ground)
+        self._capacities = capacities = Capacities(context)
         self._homecoming = homecoming = Homecoming(
-            ground,
-            background=surroundings.background,
+            context,
+            background=environment.background,
             hurried=lambda: pace.memory_is_awaited,
         )
         self._restoring = restoring = Restoring(
-            ground,
+            context,
             capacities,
             homecoming,
             under_way=lambda: self._driver.transition,
             drive=lambda event: self._driver.drive(event),
         )
-        watch = surroundings.watch or partial(HostWatch, now)
-        self._copier = surroundings.copier
+        watch = environment.watch or partial(HostWatch, now)
+        self._copier = environment.copier
         self._stage = stage = StageRunner(
-            ground,
-            surroundings.engine,
-            surroundings.copier,
+            context,
+            environment.engine,
+            environment.copier,
             pace=pace,
             watch=watch(),
             awaits_roster=lambda epoch: self._driver.awaits_roster(epoch),
         )
 
-        def second(ground: Ground, role: Role) -> tuple[Ground, StageRunner]:
-            links = surroundings.links(surroundings.plane, role, now, surroundings.post)
-            ground = replace(ground, role=role, links=links, leaving=True)
-            engine, copier = surroundings.engine, surroundings.copier
-            return ground, StageRunner(ground, engine, copier, pace=pace, watch=watch(), awaits_roster=lambda _: False)
+        def second(context: MemberContext, role: Role) -> tuple[MemberContext, StageRunner]:
+            links = environment.links(environment.plane, role, now, environment.post)
+            context = replace(context, role=role, links=links, leaving=True)
+            engine, copier = environment.engine, environment.copier
+            return context, StageRunner(
+                context, engine, copier, pace=pace, watch=watch(), awaits_roster=lambda _: False
+            )
 
-        self._mover = mover = KvMover(ground)
+        self._mover = mover = KvMover(context)
         self._migrations = migrations = Migrations(
-            ground, mover, layout_changes=lambda: self._rescue is not None or self._driver.under_way
+            context, mover, layout_changes=lambda: self._rescue is not None or self._driver.under_way
         )
         self._driver = TransitionDriver(
-            ground,
+            context,
             stage=stage,
             capacities=capacities,
             mover=mover,
@@ -150,7 +152,7 @@ class GroupMember:
 
     @property
     def pipeline_request_count(self) -> int | None:
-        leaving, count = self._driver.leaving, len(self._ground.book.sequence_ids)
+        leaving, count = self._driver.leaving, len(self._context.book.sequence_ids)
         if leaving is not None:
             return count + leaving.request_count
         return count if self._role.stages or self._driver.under_way else None
@@ -249,14 +251,14 @@ class GroupMember:
 
     def poll(self) -> list[Answer]:
         if self._role.leads:
-            group_scheduler = self._ground.group_scheduler
+            group_scheduler = self._context.group_scheduler
             has_work = bool(group_scheduler.in_flight_count) or group_scheduler.has_work
             self.published.clock.note_work(self._now(), has_work=has_work)
         if not self._is_awake:
             return []
         self._driver.poll()
         self._migrations.poll()
-        if self._rescue is not None and self._rescue.poll(self._now(), self._ground.grow_book):
+        if self._rescue is not None and self._rescue.poll(self._now(), self._context.grow_book):
             self._be_whole(self._rescue)
         rests = self._rescue is None and self._driver.at_rest and self._migrations.at_rest
         self._is_awake = not rests
@@ -280,14 +282,14 @@ class GroupMember:
         return self._answers.take()
 
     def check(self) -> None:
-        self._ground.book.check()
+        self._context.book.check()
         self._memory.check()
         self._migrations.check()
         self._mover.check()
         self._driver.check()
-        if self._ground.book.block_count > self._memory.kv.block_count:
+        if self._context.book.block_count > self._memory.kv.block_count:
             raise InvariantViolation(
-                f"{self._ground.book.block_count} blocks in the book, {self._memory.kv.block_count} mapped"
+                f"{self._context.book.block_count} blocks in the book, {self._memory.kv.block_count} mapped"
             )
 
     def close(self) -> None:
@@ -311,8 +313,8 @@ class GroupMember:
             self._break_up(self._driver.epoch_in_force, self.me, why)
         elif epoch > self.published.newest_epoch and self._driver.is_already(event.plan):
             self._role.take_up(epoch, event.plan.target_of(self.me))
-            progress = self.published.begin(epoch, self._ground.book.block_count)
-            progress.block_count_after = self._ground.book.block_count
+            progress = self.published.begin(epoch, self._context.book.block_count)
+            progress.block_count_after = self._context.book.block_count
             self.published.publish_as(epoch, Phase.DONE)
         else:
             self._driver.receive(event)
@@ -349,8 +351,8 @@ class GroupMember:
         role.leave_group()
         self._answers.tell(GroupLost(now_s))
         self._answers.tell(RoleChanged(now_s, leads=False))
-        for sequence_id in self._ground.book.sequence_ids:
-            self._ground.book.release(sequence_id)
+        for sequence_id in self._context.book.sequence_ids:
+            self._context.book.release(sequence_id)
         self._stage.abandon()
         progress = self.published.counted
         progress.why = f"{peer}: {why}"
@@ -371,7 +373,7 @@ class GroupMember:
         self._memory.open_window()
         block_count, kv = self._memory.close_leaving(), self._memory.kv
         book = BlockBook(block_count, kv.shape.block_tokens, kv.window.first_block)
-        self._ground.book = book
+        self._context.book = book
         self._answers.tell(GroupOpened(self._now(), book))
         self._capacities.begin()
         rescue.progress.block_count_after = book.block_count

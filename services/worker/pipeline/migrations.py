@@ -49,8 +49,8 @@ from services.worker.core.migration_messages import (
 )
 from services.worker.core.spans import Stage, stages_of
 from services.worker.links.traffic import TrafficClass
+from services.worker.pipeline.context import MemberContext
 from services.worker.pipeline.events import KvLeft, MigrationOrdered, MigrationTold
-from services.worker.pipeline.ground import Ground
 from services.worker.pipeline.mover import KvMover
 from services.worker.pipeline.wire import Topic, migration_to_bytes
 from services.worker.policy.departure import choose_departure
@@ -72,22 +72,22 @@ class _Order:
 class Migrations:
     def __init__(
         self,
-        ground: Ground,
+        context: MemberContext,
         mover: KvMover,
         layout_changes: Callable[[], bool],
     ) -> None:
-        self._role = ground.role
-        self._links = ground.links
-        self._totals = ground.published.migrations
-        self._published = ground.published
-        self._core = core = ground.core
-        self._ground = ground
-        shape = ground.memory.kv.shape
+        self._role = context.role
+        self._links = context.links
+        self._totals = context.published.migrations
+        self._published = context.published
+        self._core = core = context.core
+        self._context = ground
+        shape = context.memory.kv.shape
         self._block_tokens = shape.block_tokens
-        self._tell = ground.answers.tell
+        self._tell = context.answers.tell
         self._layout_changes = layout_changes
-        self._now = ground.now
-        block_bytes = shape.layer_count * ground.memory.kv.block_bytes
+        self._now = context.now
+        block_bytes = shape.layer_count * context.memory.kv.block_bytes
         self._departures = Departures(shape.block_tokens, max(1, _SPAN_BYTES // block_bytes))
         self._arrivals = Arrivals(shape.block_tokens, lambda blocks, new: core.why_no_room(blocks, new=new))
         self._mover = mover
@@ -193,7 +193,7 @@ class Migrations:
     def _begin_some(self, to: WorkerId, order: _Order, now_s: float) -> None:
         while self._departures.may_begin:
             chosen = choose_departure(
-                self._ground.group_scheduler.decoding(), order.blocks_left, self._departures.leaving
+                self._context.group_scheduler.decoding(), order.blocks_left, self._departures.leaving
             )
             if chosen is None:
                 return
@@ -334,7 +334,7 @@ class Migrations:
 
     def _adopt(self, command: Adopt) -> None:
         snapshot, now_s = command.snapshot, self._now()
-        if not self._ground.group_scheduler.leads:
+        if not self._context.group_scheduler.leads:
             return  # it follows since it gave up, or its group is lost: the dispatcher has the request replayed
         self._tell_room()
         lost = frozenset[SequenceId]() if command.kv_tokens else frozenset({snapshot.sequence_id})

@@ -20,9 +20,9 @@ from services.worker.core.transition_messages import ExpectKv, KvReceived, KvSen
 from services.worker.links.traffic import TrafficClass
 from services.worker.links.transfer import Transfer
 from services.worker.memory.kv_cache import KvCache
+from services.worker.pipeline.context import MemberContext
 from services.worker.pipeline.destinations import Pieces
 from services.worker.pipeline.events import KvAsked, KvLanded, KvLeft
-from services.worker.pipeline.ground import Ground
 from services.worker.pipeline.wire import Topic, pieces_to_bytes
 
 if TYPE_CHECKING:
@@ -55,11 +55,11 @@ def _runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class KvMover:
-    def __init__(self, ground: Ground) -> None:
-        self._ground = ground
-        self._kv = ground.memory.kv
-        self._links = ground.links
-        self._places = ground.hub.places
+    def __init__(self, context: MemberContext) -> None:
+        self._context = ground
+        self._kv = context.memory.kv
+        self._links = context.links
+        self._places = context.hub.places
         self.core = Mover(self._kv.shape.block_tokens, self._kv.block_bytes, self._places.forget)
         self._transfers: list[Transfer] = []  # that read the cache
 
@@ -70,14 +70,14 @@ class KvMover:
 
     @property
     def stage(self) -> Stage:
-        layers = self._ground.role.layers
-        return Stage(self._ground.me, layers.start, layers.stop)
+        layers = self._context.role.layers
+        return Stage(self._context.me, layers.start, layers.stop)
 
     def landed(self, event: KvLanded) -> Sequence[KvReceived | Landed]:
         """What it means for the transition, or for the leader of this group."""
-        news = self.core.landed(self._ground.now(), event.giver, event.piece, delivered=event.delivered)
+        news = self.core.landed(self._context.now(), event.giver, event.piece, delivered=event.delivered)
         if news is None:
-            self._ground.published.stale_total += 1
+            self._context.published.stale_total += 1
             return ()
         if event.delivered and event.unpack is not None:
             event.unpack()
@@ -114,22 +114,22 @@ class KvMover:
             case Stop():
                 return self.core.stop(message)
             case Keep():
-                self.core.keep(message, self._ground.book)
+                self.core.keep(message, self._context.book)
                 return ()
 
     def _give(self, give: Give, why_not: str) -> str:
-        sends = self.core.give(give, self.stage, self._ground.book)
+        sends = self.core.give(give, self.stage, self._context.book)
         if sends is None:
             return "it has ended, or has given way"
         if why_not and not give.span.last:
             return why_not
-        self._ground.memory.pool.backend.synchronise()  # waits for the device
+        self._context.memory.pool.backend.synchronise()  # waits for the device
         return next((why for send in sends if (why := self._begin(send))), "")
 
     def _take(self, take: Take, why_not: str) -> Ready | Landed:
         coming_here = hops(take.givers, (self.stage,))
         linked = all(self._links.to(hop.giver, take.epoch) is not None for hop in coming_here)
-        places = self.core.take(take, coming_here, self._ground.book) if linked and not why_not else None
+        places = self.core.take(take, coming_here, self._context.book) if linked and not why_not else None
         if places is None:
             why = why_not or ("no room" if linked else "no link")
             get_logger().debug("no migration", why=why, sequence_id=take.sequence_id)
@@ -142,7 +142,7 @@ class KvMover:
         size_bytes = 0
         for command in commands:
             if isinstance(command, CopyOver):
-                self._ground.memory.move_leaving(command.moves)
+                self._context.memory.move_leaving(command.moves)
                 continue
             first_layer, last_layer = command.hop.first_layer, command.hop.last_layer
 
@@ -156,10 +156,12 @@ class KvMover:
     # ------------------------------------------------------------ what a transition wants
 
     def expect(self, command: ExpectKv) -> None:
-        self._ground.published.counted.kv_bytes_received += self._let_come(self.core.expect(command, self._ground.book))
+        self._context.published.counted.kv_bytes_received += self._let_come(
+            self.core.expect(command, self._context.book)
+        )
 
     def send(self, command: SendKv) -> None:
-        self._ground.published.counted.kv_bytes_to_send += self.core.order(command)
+        self._context.published.counted.kv_bytes_to_send += self.core.order(command)
 
     def asked(self, event: KvAsked) -> None:
         self.core.asked(event.peer, event.sequence_ids)
@@ -182,9 +184,9 @@ class KvMover:
             if (link := self._links.to(send.to)) is not None:
                 _give_up(link, send, why)
             return ()
-        self._ground.published.counted.kv_bytes_sent += event.report.result().sent_bytes
+        self._context.published.counted.kv_bytes_sent += event.report.result().sent_bytes
         self._send_again(send.to)
-        return self.core.sent(self._ground.now(), send)
+        return self.core.sent(self._context.now(), send)
 
     def _send_again(self, to: WorkerId) -> None:
         """What the link had no room for, as far as it has some now."""
@@ -220,7 +222,7 @@ class KvMover:
             return str(error)
         if send.mode is not Mode.LAST:
             self._transfers = [t for t in self._transfers if not t.done.done()] + [transfer]
-        transfer.done.add_done_callback(lambda report: self._ground.post(KvLeft(send, report)))
+        transfer.done.add_done_callback(lambda report: self._context.post(KvLeft(send, report)))
         return ""
 
     def _tensors(self, parcel: Parcel) -> Pieces:

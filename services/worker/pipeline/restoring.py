@@ -13,8 +13,8 @@ from services.worker.core.plan import Plan
 from services.worker.core.transition import Transition
 from services.worker.core.transition_messages import Event, MemoryReady, PreparationFailed
 from services.worker.pipeline.capacity import Capacities
+from services.worker.pipeline.context import MemberContext
 from services.worker.pipeline.events import LayerArrived, LayerAsked, LayerChecked
-from services.worker.pipeline.ground import Ground
 from services.worker.pipeline.homecoming import Homecoming
 from services.worker.pipeline.wire import Topic, room_to_bytes
 
@@ -27,7 +27,7 @@ _PROMPT_BLOCKS = 0.5
 class Restoring:
     def __init__(
         self,
-        ground: Ground,
+        context: MemberContext,
         capacities: Capacities,
         homecoming: Homecoming,
         *,
@@ -35,17 +35,17 @@ class Restoring:
         drive: Callable[[Event], None],
     ) -> None:
         """`drive` tells the transition that is under way."""
-        self._ground = ground
-        self._role = ground.role
-        self._links = ground.links
+        self._context = ground
+        self._role = context.role
+        self._links = context.links
         self._capacities = capacities
         self.homecoming = self._homecoming = homecoming
-        self._published = ground.published
-        self._memory = ground.memory
+        self._published = context.published
+        self._memory = context.memory
         self._under_way = under_way
         self._drive = drive
-        self._tell = ground.answers.tell
-        self._now = ground.now
+        self._tell = context.answers.tell
+        self._now = context.now
         self._limit: int | None = None  # leader: of the restore that is being prepared, not granted yet
         self._leads = False  # leader: one is being prepared
         self._granted: tuple[Epoch, int] = (Epoch(0), 0)  # the last restore for which there is room, and how much
@@ -88,7 +88,7 @@ class Restoring:
 
         A batch in flight may still add a token to it, and the next batch wants room for one more.
         """
-        longest = self._ground.group_scheduler.longest_token_count
+        longest = self._context.group_scheduler.longest_token_count
         home = self._capacities.smallest_home * self._memory.kv.shape.block_tokens
         if longest + 2 <= home:
             return ""
@@ -127,7 +127,7 @@ class Restoring:
             self._limit = self._capacities.smallest_leaving
             self._capacities.limit(epoch, self._limit)
             self.limit_prompts()
-        if self._ground.group_scheduler.settled:  # nobody holds or will take a block beyond the limit
+        if self._context.group_scheduler.settled:  # nobody holds or will take a block beyond the limit
             self._leads = False
             self.room_is_granted(epoch, self._limit)
 
@@ -161,7 +161,7 @@ class Restoring:
             return  # the leader's word may come before the planner's
         if not self._homecoming.wants_room:  # the leader has committed already, and its group needs less
             self._homecoming.shrink(block_count)
-            self._memory.make_room_for_layers((), block_count=self._ground.book.block_count)
+            self._memory.make_room_for_layers((), block_count=self._context.book.block_count)
         elif not self._links.missing:  # else peers could not be asked for layers
             self._homecoming.make_room(block_count)
             self._after_pull(transition)
@@ -210,7 +210,7 @@ class Restoring:
         block_count = self._homecoming.undo(self._role.layers)
         if block_count is not None:
             self.undoing = False
-            self._ground.grow_book(block_count)
+            self._context.grow_book(block_count)
             self._capacities.tell_leader(self._withdrawn_epoch)
 
     def abandon(self) -> None:

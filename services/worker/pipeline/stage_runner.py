@@ -13,8 +13,8 @@ from services.worker.core.batch import Batch, SequenceId, StepResult
 from services.worker.core.events import BlockCopy
 from services.worker.core.swapping import block_copies
 from services.worker.links.pace import StagePace
+from services.worker.pipeline.context import BlockCopier, MemberContext, StageEngine
 from services.worker.pipeline.events import BatchArrived, ResultArrived
-from services.worker.pipeline.ground import BlockCopier, Ground, StageEngine
 from services.worker.pipeline.stage_watch import StageWatch
 from services.worker.shell import StepOutcome
 
@@ -27,7 +27,7 @@ class StageRunner:
 
     def __init__(
         self,
-        ground: Ground,
+        context: MemberContext,
         engine: StageEngine,
         copier: BlockCopier | None,
         *,
@@ -36,14 +36,14 @@ class StageRunner:
         awaits_roster: Callable[[Epoch], bool],
     ) -> None:
         """`awaits_roster`: in that epoch nobody knows yet which blocks are free."""
-        self._ground = ground
-        self._role = ground.role
-        self._links = ground.links
+        self._context = ground
+        self._role = context.role
+        self._links = context.links
         self._engine = engine
         self._copier = copier
         self._copy_s: dict[int, float] = {}  # leader: of steps that are in flight, what copying took here
-        self._published = ground.published
-        self._now = ground.now
+        self._published = context.published
+        self._now = context.now
         self._pace = pace
         self._watch = watch
         self._awaits_roster = awaits_roster
@@ -77,7 +77,7 @@ class StageRunner:
     ) -> StepOutcome | None:
         role, clock = self._role, self._published.clock
         if role.leads and batch.slices:
-            quiet_s, awaited = clock.take_quiet_s(), self._ground.group_scheduler.memory_is_awaited
+            quiet_s, awaited = clock.take_quiet_s(), self._context.group_scheduler.memory_is_awaited
             if quiet_s or awaited:
                 batch = replace(batch, quiet_s=quiet_s, memory_is_awaited=awaited)
         began_s = self._watch.begin()
@@ -142,8 +142,8 @@ class StageRunner:
             self._published.stale_total += 1
             return
         self._published.clock.received(event.batch, event.epoch, event.arrived_s, event.receive_s)
-        tables = self._ground.book.apply(event.batch)
-        copies = block_copies(event.batch, self._ground.book) if event.batch.copies else ()
+        tables = self._context.book.apply(event.batch)
+        copies = block_copies(event.batch, self._context.book) if event.batch.copies else ()
         outcome = self.run(event.batch, tables, event.hidden_TD, copies)
         assert outcome is None
 

@@ -8,8 +8,8 @@ from ballast.common.layout import Group, Member
 from services.worker.core.events import CapacityChanged
 from services.worker.core.room import RoomSizes
 from services.worker.pipeline.capacity import Capacities
+from services.worker.pipeline.context import MemberContext
 from services.worker.pipeline.events import CapacityTold
-from services.worker.pipeline.ground import Ground
 from services.worker.pipeline.role import Role
 
 ME, STAGE = WorkerId("w0"), WorkerId("w1")
@@ -20,7 +20,7 @@ def leader(told: list[CapacityChanged]) -> Capacities:
     role = Role(ME, 4)
     members = [Member(worker, Incarnation(1), worker, 2 * i, 2 * i + 2) for i, worker in enumerate((ME, STAGE))]
     role.take_up(Epoch(2), Group(GroupId(ME), tuple(members)))
-    ground = SimpleNamespace(
+    context = SimpleNamespace(
         role=role,
         links=None,
         published=SimpleNamespace(stale_total=0),
@@ -30,7 +30,7 @@ def leader(told: list[CapacityChanged]) -> Capacities:
         book=SimpleNamespace(block_count=20),
         core=SimpleNamespace(swap_block_count=7),
     )
-    return Capacities(cast(Ground, cast(Any, ground)))
+    return Capacities(cast(MemberContext, cast(Any, context)))
 
 
 def has(stage: WorkerId, block_count: int, withdrawn: int) -> CapacityTold:

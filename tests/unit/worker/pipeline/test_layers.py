@@ -96,7 +96,7 @@ def test_a_peer_whose_weights_are_packed_otherwise_is_refused_and_told_why(tmp_p
         theirs = plain.memory.parameters.layout(1)
         assert parameters.layout(0) == parameters.layout(1) != theirs
         workers, link = Threads(lambda layer: None), _Sent()
-        ground = SimpleNamespace(
+        context = SimpleNamespace(
             role=SimpleNamespace(layer_count=2),
             memory=packed.memory,
             book=None,
@@ -105,7 +105,7 @@ def test_a_peer_whose_weights_are_packed_otherwise_is_refused_and_told_why(tmp_p
             now=lambda: 0.0,
             post=queue.SimpleQueue[MemberEvent]().put,
         )
-        home = Homecoming(cast(Any, ground), background=workers, hurried=lambda: True)
+        home = Homecoming(cast(Any, context), background=workers, hurried=lambda: True)
         home.serve(cast(Any, link), LayerAsked(Epoch(3), 1, cast(Any, link), theirs), range(2))
         assert "--kernels" in link.refusals[0]
         home.serve(cast(Any, link), LayerAsked(Epoch(3), 1, cast(Any, link), parameters.layout(1)), range(2))

@@ -85,7 +85,7 @@ class Background(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class Environment:
     """What an executor gives a member."""
 
     plane: Plane
@@ -101,7 +101,7 @@ class Surroundings:
 
 
 @dataclass(slots=True)
-class Ground:
+class MemberContext:
     """What all parts of a member share."""
 
     me: WorkerId
