@@ -141,7 +141,7 @@ class RegistryStore(Protocol):
     async def read(self) -> list[Row]: ...
 
 
-class Surroundings(Protocol):
+class Environment(Protocol):
     """What others have written into the state server. Every call ends within seconds; Unavailable without an answer."""
 
     async def read(self) -> tuple[Layout | None, tuple[BacklogWord, ...]]: ...
@@ -202,7 +202,7 @@ class MonitorShell:
         self,
         core: MonitorCore,
         store: RegistryStore,
-        surroundings: Surroundings,
+        environment: Environment,
         *,
         monitor_id: str,
         is_refused: Callable[[str], Awaitable[bool]],
@@ -213,7 +213,7 @@ class MonitorShell:
         self.core = core
         self.monitor_id = monitor_id
         self._store = store
-        self._surroundings = surroundings
+        self._surroundings = environment
         self._tick_s = tick_s
         self._max_watchers = max_watchers
         self._watcher_queue_length = watcher_queue_length
@@ -232,7 +232,7 @@ class MonitorShell:
         """Runs until cancelled."""
         async with self._tasks:
             self._tasks.keep(self._write_registry, "registry")
-            self._tasks.keep(self._look_around, "surroundings")
+            self._tasks.keep(self._look_around, "environment")
             self._tasks.keep(self._keep_gauges, "gauges")
             while True:
                 self.feed(Ticked(time.monotonic(), self.next_cause("tick")))

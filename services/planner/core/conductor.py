@@ -78,7 +78,7 @@ class ConductorRules:
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
+class LayoutContext:
     """What a transition begins on."""
 
     layout: Layout
@@ -256,18 +256,18 @@ class Conductor:
     def wants_to_begin(self) -> bool:
         return not self.busy and self._wish is not None and self._load is not None
 
-    def begin(self, ground: Ground, at_s: float, cause_id: str) -> list[Command]:
+    def begin(self, context: LayoutContext, at_s: float, cause_id: str) -> list[Command]:
         """The layout is at rest: carries out what is wished, if that can be."""
         wish, load = self._wish, self._load
         if wish is None or load is None:
             return []
-        granted = decide(wish, ground.layout, ground.model, load, ground.epoch, self.rules.planning)
-        epoch = None if isinstance(granted, Denied) else ground.epoch
+        granted = decide(wish, context.layout, context.model, load, context.epoch, self.rules.planning)
+        epoch = None if isinstance(granted, Denied) else context.epoch
         told: list[Command] = [] if epoch is None else _told(self.ledger.overtake(load.traffic, at_s))
         if granted.compared is not None:
             self.ledger.note(granted.compared, load.traffic, at_s, epoch)
         if isinstance(granted, Denied):
-            return self._put_off(wish, granted, ground.layout, at_s)
+            return self._put_off(wish, granted, context.layout, at_s)
         self._wish = self._load = None
         if isinstance(wish, DropWish):
             self._held_until_s = max(self._held_until_s, at_s + wish.hold_s)
@@ -276,7 +276,7 @@ class Conductor:
             told.append(NothingDone(wish.by, why, granted.shortfall_bytes, wish.cause_id))
         if wish.request_id:
             self._requests[wish.request_id].lines = granted.lines
-        return told + self._start(granted, ground, at_s, wish)
+        return told + self._start(granted, context, at_s, wish)
 
     def _put_off(self, wish: Wish, denied: Denied, layout: Layout, at_s: float) -> list[Command]:
         """Said once for each overload, however often it is looked at."""
@@ -288,32 +288,32 @@ class Conductor:
             self._again_at_s = again_at_s
         return [] if isinstance(wish, DropWish) and wish.again else told
 
-    def begin_completion(self, ground: Ground, at_s: float, cause_id: str) -> list[Command]:
+    def begin_completion(self, context: LayoutContext, at_s: float, cause_id: str) -> list[Command]:
         """Those who serve nowhere for lack of layers get them."""
-        if self.busy or not ground.stranded or at_s < self._own_at_s:
+        if self.busy or not context.stranded or at_s < self._own_at_s:
             return []
         self._own_at_s = at_s + self.rules.retry_s
-        names = " ".join(m.worker_id for m in ground.stranded)
-        granted = complete(ground.layout, ground.stranded, ground.epoch, f"loss: {names} were left of a group")
-        return self._start(granted, ground, at_s, RestoreWish("loss", cause_id))
+        names = " ".join(m.worker_id for m in context.stranded)
+        granted = complete(context.layout, context.stranded, context.epoch, f"loss: {names} were left of a group")
+        return self._start(granted, context, at_s, RestoreWish("loss", cause_id))
 
-    def begin_pipelines(self, ground: Ground, at_s: float, cause_id: str) -> list[Command]:
+    def begin_pipelines(self, context: LayoutContext, at_s: float, cause_id: str) -> list[Command]:
         """Instances that serve alone become static pipelines, as far as they suffice for whole ones."""
         if self.rules.policy is not OverloadPolicy.STATIC_PIPELINE or self.busy or at_s < self._own_at_s:
             return []
-        target = pipelined(ground.layout, self.rules.pipeline_degree, ground.epoch, "static pipelines")
+        target = pipelined(context.layout, self.rules.pipeline_degree, context.epoch, "static pipelines")
         if target is None:
             return []
         self._own_at_s = at_s + self.rules.retry_s
-        return self._start(Granted(TransitionKind.DROP, target, None, ()), ground, at_s, DropWish("policy", cause_id))
+        return self._start(Granted(TransitionKind.DROP, target, None, ()), context, at_s, DropWish("policy", cause_id))
 
-    def _start(self, granted: Granted, ground: Ground, at_s: float, wish: Wish) -> list[Command]:
-        journal = Journal(granted.kind, ground.layout, granted.target, Stage.PREPARING, granted.target.reason)
+    def _start(self, granted: Granted, context: LayoutContext, at_s: float, wish: Wish) -> list[Command]:
+        journal = Journal(granted.kind, context.layout, granted.target, Stage.PREPARING, granted.target.reason)
         self.coordinator = Coordinator(journal, at_s, self.rules.coordinator)
         self.record = TransitionRecord(journal, at_s, wish.by, wish.request_id, granted.shape)
         self._sources, self._gives_way, self._again_at_s = dict(granted.sources), granted.gives_way, math.inf
         stay = set(granted.target.groups)
-        gone = [g for g in ground.layout.groups if g not in stay]
+        gone = [g for g in context.layout.groups if g not in stay]
         if granted.kind is TransitionKind.RESTORE:
             since = [self._dropped_at_s[g.group_id] for g in gone if g.group_id in self._dropped_at_s]
             self.record.dropped_at_s = min(since, default=None)

@@ -25,7 +25,7 @@ from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import Group, Layout, worker_ids
 from ballast.common.model import ModelInfo
 from services.planner.core.claims import newer, rebuild
-from services.planner.core.conductor import Conductor, ConductorRules, Ground
+from services.planner.core.conductor import Conductor, ConductorRules, LayoutContext
 from services.planner.core.drains import Drains
 from services.planner.core.messages import (
     AnswerDrain,
@@ -502,16 +502,16 @@ class PlannerCore:
             return []
         left_over = [self.roster.known[w].placeable for w, _ in partial]
         stranded = tuple(p.member(0, self._layer_count()) for p in left_over if not p.draining)
-        ground = Ground(self.layout, self.layout_model, self._next_epoch(), stranded)
-        commands = self.conductor.begin_completion(ground, at_s, cause_id)
+        context = LayoutContext(self.layout, self.layout_model, self._next_epoch(), stranded)
+        commands = self.conductor.begin_completion(context, at_s, cause_id)
         if not commands and not self.conductor.busy and self.conductor.wants_to_begin:
-            commands = self.conductor.begin(ground, at_s, cause_id)
+            commands = self.conductor.begin(context, at_s, cause_id)
         if not commands and not self.conductor.busy:
             commands = self.conductor.dissolve_draining(self.layout, at_s, cause_id)
         if not commands and not self.conductor.busy:
-            commands = self.conductor.begin_pipelines(ground, at_s, cause_id)
+            commands = self.conductor.begin_pipelines(context, at_s, cause_id)
         if self.conductor.coordinator is not None:
-            self._used_epoch = max(self._used_epoch, ground.epoch)
+            self._used_epoch = max(self._used_epoch, context.epoch)
             commands += self._act(at_s, cause_id)
         return commands
 

@@ -74,15 +74,15 @@ async def refuses_nobody(address: str) -> bool:
 
 @asynccontextmanager
 async def monitor(
-    *, active: bool, surroundings: MemorySurroundings | None = None
+    *, active: bool, environment: MemorySurroundings | None = None
 ) -> AsyncGenerator[tuple[MonitorShell, Stub]]:
-    async with served(active=active, surroundings=surroundings) as (shell, address), open_channel(address) as channel:
+    async with served(active=active, environment=environment) as (shell, address), open_channel(address) as channel:
         yield shell, monitor_pb2_grpc.MonitorServiceStub(channel)
 
 
 @asynccontextmanager
 async def served(
-    *, active: bool, surroundings: MemorySurroundings | None = None
+    *, active: bool, environment: MemorySurroundings | None = None
 ) -> AsyncGenerator[tuple[MonitorShell, str]]:
     """With its address."""
     rules = MonitorRules(
@@ -97,7 +97,7 @@ async def served(
     shell = MonitorShell(
         MonitorCore(rules),
         MemoryRegistry(),
-        surroundings or MemorySurroundings(),
+        environment or MemorySurroundings(),
         monitor_id="m1",
         tick_s=0.02,
         max_watchers=2,
@@ -367,7 +367,7 @@ def test_a_watcher_hears_the_snapshot_then_what_happens_then_the_end_of_the_lead
 
 async def test_a_watcher_hears_of_memory_and_the_status_shows_it() -> None:
     """One worker, full, alone; a second, empty, whose group it joins."""
-    surroundings = MemorySurroundings()
+    environment = MemorySurroundings()
     members = tuple(
         Member(WorkerId(name), Incarnation(3), "host:1", first, first + 2) for name, first in (("w1", 0), ("w2", 2))
     )
@@ -403,7 +403,7 @@ async def test_a_watcher_hears_of_memory_and_the_status_shows_it() -> None:
 
         watch = stub.WatchEvents(pb.WatchEventsRequest())
         reading: asyncio.Future[Any] = asyncio.ensure_future(watch.read())
-        surroundings.layout = layouts[0]
+        environment.layout = layouts[0]
         seen: list[str] = []
         overload = (await report(99, seen, "overload")).overload
         assert overload.required_bytes > 0
@@ -416,12 +416,12 @@ async def test_a_watcher_hears_of_memory_and_the_status_shows_it() -> None:
         assert (status.demand_bytes, status.capacity_bytes) == (99 * 16 * 1024, 100 * 16 * 1024)
 
         read_next()
-        surroundings.layout = layouts[1]
+        environment.layout = layouts[1]
         relief = (await report(10, seen, "relief")).relief
         assert (relief.used_bytes, relief.undropped_capacity_bytes) == (10 * 16 * 1024, 200 * 16 * 1024)
         watch.cancel()
 
-    async with monitor(active=True, surroundings=surroundings) as (shell, stub):
+    async with monitor(active=True, environment=environment) as (shell, stub):
         await story(shell, stub)
 
 
@@ -432,11 +432,11 @@ def test_advice_to_scale_goes_over_the_wire() -> None:
 
 
 async def test_words_of_dead_dispatchers_are_deleted() -> None:
-    surroundings = MemorySurroundings()
-    surroundings.backlogs = (BacklogWord(DispatcherId("d"), "1", Traffic(queued_count=1, queued_tokens=1)),)
+    environment = MemorySurroundings()
+    environment.backlogs = (BacklogWord(DispatcherId("d"), "1", Traffic(queued_count=1, queued_tokens=1)),)
 
-    async with monitor(active=True, surroundings=surroundings):
-        await soon(lambda: surroundings.forgotten == {"d"})
+    async with monitor(active=True, environment=environment):
+        await soon(lambda: environment.forgotten == {"d"})
 
 
 def test_watchers_are_bounded_and_make_room_when_they_leave() -> None:

@@ -46,29 +46,29 @@ async def test_rows_come_back_as_written_until_they_are_forgotten_or_expire() ->
 async def test_the_layout_is_read_as_the_planner_wrote_it_and_one_that_is_broken_counts_as_none() -> None:
     async with PrivateStateServer() as server, asyncio.timeout(60):
         state = StateServer(server.url)
-        surroundings = RedisSurroundings(state)
-        assert await surroundings.read() == (None, ())
+        environment = RedisSurroundings(state)
+        assert await environment.read() == (None, ())
         member = Member(WorkerId("w1"), Incarnation(1), "w1:1", 0, 4)
         layout = Layout(Epoch(3), 4, (Group(GroupId("g"), (member,)),), "test")
         body = base64.b64encode(codec.LAYOUT.message(layout).SerializeToString()).decode()
         await state.run(state.redis.set(f"{KEY_PREFIX}layout", body))
-        assert (await surroundings.read())[0] == layout
-        assert (await surroundings.read())[0] == layout
+        assert (await environment.read())[0] == layout
+        assert (await environment.read())[0] == layout
         await state.run(state.redis.set(f"{KEY_PREFIX}layout", "nonsense"))
-        assert (await surroundings.read())[0] is None
+        assert (await environment.read())[0] is None
         await state.close()
 
 
 async def test_a_dispatcher_says_what_waits_and_falls_silent_when_nothing_does() -> None:
     async with PrivateStateServer() as server, asyncio.timeout(60):
         state = StateServer(server.url)
-        surroundings = RedisSurroundings(state)
+        environment = RedisSurroundings(state)
         dispatcher = DispatcherStore(state, Identity(DispatcherId("d 1"), Incarnation(7)))
         waiting = Traffic(queued_count=3, queued_tokens=170, recent_count=5, calm_per_s=0.25, known_s=33.5)
         sharing = asyncio.create_task(dispatcher.share_traffic(lambda: waiting))
 
         async def heard() -> tuple[BacklogWord, ...]:
-            return (await surroundings.read())[1]
+            return (await environment.read())[1]
 
         first = await _until(heard, lambda words: bool(words))
         assert [(w.dispatcher_id, w.traffic) for w in first] == [("d 1", waiting)]
@@ -83,7 +83,7 @@ async def test_a_dispatcher_says_what_waits_and_falls_silent_when_nothing_does()
         )
         await state.run(strange)
         assert await heard() == (BacklogWord(DispatcherId("ok"), "9", Traffic(queued_count=1, queued_tokens=2)),)
-        await surroundings.forget((DispatcherId("ok"), DispatcherId("old")))
+        await environment.forget((DispatcherId("ok"), DispatcherId("old")))
         assert await heard() == ()
         await state.close()
 
