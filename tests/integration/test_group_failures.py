@@ -353,7 +353,7 @@ def test_a_restore_is_aborted_while_layers_come(
             await tokens_flow(answers, 3)
             target = alone(3, ["w0", "w1"], LAYERS)
             members = cluster.ask_to_prepare(TransitionKind.RESTORE, target)
-            await until(lambda: all(w.member._homecoming._pull is not None for w in cluster.workers.values()))
+            await until(lambda: all(w.member._layer_loading._pull is not None for w in cluster.workers.values()))
             await cluster.abort(members, target.epoch)
             await until(lambda: blocks == {n: w.book.block_count for n, w in cluster.workers.items()})
             assert reports == {n: w.engine.memory_report() for n, w in cluster.workers.items()}
@@ -373,8 +373,8 @@ def test_layers_come_from_the_checkpoint_when_no_peer_has_them(
             await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
             answers = await ask(cluster, ["w0"])
             for worker in cluster.workers.values():
-                worker.member._homecoming.serve = lambda link, event, executed, w=worker: w.member._homecoming.refuse(
-                    link, event
+                worker.member._layer_loading.serve = lambda link, event, executed, w=worker: (
+                    w.member._layer_loading.refuse(link, event)
                 )
             said = await cluster.change(TransitionKind.RESTORE, alone(3, ["w0", "w1"], LAYERS))
             assert all(p.parameter_bytes_pulled == p.parameter_bytes_to_pull for p in said.values())

@@ -503,7 +503,7 @@ def _occupied(worker: GroupWorker) -> bool:
 def _left(worker: GroupWorker) -> str:
     ids, member, group_scheduler = worker.book.sequence_ids, worker.member, worker.core.group_scheduler
     scheduler = group_scheduler.scheduler
-    driver, restoring, home = member._driver, member._restoring, member._homecoming
+    driver, restoring, home = member._driver, member._restoring, member._layer_loading
     transition = driver.transition
     open_ = transition and (transition.phase, transition._is)
     return (

@@ -104,7 +104,7 @@ class TransitionDriver:
         self._capacities = capacities
         self._handover = Handover(context, capacities)
         self._mover = mover
-        self._homecoming = restoring.homecoming
+        self._layer_loading = restoring.layer_loading
         self._restoring = restoring
         self._migrations = migrations
         self._memory = context.memory
@@ -190,7 +190,7 @@ class TransitionDriver:
         if self.leaving is not None and self.leaving.poll():
             self._current().own_victims(self.leaving.own_victims)
             self.drive(GroupEnded(self._now(), self.leaving.epoch))
-        if self._learning and not self._homecoming.reads_layers:
+        if self._learning and not self._layer_loading.reads_layers:
             self._learning = False
             if transition is not None:
                 self.drive(MemoryReady(self._now(), transition.epoch))
@@ -381,7 +381,7 @@ class TransitionDriver:
         else:
             dropped = self._layers_lost(transition)
             progress.block_count_after = self._memory.blocks_after_drop(dropped)
-            self._homecoming.learn(dropped)
+            self._layer_loading.learn(dropped)
             self._learning = True  # see `poll`
 
     def _why_unfit(self, transition: Transition) -> str:

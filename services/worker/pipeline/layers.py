@@ -1,6 +1,6 @@
 """Getting layers back while the group goes on serving: from peers, else from the checkpoint, verified by checksum.
 
-The KV has made room before (`Homecoming.make_room_for_layers`). Layers come a few at a time at the lowest priority;
+The KV has made room before (`LayerLoading.make_room_for_layers`). Layers come a few at a time at the lowest priority;
 each is compared with a checksum, and one that is wrong is asked for again from the next source. Engine thread only, but
 for the checksums and the disk, which have a thread of their own.
 """

@@ -49,7 +49,7 @@ from services.worker.pipeline.events import (
     Woken,
 )
 from services.worker.pipeline.grammars import GrammarsAhead
-from services.worker.pipeline.homecoming import Homecoming
+from services.worker.pipeline.layer_loading import LayerLoading
 from services.worker.pipeline.migrations import Migrations
 from services.worker.pipeline.mover import KvMover
 from services.worker.pipeline.published import Published
@@ -93,7 +93,7 @@ class GroupMember:
             me, core, book, memory, role, links, hub, published, answers, now, environment.post
         )
         self._capacities = capacities = Capacities(context)
-        self._homecoming = homecoming = Homecoming(
+        self._layer_loading = layer_loading = LayerLoading(
             context,
             background=environment.background,
             hurried=lambda: pace.memory_is_awaited,
@@ -101,7 +101,7 @@ class GroupMember:
         self._restoring = restoring = Restoring(
             context,
             capacities,
-            homecoming,
+            layer_loading,
             under_way=lambda: self._driver.transition,
             drive=lambda event: self._driver.drive(event),
         )
@@ -293,7 +293,7 @@ class GroupMember:
             )
 
     def close(self) -> None:
-        self._homecoming.close()
+        self._layer_loading.close()
         self._links.close()
         if self._copier is not None:
             self._copier.close()
@@ -359,7 +359,7 @@ class GroupMember:
         self._rescue = Rescue(
             epoch,
             progress,
-            self._homecoming,
+            self._layer_loading,
             quiet=lambda: not self._hub.receives and self._migrations.idle,
             kept=role.layers,
             began_s=now_s,

@@ -12,7 +12,7 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch
 from ballast.common.transition import Phase
 from services.worker.core.phases import deadline_s
-from services.worker.pipeline.homecoming import Homecoming
+from services.worker.pipeline.layer_loading import LayerLoading
 from services.worker.pipeline.status import Progress
 
 
@@ -20,7 +20,7 @@ from services.worker.pipeline.status import Progress
 class Rescue:
     epoch: Epoch  # that is reported as failed, and as done when this worker is whole
     progress: Progress
-    homecoming: Homecoming
+    layer_loading: LayerLoading
     quiet: Callable[[], bool]  # nothing is sent from the KV or written into it
     kept: range  # layers that this worker executes
     began_s: float
@@ -29,7 +29,7 @@ class Rescue:
     def poll(self, now_s: float, grow: Callable[[int], None]) -> bool:
         """True once all layers are here. `grow` is told how many blocks there are."""
         if not self.under_way:
-            block_count = self.homecoming.undo(self.kept) if self.quiet() else None
+            block_count = self.layer_loading.undo(self.kept) if self.quiet() else None
             if block_count is None:
                 limit_s = deadline_s(Phase.FAILED)
                 if now_s - self.began_s > limit_s:
@@ -37,8 +37,8 @@ class Rescue:
                 return False
             grow(block_count)
             self.under_way = True
-            self.homecoming.begin(self.epoch, {}, self.progress)
-            self.homecoming.make_room(0)
-        if self.homecoming.failure:
-            raise InvariantViolation(f"a layer cannot be read from the checkpoint: {self.homecoming.failure}")
-        return self.homecoming.complete
+            self.layer_loading.begin(self.epoch, {}, self.progress)
+            self.layer_loading.make_room(0)
+        if self.layer_loading.failure:
+            raise InvariantViolation(f"a layer cannot be read from the checkpoint: {self.layer_loading.failure}")
+        return self.layer_loading.complete

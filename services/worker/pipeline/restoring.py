@@ -1,6 +1,6 @@
 """A member's part in a restore until its commit: the group is limited, and layers come into the memory that it leaves.
 
-`Homecoming` makes the room and takes the layers back; here is what the group hears of it.
+`LayerLoading` makes the room and takes the layers back; here is what the group hears of it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from services.worker.core.transition_messages import Event, MemoryReady, Prepara
 from services.worker.pipeline.capacity import Capacities
 from services.worker.pipeline.context import MemberContext
 from services.worker.pipeline.events import LayerArrived, LayerAsked, LayerChecked
-from services.worker.pipeline.homecoming import Homecoming
+from services.worker.pipeline.layer_loading import LayerLoading
 from services.worker.pipeline.wire import Topic, room_to_bytes
 
 # Of prompts in a batch beside decodes. Layers that come take bandwidth, and time of the processor, from every batch:
@@ -29,7 +29,7 @@ class Restoring:
         self,
         context: MemberContext,
         capacities: Capacities,
-        homecoming: Homecoming,
+        layer_loading: LayerLoading,
         *,
         under_way: Callable[[], Transition | None],
         drive: Callable[[Event], None],
@@ -39,7 +39,7 @@ class Restoring:
         self._role = context.role
         self._links = context.links
         self._capacities = capacities
-        self.homecoming = self._homecoming = homecoming
+        self.layer_loading = self._layer_loading = layer_loading
         self._published = context.published
         self._memory = context.memory
         self._under_way = under_way
@@ -59,7 +59,7 @@ class Restoring:
 
     @property
     def at_rest(self) -> bool:
-        return not (self.undoing or self._leads or self._homecoming.wants_room)
+        return not (self.undoing or self._leads or self._layer_loading.wants_room)
 
     @property
     def withdrawn_epoch(self) -> Epoch:
@@ -69,7 +69,7 @@ class Restoring:
         """Between two batches: what waits for room, or for the end of what is on its way."""
         if self._role.leads and transition is not None and transition.plan.kind is TransitionKind.RESTORE:
             self._lead(transition)
-        if self._homecoming.wants_room:
+        if self._layer_loading.wants_room:
             self._take_room()
         if self.undoing:
             self._undo()
@@ -102,7 +102,7 @@ class Restoring:
         return not self._role.leads or self._capacities.sizes is not None
 
     def begin(self, epoch: Epoch, sources: Mapping[int, Sequence[WorkerId]]) -> None:
-        self._homecoming.begin(epoch, sources, self._published.counted)
+        self._layer_loading.begin(epoch, sources, self._published.counted)
         self._leads, self._limit = self._role.leads, None
 
     def limit_prompts(self, *, beside: bool = False) -> None:
@@ -159,11 +159,11 @@ class Restoring:
         transition, (epoch, block_count) = self._under_way(), self._granted
         if transition is None or transition.epoch != epoch or transition.phase not in BEFORE_COMMIT:
             return  # the leader's word may come before the planner's
-        if not self._homecoming.wants_room:  # the leader has committed already, and its group needs less
-            self._homecoming.shrink(block_count)
+        if not self._layer_loading.wants_room:  # the leader has committed already, and its group needs less
+            self._layer_loading.shrink(block_count)
             self._memory.make_room_for_layers((), block_count=self._context.book.block_count)
         elif not self._links.missing:  # else peers could not be asked for layers
-            self._homecoming.make_room(block_count)
+            self._layer_loading.make_room(block_count)
             self._after_pull(transition)
 
     # ------------------------------------------------------------ layers
@@ -171,12 +171,12 @@ class Restoring:
     def layer_asked(self, event: LayerAsked) -> None:
         link, transition = event.link, self._under_way()
         if transition is not None and transition.epoch == event.epoch and transition.phase in BEFORE_COMMIT:
-            self._homecoming.serve(link, event, self._role.layers)
+            self._layer_loading.serve(link, event, self._role.layers)
         else:
-            self._homecoming.refuse(link, event)
+            self._layer_loading.refuse(link, event)
 
     def layer_news(self, event: LayerArrived | LayerChecked) -> None:
-        if not self._homecoming.handle(event):
+        if not self._layer_loading.handle(event):
             return
         transition = self._under_way()
         if transition is not None and transition.phase is Phase.PREPARING:
@@ -184,9 +184,9 @@ class Restoring:
 
     def _after_pull(self, transition: Transition) -> None:
         now_s = self._now()
-        if self._homecoming.failure:
-            self._drive(PreparationFailed(now_s, transition.epoch, self._homecoming.failure))
-        elif self._homecoming.complete:
+        if self._layer_loading.failure:
+            self._drive(PreparationFailed(now_s, transition.epoch, self._layer_loading.failure))
+        elif self._layer_loading.complete:
             self._drive(MemoryReady(now_s, transition.epoch))
         else:
             self._published.publish(transition)
@@ -194,7 +194,7 @@ class Restoring:
     # ------------------------------------------------------------ its end
 
     def commit(self) -> None:
-        self._homecoming.end()
+        self._layer_loading.end()
         self._leads = False
 
     def give_up(self, plan: Plan) -> None:
@@ -207,7 +207,7 @@ class Restoring:
 
     def _undo(self) -> None:
         """The burst is back: layers are given up again, once nothing writes into them any more."""
-        block_count = self._homecoming.undo(self._role.layers)
+        block_count = self._layer_loading.undo(self._role.layers)
         if block_count is not None:
             self.undoing = False
             self._context.grow_book(block_count)

@@ -13,7 +13,7 @@ from services.worker.engine.load import load_engine
 from services.worker.memory.host import HostBackend
 from services.worker.pipeline.background import Threads
 from services.worker.pipeline.events import LayerArrived, LayerAsked, LayerChecked
-from services.worker.pipeline.homecoming import Homecoming
+from services.worker.pipeline.layer_loading import LayerLoading
 from services.worker.pipeline.layers import LayerPull, LayerServer
 from services.worker.pipeline.wire import Topic
 from services.worker.shell import MemberEvent
@@ -105,7 +105,7 @@ def test_a_peer_whose_weights_are_packed_otherwise_is_refused_and_told_why(tmp_p
             now=lambda: 0.0,
             post=queue.SimpleQueue[MemberEvent]().put,
         )
-        home = Homecoming(cast(Any, context), background=workers, hurried=lambda: True)
+        home = LayerLoading(cast(Any, context), background=workers, hurried=lambda: True)
         home.serve(cast(Any, link), LayerAsked(Epoch(3), 1, cast(Any, link), theirs), range(2))
         assert "--kernels" in link.refusals[0]
         home.serve(cast(Any, link), LayerAsked(Epoch(3), 1, cast(Any, link), parameters.layout(1)), range(2))

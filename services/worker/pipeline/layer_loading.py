@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from services.worker.links.connection import Link
 
 
-class Homecoming:
+class LayerLoading:
     """One restore at a time: `begin`, `make_room` once the leader grants it, `handle` until `complete`; or `undo`."""
 
     def __init__(
