@@ -19,10 +19,10 @@ from ballast.service.state import StateServer, state_server
 from ballast.service.tasks import keep_up
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 from services.planner.config import PlannerSettings
+from services.planner.core.change_requests import Planning
 from services.planner.core.conductor import ConductorRules
 from services.planner.core.machine import PlannerCore, PlannerRules
 from services.planner.core.stages import CoordinatorRules
-from services.planner.core.wishes import Planning
 from services.planner.metrics import PlannerMetrics
 from services.planner.peers import Members, MonitorEvents
 from services.planner.policy.compare import Targets

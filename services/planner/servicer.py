@@ -13,12 +13,12 @@ from ballast.rpc.deadline import remaining_s
 from ballast.rpc.server import when_done
 from ballastpb.planner.v1 import planner_pb2 as pb
 from ballastpb.planner.v1 import planner_pb2_grpc
+from services.planner.core.change_requests import explain_now
 from services.planner.core.foresight import Foretold
 from services.planner.core.messages import AnswerChange, ChangeRequest, DropRequested, RestoreRequested
 from services.planner.core.record import TransitionRecord
 from services.planner.core.stages import Stage
 from services.planner.core.survey import NoSurvey
-from services.planner.core.wishes import explain_now
 from services.planner.policy.drop import Method
 from services.planner.shell.planner import PlannerShell
 

@@ -34,7 +34,7 @@ class TransitionMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        transitions = ConductorRules(policy=self.policy, wish_timeout_s=2.0, retry_s=0.5)
+        transitions = ConductorRules(policy=self.policy, request_timeout_s=2.0, retry_s=0.5)
         self.core = PlannerCore(
             PlannerRules(coalesce_s=0.1, verify_interval_s=1.0, retry_s=0.2, max_drains=2, transitions=transitions)
         )

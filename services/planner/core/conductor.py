@@ -15,6 +15,16 @@ from ballast.common.layout import Layout, Member
 from ballast.common.model import ModelInfo
 from ballast.common.overload import OverloadPolicy
 from ballast.common.transition import TransitionKind
+from services.planner.core.change_requests import (
+    Approved,
+    ChangeRequest,
+    DropRequest,
+    Planning,
+    Rejected,
+    RestoreRequest,
+    complete,
+    decide,
+)
 from services.planner.core.foresight import Foretold, Ledger
 from services.planner.core.messages import (
     AnswerChange,
@@ -56,7 +66,6 @@ from services.planner.core.transition import (
 )
 from services.planner.core.transition import Command as Step
 from services.planner.core.transition import Event as StepEvent
-from services.planner.core.wishes import Denied, DropWish, Granted, Planning, RestoreWish, Wish, complete, decide
 
 _STAGES = tuple(Stage)
 _KEPT_RECORDS = 32
@@ -73,7 +82,7 @@ class ConductorRules:
     restores: bool = True  # when demand has fallen
     planning: Planning = field(default_factory=Planning)
     coordinator: CoordinatorRules = field(default_factory=CoordinatorRules)
-    wish_timeout_s: float = 5.0  # a change that cannot begin by then is given up
+    request_timeout_s: float = 5.0  # a change that cannot begin by then is given up
     retry_s: float = 2.0  # after a transition that the planner itself wanted has failed
 
 
@@ -106,9 +115,9 @@ class Conductor:
     newest: Journal | None = None  # known to be, or to have been, stored
     failed: tuple[WorkerId, ...] = ()  # of the transition that ended last, for the core to take up
     ledger: Ledger = field(default_factory=Ledger)  # what was predicted of decisions, and what came
-    _wish: Wish | None = None
-    _wished_at_s: float = 0.0
-    _load: ClusterLoad | None = None  # for the wish
+    _change: ChangeRequest | None = None
+    _requested_at_s: float = 0.0
+    _load: ClusterLoad | None = None  # for the change
     _sources: dict[WorkerId, Sources] = field(default_factory=dict[WorkerId, Sources])
     _gives_way: bool = False  # the transition, while it is prepared, to what others want
     _requests: OrderedDict[str, _Request] = field(default_factory=OrderedDict[str, _Request])
@@ -134,7 +143,9 @@ class Conductor:
         if self.coordinator is not None:
             own_s = self.coordinator.tick_at_s if self.to_write is None else math.inf
         else:
-            own_s = self._wished_at_s + self.rules.wish_timeout_s if self._wish is not None else self._again_at_s
+            own_s = (
+                self._requested_at_s + self.rules.request_timeout_s if self._change is not None else self._again_at_s
+            )
         return min(own_s, self.ledger.due_at_s)
 
     @property
@@ -160,10 +171,10 @@ class Conductor:
             if self._must_end and self.holds_layout:
                 return []
             return self._steps(AbortWanted(event.at_s, "demand is back"), event.at_s, event.cause_id)
-        if self.busy or isinstance(self._wish, DropWish):
+        if self.busy or isinstance(self._change, DropRequest):
             return []
         self._again_until_s, self._again_bytes = event.at_s + _LOOK_FOR_S, event.required_bytes
-        return self._take(DropWish("overload", event.cause_id, required_bytes=event.required_bytes), event.at_s)
+        return self._take(DropRequest("overload", event.cause_id, required_bytes=event.required_bytes), event.at_s)
 
     @property
     def _must_end(self) -> bool:
@@ -179,16 +190,16 @@ class Conductor:
         return any(len(group.members) > 1 and group not in journal.target.groups for group in journal.base.groups)
 
     def relief(self, event: ReliefRaised) -> list[Command]:
-        if self.busy or self._wish is not None or event.at_s < self._held_until_s:
+        if self.busy or self._change is not None or event.at_s < self._held_until_s:
             return []
         if self.rules.policy is not OverloadPolicy.DROP or not self.rules.restores:
             return []
-        return self._take(RestoreWish("relief", event.cause_id), event.at_s)
+        return self._take(RestoreRequest("relief", event.cause_id), event.at_s)
 
     def requested(self, event: ChangeRequest) -> list[Command]:
-        wish: Wish
+        change: ChangeRequest
         if isinstance(event, DropRequested):
-            wish = DropWish(
+            change = DropRequest(
                 "operator",
                 event.cause_id,
                 event.request_id,
@@ -198,26 +209,26 @@ class Conductor:
                 hold_s=event.hold_s,
             )
         else:
-            wish = RestoreWish("operator", event.cause_id, event.request_id, whatever_the_load=True)
-        what = dataclasses.astuple(dataclasses.replace(wish, cause_id=""))
+            change = RestoreRequest("operator", event.cause_id, event.request_id, whatever_the_load=True)
+        what = dataclasses.astuple(dataclasses.replace(change, cause_id=""))
         earlier = self._requests.get(event.request_id)
         if earlier is not None:
             if earlier.what != what:
                 why = f"request id {event.request_id!r} was given for another change"
                 return [RefuseChange(event.request_id, ChangeRefusal.ID_REUSED, why)]
             return [] if earlier.epoch is None else [AnswerChange(event.request_id, earlier.epoch, earlier.lines)]
-        if self._wish is not None or (self.busy and not self._may_give_way):
+        if self._change is not None or (self.busy and not self._may_give_way):
             return [RefuseChange(event.request_id, ChangeRefusal.BUSY, self._why_busy())]
-        if isinstance(wish, RestoreWish) and self.rules.policy is OverloadPolicy.STATIC_PIPELINE:
+        if isinstance(change, RestoreRequest) and self.rules.policy is OverloadPolicy.STATIC_PIPELINE:
             why = "pipelines are for good: the policy is static-pipeline"
             return [RefuseChange(event.request_id, ChangeRefusal.NOT_POSSIBLE, why)]
-        if isinstance(wish, RestoreWish):
+        if isinstance(change, RestoreRequest):
             self._held_until_s = 0.0
         self._requests[event.request_id] = _Request(what)
         while len(self._requests) > _KEPT_REQUESTS:
             self._requests.popitem(last=False)
         given_up = self._steps(AbortWanted(event.at_s, "an operator wants another change"), event.at_s, event.cause_id)
-        return given_up + self._take(wish, event.at_s)
+        return given_up + self._take(change, event.at_s)
 
     @property
     def _may_give_way(self) -> bool:
@@ -227,14 +238,14 @@ class Conductor:
     def dissolve_draining(self, layout: Layout, at_s: float, cause_id: str) -> list[Command]:
         """A member that is to leave takes its group apart first."""
         groups = _draining(layout)
-        if not groups or self.busy or self._wish is not None or at_s < self._own_at_s:
+        if not groups or self.busy or self._change is not None or at_s < self._own_at_s:
             return []
         self._own_at_s = at_s + self.rules.retry_s
-        return self._take(RestoreWish("drain", cause_id, only=groups, whatever_the_load=True), at_s)
+        return self._take(RestoreRequest("drain", cause_id, only=groups, whatever_the_load=True), at_s)
 
-    def _take(self, wish: Wish, at_s: float) -> list[Command]:
-        self._wish, self._wished_at_s, self._load, self._again_at_s = wish, at_s, None, math.inf
-        return [ReadLoads(wish.cause_id)]
+    def _take(self, change: ChangeRequest, at_s: float) -> list[Command]:
+        self._change, self._requested_at_s, self._load, self._again_at_s = change, at_s, None, math.inf
+        return [ReadLoads(change.cause_id)]
 
     def _why_busy(self) -> str:
         if self.record is not None:
@@ -242,11 +253,11 @@ class Conductor:
         return "another change is about to begin"
 
     def loads_read(self, event: LoadsRead) -> list[Command]:
-        if self._wish is not None and event.failure:
-            return self._deny(ChangeRefusal.NO_LOADS, Denied(event.failure))
+        if self._change is not None and event.failure:
+            return self._deny(ChangeRefusal.NO_LOADS, Rejected(event.failure))
         if event.failure:
             return []
-        if self._wish is not None:
+        if self._change is not None:
             self._load = event.load
         return _told(self.ledger.settle(event.load.traffic, event.at_s))
 
@@ -254,39 +265,39 @@ class Conductor:
 
     @property
     def wants_to_begin(self) -> bool:
-        return not self.busy and self._wish is not None and self._load is not None
+        return not self.busy and self._change is not None and self._load is not None
 
     def begin(self, context: LayoutContext, at_s: float, cause_id: str) -> list[Command]:
-        """The layout is at rest: carries out what is wished, if that can be."""
-        wish, load = self._wish, self._load
-        if wish is None or load is None:
+        """The layout is at rest: carries out what is requested, if that can be."""
+        change, load = self._change, self._load
+        if change is None or load is None:
             return []
-        granted = decide(wish, context.layout, context.model, load, context.epoch, self.rules.planning)
-        epoch = None if isinstance(granted, Denied) else context.epoch
+        approved = decide(change, context.layout, context.model, load, context.epoch, self.rules.planning)
+        epoch = None if isinstance(approved, Rejected) else context.epoch
         told: list[Command] = [] if epoch is None else _told(self.ledger.overtake(load.traffic, at_s))
-        if granted.compared is not None:
-            self.ledger.note(granted.compared, load.traffic, at_s, epoch)
-        if isinstance(granted, Denied):
-            return self._put_off(wish, granted, context.layout, at_s)
-        self._wish = self._load = None
-        if isinstance(wish, DropWish):
-            self._held_until_s = max(self._held_until_s, at_s + wish.hold_s)
-        if granted.shortfall_bytes:
+        if approved.compared is not None:
+            self.ledger.note(approved.compared, load.traffic, at_s, epoch)
+        if isinstance(approved, Rejected):
+            return self._put_off(change, approved, context.layout, at_s)
+        self._change = self._load = None
+        if isinstance(change, DropRequest):
+            self._held_until_s = max(self._held_until_s, at_s + change.hold_s)
+        if approved.shortfall_bytes:
             why = "the plan frees less than is needed"
-            told.append(NothingDone(wish.by, why, granted.shortfall_bytes, wish.cause_id))
-        if wish.request_id:
-            self._requests[wish.request_id].lines = granted.lines
-        return told + self._start(granted, context, at_s, wish)
+            told.append(NothingDone(change.by, why, approved.shortfall_bytes, change.cause_id))
+        if change.request_id:
+            self._requests[change.request_id].lines = approved.lines
+        return told + self._start(approved, context, at_s, change)
 
-    def _put_off(self, wish: Wish, denied: Denied, layout: Layout, at_s: float) -> list[Command]:
+    def _put_off(self, change: ChangeRequest, rejected: Rejected, layout: Layout, at_s: float) -> list[Command]:
         """Said once for each overload, however often it is looked at."""
-        told = self._deny(ChangeRefusal.NOT_POSSIBLE, denied)
-        if not denied.for_now:
+        told = self._deny(ChangeRefusal.NOT_POSSIBLE, rejected)
+        if not rejected.for_now:
             return told
         again_at_s = at_s + _LOOK_AGAIN_S + _LOOK_AGAIN_S_EACH * len(layout.groups)
         if again_at_s < self._again_until_s:
             self._again_at_s = again_at_s
-        return [] if isinstance(wish, DropWish) and wish.again else told
+        return [] if isinstance(change, DropRequest) and change.again else told
 
     def begin_completion(self, context: LayoutContext, at_s: float, cause_id: str) -> list[Command]:
         """Those who serve nowhere for lack of layers get them."""
@@ -294,8 +305,8 @@ class Conductor:
             return []
         self._own_at_s = at_s + self.rules.retry_s
         names = " ".join(m.worker_id for m in context.stranded)
-        granted = complete(context.layout, context.stranded, context.epoch, f"loss: {names} were left of a group")
-        return self._start(granted, context, at_s, RestoreWish("loss", cause_id))
+        approved = complete(context.layout, context.stranded, context.epoch, f"loss: {names} were left of a group")
+        return self._start(approved, context, at_s, RestoreRequest("loss", cause_id))
 
     def begin_pipelines(self, context: LayoutContext, at_s: float, cause_id: str) -> list[Command]:
         """Instances that serve alone become static pipelines, as far as they suffice for whole ones."""
@@ -305,28 +316,30 @@ class Conductor:
         if target is None:
             return []
         self._own_at_s = at_s + self.rules.retry_s
-        return self._start(Granted(TransitionKind.DROP, target, None, ()), context, at_s, DropWish("policy", cause_id))
+        return self._start(
+            Approved(TransitionKind.DROP, target, None, ()), context, at_s, DropRequest("policy", cause_id)
+        )
 
-    def _start(self, granted: Granted, context: LayoutContext, at_s: float, wish: Wish) -> list[Command]:
-        journal = Journal(granted.kind, context.layout, granted.target, Stage.PREPARING, granted.target.reason)
+    def _start(self, approved: Approved, context: LayoutContext, at_s: float, change: ChangeRequest) -> list[Command]:
+        journal = Journal(approved.kind, context.layout, approved.target, Stage.PREPARING, approved.target.reason)
         self.coordinator = Coordinator(journal, at_s, self.rules.coordinator)
-        self.record = TransitionRecord(journal, at_s, wish.by, wish.request_id, granted.shape)
-        self._sources, self._gives_way, self._again_at_s = dict(granted.sources), granted.gives_way, math.inf
-        stay = set(granted.target.groups)
+        self.record = TransitionRecord(journal, at_s, change.by, change.request_id, approved.shape)
+        self._sources, self._gives_way, self._again_at_s = dict(approved.sources), approved.gives_way, math.inf
+        stay = set(approved.target.groups)
         gone = [g for g in context.layout.groups if g not in stay]
-        if granted.kind is TransitionKind.RESTORE:
+        if approved.kind is TransitionKind.RESTORE:
             since = [self._dropped_at_s[g.group_id] for g in gone if g.group_id in self._dropped_at_s]
             self.record.dropped_at_s = min(since, default=None)
-        return self._carry_out(self.coordinator.begin(), at_s, wish.cause_id)
+        return self._carry_out(self.coordinator.begin(), at_s, change.cause_id)
 
-    def _deny(self, refusal: ChangeRefusal, denied: Denied) -> list[Command]:
-        wish, self._wish, self._load = self._wish, None, None
-        if wish is None:
-            raise InvariantViolation("nobody wished for what is denied")
-        if wish.request_id:
-            self._requests.pop(wish.request_id, None)
-            return [RefuseChange(wish.request_id, refusal, denied.why)]
-        return [NothingDone(wish.by, denied.why, denied.shortfall_bytes, wish.cause_id)]
+    def _deny(self, refusal: ChangeRefusal, rejected: Rejected) -> list[Command]:
+        change, self._change, self._load = self._change, None, None
+        if change is None:
+            raise InvariantViolation("nobody requested for what is rejected")
+        if change.request_id:
+            self._requests.pop(change.request_id, None)
+            return [RefuseChange(change.request_id, refusal, rejected.why)]
+        return [NothingDone(change.by, rejected.why, rejected.shortfall_bytes, change.cause_id)]
 
     # ------------------------------------------------------------ go on
 
@@ -367,10 +380,10 @@ class Conductor:
         return self._steps(AbortWanted(at_s, why), at_s, cause_id)
 
     def tick(self, at_s: float, cause_id: str) -> list[Command]:
-        if self._wish is not None and at_s >= self._wished_at_s + self.rules.wish_timeout_s:
-            return self._deny(ChangeRefusal.NOT_POSSIBLE, Denied("the layout did not come to rest in time"))
-        if self._wish is None and not self.busy and at_s >= self._again_at_s:
-            return self._take(DropWish("overload", cause_id, required_bytes=self._again_bytes, again=True), at_s)
+        if self._change is not None and at_s >= self._requested_at_s + self.rules.request_timeout_s:
+            return self._deny(ChangeRefusal.NOT_POSSIBLE, Rejected("the layout did not come to rest in time"))
+        if self._change is None and not self.busy and at_s >= self._again_at_s:
+            return self._take(DropRequest("overload", cause_id, required_bytes=self._again_bytes, again=True), at_s)
         asked: list[Command] = [ReadLoads(cause_id)] if self.ledger.asks(at_s) else []
         return asked + self._steps(Tick(at_s), at_s, cause_id)
 
@@ -487,7 +500,7 @@ class Conductor:
         return [RefuseChange(request_id, ChangeRefusal.STANDBY, "") for request_id in waiting]
 
     def _give_up(self) -> None:
-        self.coordinator = self.record = self.to_write = self._wish = self._load = None
+        self.coordinator = self.record = self.to_write = self._change = self._load = None
         self._again_at_s = math.inf
         self.ledger.open.clear()
 

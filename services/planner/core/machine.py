@@ -3,7 +3,7 @@
 One store operation is under way at a time. Every plan is written with a compare-and-set on the epoch that was read
 and with the fencing token of the lease; whatever the answer, the core ends up with what is stored: a conflict or an
 unknown outcome leads to a new read, a lost lease to standing by (I5). Joins that come together share an
-epoch; a loss is planned at once. While the state server is away the newest wish is kept and written when it is back.
+epoch; a loss is planned at once. While the state server is away the newest change is kept and written when it is back.
 
 An epoch never goes back and is never used twice: a state server that has lost the layout gets it again under the next
 epoch. The number of a write whose outcome is unknown counts as used. A new leader that finds the layout lost

@@ -6,6 +6,7 @@ import pytest
 
 from ballast.common.traffic import Traffic
 from ballast.common.transition import Phase
+from services.planner.core.change_requests import Planning
 from services.planner.core.messages import (
     Call,
     NothingDone,
@@ -16,7 +17,6 @@ from services.planner.core.messages import (
     TransitionMoved,
 )
 from services.planner.core.stages import Stage
-from services.planner.core.wishes import Planning
 from services.planner.policy.compare import Targets
 from tests.support.planner_core import EXTENT, LOAD, Planner
 

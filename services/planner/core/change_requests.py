@@ -43,7 +43,7 @@ class Planning:
 
 
 @dataclass(frozen=True, slots=True)
-class DropWish:
+class DropRequest:
     by: str  # overload or operator
     cause_id: str
     request_id: str = ""  # who waits for an answer
@@ -55,7 +55,7 @@ class DropWish:
 
 
 @dataclass(frozen=True, slots=True)
-class RestoreWish:
+class RestoreRequest:
     by: str  # relief, operator or drain
     cause_id: str
     request_id: str = ""
@@ -63,11 +63,11 @@ class RestoreWish:
     whatever_the_load: bool = False
 
 
-Wish = DropWish | RestoreWish
+ChangeRequest = DropRequest | RestoreRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Granted:
+class Approved:
     kind: TransitionKind
     target: Layout
     shape: ModelShape | None
@@ -79,7 +79,7 @@ class Granted:
 
 
 @dataclass(frozen=True, slots=True)
-class Denied:
+class Rejected:
     why: str
     shortfall_bytes: int = 0
     for_now: bool = False  # it is not worth it; that may change within moments
@@ -96,30 +96,30 @@ class Explained:
 
 
 def decide(
-    wish: Wish,
+    change: ChangeRequest,
     base: Layout,
     model: ModelInfo | None,
     load: ClusterLoad,
     epoch: Epoch,
     planning: Planning | None = None,
-) -> Granted | Denied:
+) -> Approved | Rejected:
     """`planning`: how an overload is met; operators get what they ask for."""
     planning = planning or Planning(compares=False, tolerable_shortfall=0.0)
     try:
         return (
-            _drop(wish, base, model, load, epoch, planning)
-            if isinstance(wish, DropWish)
-            else _restore(wish, base, survey(base, model, load.workers, draining=True), load, epoch, planning)
+            _drop(change, base, model, load, epoch, planning)
+            if isinstance(change, DropRequest)
+            else _restore(change, base, survey(base, model, load.workers, draining=True), load, epoch, planning)
         )
     except NoSurvey as reason:
-        return Denied(str(reason))
+        return Rejected(str(reason))
 
 
-def complete(base: Layout, members: tuple[Member, ...], epoch: Epoch, why: str) -> Granted:
+def complete(base: Layout, members: tuple[Member, ...], epoch: Epoch, why: str) -> Approved:
     """Survivors of a pipeline get what they lack from the disk, for lack of anybody with whom they share links."""
     layers = range(base.layer_count)
     sources: dict[WorkerId, Sources] = {m.worker_id: tuple((layer, None) for layer in layers) for m in members}
-    return Granted(TransitionKind.RESTORE, completed(base, members, epoch, why), None, (), sources=sources)
+    return Approved(TransitionKind.RESTORE, completed(base, members, epoch, why), None, (), sources=sources)
 
 
 def explain_now(
@@ -147,43 +147,43 @@ def explain_now(
 
 
 def _drop(
-    wish: DropWish,
+    change: DropRequest,
     base: Layout,
     model: ModelInfo | None,
     load: ClusterLoad,
     epoch: Epoch,
     planning: Planning,
-) -> Granted | Denied:
+) -> Approved | Rejected:
     loads = load.workers
-    if wish.worker_ids:
-        target = merged_by_hand(base, wish.worker_ids, epoch, f"{wish.by}: {'+'.join(wish.worker_ids)}")
-        return Granted(TransitionKind.DROP, target, _shape(model, loads), (f"merged: {' '.join(wish.worker_ids)}",))
+    if change.worker_ids:
+        target = merged_by_hand(base, change.worker_ids, epoch, f"{change.by}: {'+'.join(change.worker_ids)}")
+        return Approved(TransitionKind.DROP, target, _shape(model, loads), (f"merged: {' '.join(change.worker_ids)}",))
     surveyed = survey(base, model, loads)
     snapshot = surveyed.snapshot
-    needed = wish.required_bytes
+    needed = change.required_bytes
     if needed is None:
         needed = demand_bytes(snapshot)
         if not needed:
-            return Denied("demand fits into the KV memory there is: nothing lacks; say how much, or which workers")
-    compared = None if wish.request_id or not planning.compares else _compared(surveyed, load, planning.targets)
-    why = f"{wish.by}: {human_bytes(needed)} of KV needed"
+            return Rejected("demand fits into the KV memory there is: nothing lacks; say how much, or which workers")
+    compared = None if change.request_id or not planning.compares else _compared(surveyed, load, planning.targets)
+    why = f"{change.by}: {human_bytes(needed)} of KV needed"
     if compared is None:
-        tolerable = 0.0 if wish.request_id else planning.tolerable_shortfall
-        found = _plan(snapshot, needed, wish.method, tolerable)
+        tolerable = 0.0 if change.request_id else planning.tolerable_shortfall
+        found = _plan(snapshot, needed, change.method, tolerable)
         lines = tuple(explain(found, snapshot.model))
     elif not compared.chosen.merges:
         why = "; ".join(("nothing that could be dropped is better", *compared.lines()))
-        return Denied(why, for_now=True, compared=compared)
+        return Rejected(why, for_now=True, compared=compared)
     else:
         found = plan_of(snapshot, compared.chosen.merges, needed)
         lines = (*compared.lines(), *explain(found, snapshot.model))
         why = f"{why}; predicted {compared.chosen.told()} ({compared.candidates[0].told()})"
     if not found.groups:
-        return Denied("no groups are left that could be merged and are worth it", found.shortfall_bytes)
+        return Rejected("no groups are left that could be merged and are worth it", found.shortfall_bytes)
     target = dropped(base, found, epoch, why)
     if not changed_members(base, target):
-        return Denied("nothing would change", found.shortfall_bytes)
-    return Granted(TransitionKind.DROP, target, snapshot.model, lines, found.shortfall_bytes, compared=compared)
+        return Rejected("nothing would change", found.shortfall_bytes)
+    return Approved(TransitionKind.DROP, target, snapshot.model, lines, found.shortfall_bytes, compared=compared)
 
 
 def _compared(
@@ -204,26 +204,28 @@ def _compared(
 
 
 def _restore(
-    wish: RestoreWish, base: Layout, surveyed: Survey, load: ClusterLoad, epoch: Epoch, planning: Planning
-) -> Granted | Denied:
+    change: RestoreRequest, base: Layout, surveyed: Survey, load: ClusterLoad, epoch: Epoch, planning: Planning
+) -> Approved | Rejected:
     snapshot = surveyed.snapshot
-    found = plan_restore(snapshot, usage_limit=inf if wish.whatever_the_load else RESTORE_USAGE_LIMIT, only=wish.only)
+    found = plan_restore(
+        snapshot, usage_limit=inf if change.whatever_the_load else RESTORE_USAGE_LIMIT, only=change.only
+    )
     lines = tuple(explain_restore(found))
     chosen = [dissolution.group_id for dissolution in found.dissolutions]
     if not chosen:
-        return Denied("; ".join(lines))
+        return Rejected("; ".join(lines))
     compared = None
-    if planning.compares and not wish.whatever_the_load:
+    if planning.compares and not change.whatever_the_load:
         compared = _compared(surveyed, load, planning.targets, {d.group_id: d.block_counts for d in found.dissolutions})
         if compared is not None and compared.chosen is compared.candidates[0]:
-            return Denied("; ".join(("to give back would be worse", *compared.lines())), compared=compared)
-    return Granted(
+            return Rejected("; ".join(("to give back would be worse", *compared.lines())), compared=compared)
+    return Approved(
         TransitionKind.RESTORE,
-        dissolved(base, chosen, epoch, f"{wish.by}: restore"),
+        dissolved(base, chosen, epoch, f"{change.by}: restore"),
         snapshot.model,
         lines,
         sources=_sources(found),
-        gives_way=not wish.whatever_the_load,
+        gives_way=not change.whatever_the_load,
         compared=compared,
     )
 
