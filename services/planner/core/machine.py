@@ -27,6 +27,7 @@ from ballast.common.model import ModelInfo
 from services.planner.core.claims import newer, rebuild
 from services.planner.core.conductor import Conductor, ConductorRules, LayoutContext
 from services.planner.core.drains import Drains
+from services.planner.core.membership import Membership, difference
 from services.planner.core.messages import (
     AnswerDrain,
     AskWorkerToDrain,
@@ -67,7 +68,6 @@ from services.planner.core.messages import (
 )
 from services.planner.core.reason import explain
 from services.planner.core.record import TransitionRecord
-from services.planner.core.roster import Roster, difference
 from services.planner.core.stages import Stage
 from services.planner.core.transition import Journal
 from services.planner.policy.replicate import Partial, keep_pipelines
@@ -93,7 +93,7 @@ class PlannerCore:
     layout_model: ModelInfo | None = None  # that its instances serve
     in_flight: Layout | None = None  # being written
     _in_flight_partial: Partial = ()  # of that write
-    roster: Roster = field(default_factory=Roster)
+    membership: Membership = field(default_factory=Membership)
     partial: Partial = ()  # lives of workers that hold only some layers, as last written
     conductor: Conductor = field(init=False)
     _drains: Drains = field(init=False)
@@ -198,7 +198,7 @@ class PlannerCore:
         if self.active:
             self._plan_at_s = event.at_s
             return refused if was_active else [*refused, FollowMonitor()]
-        self.roster.clear()
+        self.membership.clear()
         self._why_lost.clear()
         self._plan_at_s = math.inf
         refused += [RefuseDrain(request_id, DrainRefusal.STANDBY) for request_id in self._drains.give_up()]
@@ -225,7 +225,7 @@ class PlannerCore:
             commands += self._tell_lost(event)
         self._has_seen_last = self._has_seen_last or (stored is not None and stored.layout.epoch >= self.layout.epoch)
         if first or newer:
-            self.roster.presume(self.layout, self.layout_model)
+            self.membership.presume(self.layout, self.layout_model)
         if (self._stored_epoch or 0) != self.layout.epoch or self._wanted()[0] != self.layout.groups:
             self._plan_at_s = min(self._plan_at_s, event.at_s)
         return commands
@@ -256,7 +256,7 @@ class PlannerCore:
         self.in_flight = None
 
     def _written(self, layout: Layout, event: WriteSettled) -> list[Command]:
-        self.layout_model, self.partial = self.roster.model, self._in_flight_partial
+        self.layout_model, self.partial = self.membership.model, self._in_flight_partial
         self.layout, self.conductor.failed = layout, ()
         self._stored_epoch, self._read_at_s = layout.epoch, event.at_s + self.rules.verify_interval_s
         self._has_seen_last = True
@@ -317,37 +317,37 @@ class PlannerCore:
     ) -> list[Command]:
         match event:
             case SnapshotBegan():
-                self.roster.begin_snapshot()
+                self.membership.begin_snapshot()
             case SnapshotEnded():
-                for worker_id in self.roster.end_snapshot():
+                for worker_id in self.membership.end_snapshot():
                     self._note_lost(worker_id, "the monitor does not know it")
                 self._replan(event.at_s)
                 return self._tell_lost(event)
             case InstanceUp():
                 return self._instance_up(event) + self._tell_lost(event)
             case InstanceLost(worker_id=worker_id, incarnation=incarnation):
-                if self.roster.drop(worker_id, incarnation):
+                if self.membership.drop(worker_id, incarnation):
                     self._note_lost(worker_id, event.why)
                     self._replan(event.at_s)
                 return self._tell_lost(event)
             case InstanceDraining(worker_id=worker_id, incarnation=incarnation):
-                if self.roster.drain(worker_id, incarnation):
+                if self.membership.drain(worker_id, incarnation):
                     self._replan(event.at_s)
         return []
 
     def _instance_up(self, event: InstanceUp) -> list[Command]:
-        before = self.roster.known.get(event.worker_id)
-        if not self.roster.up(event):
-            newest = self.roster.newest(event.worker_id)
+        before = self.membership.known.get(event.worker_id)
+        if not self.membership.up(event):
+            newest = self.membership.newest(event.worker_id)
             return [IgnoreStale(event.worker_id, event.incarnation, newest, event.cause_id)]
         if self._drains.ordered(event.worker_id, event.incarnation):
-            self.roster.drain(event.worker_id, event.incarnation)
+            self.membership.drain(event.worker_id, event.incarnation)
         commands: list[Command] = []
-        known = self.roster.known[event.worker_id]
+        known = self.membership.known[event.worker_id]
         same_life = before is not None and before.placeable.incarnation == event.incarnation
         told = same_life and before is not None and before.model == known.model
-        if not told and self.roster.serves_another_model(event.worker_id):
-            why = difference(event.model, self.roster.model)
+        if not told and self.membership.serves_another_model(event.worker_id):
+            why = difference(event.model, self.membership.model)
             commands.append(RejectInstance(event.worker_id, event.incarnation, why, event.cause_id))
         if known.placeable.draining and not event.draining:
             # It was to drain and does not know: the planner before had no time to tell it, or it was not to be reached.
@@ -362,10 +362,10 @@ class PlannerCore:
             return []
         lost: dict[WorkerId, str] = {}
         for member in (m for group in coordinator.journal.target.groups for m in group.members):
-            known = self.roster.known.get(member.worker_id)
+            known = self.membership.known.get(member.worker_id)
             there = known is not None and known.placeable.incarnation == member.incarnation
             named = isinstance(event, (InstanceUp, InstanceLost)) and event.worker_id == member.worker_id
-            if not there and (named or self.roster.complete):
+            if not there and (named or self.membership.complete):
                 lost[member.worker_id] = self._why_lost.get(member.worker_id, "it is not there any more")
         commands = self.conductor.members_lost(lost, event.at_s, event.cause_id)
         if lost:
@@ -380,15 +380,15 @@ class PlannerCore:
             if earlier.worker_id != event.worker_id:
                 return [RefuseDrain(event.request_id, DrainRefusal.ID_REUSED)]
             return [] if earlier.epoch is None else [AnswerDrain(event.request_id, earlier.epoch)]
-        known = self.roster.known.get(event.worker_id)
+        known = self.membership.known.get(event.worker_id)
         if known is None:
-            sure = self._read and self.roster.complete
+            sure = self._read and self.membership.complete
             why = DrainRefusal.NO_SUCH_WORKER if sure else DrainRefusal.NOT_READY
             return [RefuseDrain(event.request_id, why)]
         target = known.placeable
         if not self._drains.add(event.request_id, target.worker_id, target.incarnation):
             return [RefuseDrain(event.request_id, DrainRefusal.FULL)]
-        self.roster.drain(target.worker_id, target.incarnation)
+        self.membership.drain(target.worker_id, target.incarnation)
         self._plan_at_s = min(self._plan_at_s, event.at_s)
         return [AskWorkerToDrain(target.worker_id, target.incarnation, target.address, event.cause_id)]
 
@@ -402,7 +402,7 @@ class PlannerCore:
 
     def _wanted(self) -> tuple[tuple[Group, ...], Partial]:
         """The groups, and who stands outside for lack of layers."""
-        return keep_pipelines(self.layout.groups, self.roster.placeable(), self._stranded(), self._layer_count())
+        return keep_pipelines(self.layout.groups, self.membership.placeable(), self._stranded(), self._layer_count())
 
     def _stranded(self) -> Partial:
         """With those whose transition failed although they live: nobody knows what they hold."""
@@ -414,7 +414,7 @@ class PlannerCore:
         placed = worker_ids(self.layout)
         for worker_id, since_s in self._odd_since_s.items():
             if self._counts_as_odd(worker_id, since_s, in_layout=worker_id in placed):
-                lives[worker_id] = self.roster.known[worker_id].placeable.incarnation
+                lives[worker_id] = self.membership.known[worker_id].placeable.incarnation
         return tuple(sorted({**dict(self.partial), **lives}.items()))
 
     # ------------------------------------------------------------ what instances say of themselves
@@ -429,18 +429,18 @@ class PlannerCore:
             self._odd_since_s.clear()
             return
         if self.layout is not self._odd_in:
-            self.roster.regrouped(self._odd_in, self.layout)
+            self.membership.regrouped(self._odd_in, self.layout)
             self._odd_in = self.layout
             self._grouped = {m.worker_id: g for g in self.layout.groups for m in g.members}
-            named = set(self.roster.known)
+            named = set(self.membership.known)
         elif isinstance(event, InstanceUp | InstanceLost):
             named = {event.worker_id}
         elif isinstance(event, SnapshotEnded):
-            named = set(self.roster.known) | self._odd_since_s.keys()
+            named = set(self.membership.known) | self._odd_since_s.keys()
         else:
             return
-        for worker_id in sorted(named | (self._odd_since_s.keys() - self.roster.known.keys())):
-            if self.roster.disagrees(worker_id, self._grouped.get(worker_id), self._layer_count()):
+        for worker_id in sorted(named | (self._odd_since_s.keys() - self.membership.known.keys())):
+            if self.membership.disagrees(worker_id, self._grouped.get(worker_id), self._layer_count()):
                 self._odd_since_s.setdefault(worker_id, event.at_s)
             else:
                 self._odd_since_s.pop(worker_id, None)
@@ -448,13 +448,13 @@ class PlannerCore:
 
     def _counts_as_odd(self, worker_id: WorkerId, since_s: float, *, in_layout: bool) -> bool:
         """Outside of the layout at once; in it when it has been odd for a while and no transition is under way."""
-        known = self.roster.known.get(worker_id)
+        known = self.membership.known.get(worker_id)
         if known is None or (known.place is not None and known.place.epoch > self.layout.epoch):
             return False  # the layout is older than what it says: see `claims`
         return not in_layout or since_s == -math.inf
 
     def _take_odd_seriously(self, at_s: float) -> None:
-        if self.conductor.busy or not self.roster.complete:
+        if self.conductor.busy or not self.membership.complete:
             return
         for worker_id, since_s in self._odd_since_s.items():
             if since_s != -math.inf and at_s >= since_s + self.rules.disagree_s:  # as `_odd_at_s` has it, to the bit
@@ -464,13 +464,13 @@ class PlannerCore:
 
     def _odd_at_s(self) -> float:
         """When the next one has been odd for long enough."""
-        if not self.active or self.conductor.busy or not self.roster.complete:
+        if not self.active or self.conductor.busy or not self.membership.complete:
             return math.inf
         waiting = [since_s for since_s in self._odd_since_s.values() if since_s != -math.inf]
         return min(waiting, default=math.inf) + self.rules.disagree_s
 
     def _layer_count(self) -> int:
-        return self.roster.model.layer_count if self.roster.model is not None else self.layout.layer_count
+        return self.membership.model.layer_count if self.membership.model is not None else self.layout.layer_count
 
     def _act(self, at_s: float, cause_id: str) -> list[Command]:
         """Starts the one store operation that is due, reading before writing."""
@@ -479,7 +479,7 @@ class PlannerCore:
         journal = self.conductor.to_write
         if journal is not None and self.active and self._journal_at_s <= at_s and self.token is not None:
             self._journaling = journal
-            model, partial = self.roster.model or self.layout_model, self._partial_after(journal)
+            model, partial = self.membership.model or self.layout_model, self._partial_after(journal)
             return [WriteJournal(journal, journal.base.epoch, model, partial, self.token, cause_id)]
         if self._read_at_s <= at_s:
             self._reading = True
@@ -500,7 +500,7 @@ class PlannerCore:
         groups, partial = self._wanted()
         if groups != self.layout.groups:
             return []
-        left_over = [self.roster.known[w].placeable for w, _ in partial]
+        left_over = [self.membership.known[w].placeable for w, _ in partial]
         stranded = tuple(p.member(0, self._layer_count()) for p in left_over if not p.draining)
         context = LayoutContext(self.layout, self.layout_model, self._next_epoch(), stranded)
         commands = self.conductor.begin_completion(context, at_s, cause_id)
@@ -517,18 +517,18 @@ class PlannerCore:
 
     def _must_hear_first(self) -> bool:
         """Whether what this planner remembers may be older than what was lost, so that only the monitor knows more."""
-        if self.roster.complete:
+        if self.membership.complete:
             return False
-        return not self._has_seen_last or bool(newer(self.layout, self.roster.claims()))
+        return not self._has_seen_last or bool(newer(self.layout, self.membership.claims()))
 
     def _take_up_claims(self, at_s: float) -> None:
         """Once everybody is known and it is certain what is stored: a layout that was lost is as its members say."""
-        if not (self.active and self._read and self.roster.complete) or self.in_flight is not None:
+        if not (self.active and self._read and self.membership.complete) or self.in_flight is not None:
             return
-        rebuilt = None if self.conductor.busy else rebuild(self.layout, self.roster.claims(), self._layer_count())
+        rebuilt = None if self.conductor.busy else rebuild(self.layout, self.membership.claims(), self._layer_count())
         if rebuilt is None:
             return
-        self.layout, self.layout_model = rebuilt.layout, self.roster.model
+        self.layout, self.layout_model = rebuilt.layout, self.membership.model
         self.partial = tuple(sorted({**dict(self.partial), **dict(rebuilt.partial)}.items()))
         self._plan_at_s = min(self._plan_at_s, at_s)
 
@@ -546,7 +546,7 @@ class PlannerCore:
             partial,
         )
         self.in_flight.check()
-        return [WriteLayout(self.in_flight, self.roster.model, self._stored_epoch, self.token, cause_id, partial)]
+        return [WriteLayout(self.in_flight, self.membership.model, self._stored_epoch, self.token, cause_id, partial)]
 
     def _next_epoch(self) -> Epoch:
         next_epoch = max(self.layout.epoch, self._used_epoch, self._stored_epoch or 0) + 1
@@ -583,13 +583,13 @@ class PlannerCore:
     def check(self) -> None:
         """Raise InvariantViolation unless layouts are valid, epochs grow, and a leader at rest has what it wants."""
         self.layout.check()
-        self.roster.check()
+        self.membership.check()
         self.conductor.check()
         if self.in_flight is not None:
             self.in_flight.check()
             if self.in_flight.epoch <= self.layout.epoch:
                 raise InvariantViolation(f"epoch {self.in_flight.epoch} is planned after {self.layout.epoch}")
-        if not self.active and (self.in_flight is not None or self.roster.known or self.conductor.busy):
+        if not self.active and (self.in_flight is not None or self.membership.known or self.conductor.busy):
             raise InvariantViolation("a standby planner plans, or conducts a transition")
         at_rest = self.active and self._read and self.in_flight is None and self._plan_at_s == math.inf
         if at_rest and not self._reading and self._wanted()[0] != self.layout.groups:

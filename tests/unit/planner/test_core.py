@@ -247,7 +247,7 @@ def test_a_planner_that_leads_a_second_time_presumes_who_was_there() -> None:
     planner.tell(LayoutLoaded(1.0, "c", stored))
     planner.now_s = 2.0
     assert not [c for c in planner.lead(stored, TOKEN + 9000) if isinstance(c, WriteLayout)]
-    assert set(planner.core.roster.known) == {"w1", "w2"}
+    assert set(planner.core.membership.known) == {"w1", "w2"}
 
 
 def test_a_broken_stream_to_the_monitor_says_nothing_about_instances() -> None:

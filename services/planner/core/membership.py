@@ -26,7 +26,7 @@ class Known:
 
 
 @dataclass(slots=True)
-class Roster:
+class Membership:
     max_remembered: int = 10_000  # workers whose newest incarnation is kept after they have gone
     model: ModelInfo | None = None  # of the cluster
     complete: bool = False  # the monitor has named everybody since the present connection began
