@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from ballast.common.errors import InvariantViolation
-from services.planner.core.foresight import Foretold
+from services.planner.core.prediction_log import Predicted
 from sim.hardware import find_cluster, find_model
 from sim.jobs.settled import prompt_share
 from sim.jobs.simulation import SimJob, specs_of, stranded_fraction, world_of
@@ -189,7 +189,7 @@ def run_cell(name: str, traces: Path, policy: str, draw: int) -> Mapping[str, An
         [(_, rules)] = specs_of(job)
         world = world_of(job, rules)
         run = world.run()
-        found |= figures_of(run) | {"decisions": [decided(foretold, run.zero_s) for foretold in run.foretold]}
+        found |= figures_of(run) | {"decisions": [decided(predicted, run.zero_s) for predicted in run.predicted]}
     except InvariantViolation as error:
         found["failed"] = str(error)
     return found | {
@@ -198,18 +198,18 @@ def run_cell(name: str, traces: Path, policy: str, draw: int) -> Mapping[str, An
     }
 
 
-def decided(foretold: Foretold, zero_s: float) -> Mapping[str, Any]:
+def decided(predicted: Predicted, zero_s: float) -> Mapping[str, Any]:
     """What the planner predicted of the candidate that it took, and what came of it."""
-    served, settled_at_s = foretold.served, foretold.settled_at_s
+    served, settled_at_s = predicted.served, predicted.settled_at_s
     return {
-        "at_s": foretold.at_s - zero_s,
-        "chosen": foretold.decision,
-        "predicted_s": foretold.predicted.ttft_p99_s,
-        "nothing_s": foretold.nothing.ttft_p99_s,
-        "predicted_tpot_s": foretold.predicted.tpot_s,
+        "at_s": predicted.at_s - zero_s,
+        "chosen": predicted.decision,
+        "predicted_s": predicted.predicted.ttft_p99_s,
+        "nothing_s": predicted.nothing.ttft_p99_s,
+        "predicted_tpot_s": predicted.predicted.tpot_s,
         "was_s": served and served.ttft_p99_s,
         "was_tpot_s": served and served.tpot_s,
-        "after_s": settled_at_s and settled_at_s - foretold.at_s,
+        "after_s": settled_at_s and settled_at_s - predicted.at_s,
     }
 
 

@@ -31,7 +31,7 @@ import numpy as np
 from ballast.common.errors import BallastError, ConfigError
 from benchmarks.regret_cells import CELLS, job_of
 from benchmarks.regret_rules import OURS
-from services.planner.core.foresight import Foretold
+from services.planner.core.prediction_log import Predicted
 from services.planner.policy.compare import loss_of
 from services.planner.policy.outlook import Prediction
 from sim.jobs.simulation import SimJob, specs_of, world_of
@@ -42,11 +42,11 @@ _AFTER_S = 120.0  # simulated behind the time that is judged
 _DECIDES = math.log(1.1)
 
 
-def without(job: SimJob, foretold: Foretold, zero_s: float) -> SimRun:
+def without(job: SimJob, predicted: Predicted, zero_s: float) -> SimRun:
     """The same run, in which this was not decided, nor anything afterwards."""
-    assert foretold.settled_at_s is not None
-    world = _world(replace(job, stop_after_s=foretold.settled_at_s - zero_s + _AFTER_S))
-    world.planner.decides_until_s = foretold.at_s
+    assert predicted.settled_at_s is not None
+    world = _world(replace(job, stop_after_s=predicted.settled_at_s - zero_s + _AFTER_S))
+    world.planner.decides_until_s = predicted.at_s
     return world.run()
 
 
@@ -69,30 +69,30 @@ def came(records: Sequence[RequestRecord], begin_s: float, end_s: float, until_s
     return Prediction(float(np.quantile(waits_s, 0.99)), float(np.quantile(ahead_s, 0.99)), took_s / tokens)
 
 
-def judged(run: SimRun, other: SimRun, foretold: Foretold) -> Mapping[str, Any] | None:
-    """One change, foretold and real. None: nothing came that could be compared."""
-    assert foretold.settled_at_s is not None
-    begin_s, end_s = foretold.at_s - run.zero_s, foretold.settled_at_s - run.zero_s
+def judged(run: SimRun, other: SimRun, predicted: Predicted) -> Mapping[str, Any] | None:
+    """One change, predicted and real. None: nothing came that could be compared."""
+    assert predicted.settled_at_s is not None
+    begin_s, end_s = predicted.at_s - run.zero_s, predicted.settled_at_s - run.zero_s
     found = [came(one.records, begin_s, end_s, end_s + _AFTER_S) for one in (run, other)]
     if found[0] is None or found[1] is None:
         return None
-    losses = [loss_of(one, foretold.targets) for one in found if one is not None]
-    told = [loss_of(one, foretold.targets) for one in (foretold.predicted, foretold.nothing)]
+    losses = [loss_of(one, predicted.targets) for one in found if one is not None]
+    told = [loss_of(one, predicted.targets) for one in (predicted.predicted, predicted.nothing)]
     return {
-        "change": foretold.decision,
+        "change": predicted.decision,
         "at_s": begin_s,
         "lasts_s": end_s - begin_s,
         "with": asdict(found[0]),
         "without": asdict(found[1]),
         "gain": losses[1] - losses[0],  # logarithms of factors
-        "foretold_gain": told[1] - told[0],
+        "predicted_gain": told[1] - told[0],
     }
 
 
 def signs_of(name: str, traces: Path, draw: int) -> list[Mapping[str, Any]]:
     job = job_of(CELLS[name], traces, OURS, draw)
     run = _world(job).run()
-    changes = [one for one in run.foretold if one.epoch is not None and one.settled_at_s is not None]
+    changes = [one for one in run.predicted if one.epoch is not None and one.settled_at_s is not None]
     found = [judged(run, without(job, one, run.zero_s), one) for one in changes]
     return [{"cell": name, "draw": draw, **one} for one in found if one is not None]
 
@@ -106,19 +106,19 @@ def told(found: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = [
         f"{one['cell']:20} {one['draw']} at {one['at_s']:6.1f} s {one['change']:16} with {_words(one['with'])},"
         f" without {_words(one['without'])}: {math.exp(one['gain']):6.2f} x,"
-        f" foretold {math.exp(one['foretold_gain']):6.2f} x"
+        f" predicted {math.exp(one['predicted_gain']):6.2f} x"
         for one in found
     ]
-    decided = [one for one in found if abs(one["foretold_gain"]) > _DECIDES]
-    others = [one for one in found if abs(one["foretold_gain"]) <= _DECIDES]
-    for what, some in (("foretold to differ by more than a tenth", decided), ("foretold to differ by less", others)):
+    decided = [one for one in found if abs(one["predicted_gain"]) > _DECIDES]
+    others = [one for one in found if abs(one["predicted_gain"]) <= _DECIDES]
+    for what, some in (("predicted to differ by more than a tenth", decided), ("predicted to differ by less", others)):
         cases = [one for one in some if abs(one["gain"]) > _DECIDES]
-        right = sum((one["gain"] > 0.0) == (one["foretold_gain"] > 0.0) for one in cases)
+        right = sum((one["gain"] > 0.0) == (one["predicted_gain"] > 0.0) for one in cases)
         better = sum(one["gain"] > 0.0 for one in cases)
         share = f" ({right / len(cases):.0%}; goal 95 %)" if cases and some is decided else ""
         lines.append(
             f"{what}: {len(some)} changes, {len(cases)} did differ by more than a tenth; better with the change in"
-            f" {better}, the sign as foretold in {right}{share}"
+            f" {better}, the sign as predicted in {right}{share}"
         )
     return lines
 

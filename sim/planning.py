@@ -16,8 +16,8 @@ from ballastpb.worker.v1 import worker_pb2 as pb
 from services.monitor.core import messages as m
 from services.monitor.policy.pressure import Overload, Relief
 from services.planner.core import messages as p
-from services.planner.core.foresight import Foretold
 from services.planner.core.machine import PlannerCore, PlannerRules
+from services.planner.core.prediction_log import Predicted
 from services.planner.core.record import TransitionRecord
 from services.planner.core.transition import Journal, MemberSaid
 from services.planner.policy.migrate import MigrationRules, Move, is_round_due, migrations
@@ -63,7 +63,7 @@ class PlannerNode:
         self.touched = True  # as the monitor's
         self.published: list[Epoch] = []  # of layouts, as watchers hear them
         self.nothing_done: list[tuple[float, p.NothingDone]] = []
-        self.foretold: list[Foretold] = []  # of which is known what came
+        self.predicted: list[Predicted] = []  # of which is known what came
         self.decides_until_s = math.inf  # from then on it reads no loads, so that nothing is changed any more
         self.name = name
         self._clock = clock = site.clock
@@ -123,8 +123,8 @@ class PlannerNode:
                 self.published.append(layout.epoch)
             case p.NothingDone():
                 self.nothing_done.append((self._clock.now_s, command))
-            case p.PredictionSettled(foretold):
-                self.foretold.append(foretold)
+            case p.PredictionSettled(predicted):
+                self.predicted.append(predicted)
             case _:
                 pass  # for watchers and operators, whom nobody plays here
 

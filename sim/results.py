@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from services.monitor.policy.pressure import Signal
-from services.planner.core.foresight import Foretold
+from services.planner.core.prediction_log import Predicted
 from services.planner.core.record import TransitionRecord
 
 
@@ -52,7 +52,7 @@ class SimRun:
     records: list[RequestRecord]
     samples: list[Sample]
     transitions: list[TransitionRecord]  # instants are those of the world: take `zero_s` off
-    foretold: list[Foretold]  # what the planner predicted of its decisions, and what came; instants likewise
+    predicted: list[Predicted]  # what the planner predicted of its decisions, and what came; instants likewise
     signals: list[tuple[float, Signal]]
     zero_s: float  # instant of the world at which the trace begins
     duration_s: float  # from then to the end of the last request

@@ -424,7 +424,7 @@ class World:
             records=clients.records,
             samples=self.samples,
             transitions=[record for node in self.planners.values() for record in node.records],
-            foretold=[foretold for node in self.planners.values() for foretold in node.foretold],
+            predicted=[predicted for node in self.planners.values() for predicted in node.predicted],
             signals=[signal for node in self.monitors.values() for signal in node.signals],
             zero_s=self.zero_s,
             duration_s=max(ends_s, default=0.0),

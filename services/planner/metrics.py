@@ -6,8 +6,8 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from ballast.common.layout import Layout
 from ballast.service.metrics import REGISTRY
-from services.planner.core.foresight import Foretold
 from services.planner.core.messages import WriteOutcome
+from services.planner.core.prediction_log import Predicted
 from services.planner.core.record import TransitionRecord
 from services.planner.core.stages import Stage
 
@@ -168,15 +168,15 @@ class PlannerMetrics:
     def migrations_ordered(self) -> None:
         _ORDERED.inc()
 
-    def predicted(self, foretold: Foretold) -> None:
-        served = foretold.served
+    def predicted(self, predicted: Predicted) -> None:
+        served = predicted.served
         if served is None:
             return
         if served.ttft_p99_s is not None:
-            ratio = max(_GOOD_S, foretold.predicted.ttft_p99_s) / max(_GOOD_S, served.ttft_p99_s)
+            ratio = max(_GOOD_S, predicted.predicted.ttft_p99_s) / max(_GOOD_S, served.ttft_p99_s)
             _PREDICTED.labels("ttft_p99").observe(ratio)
         if served.tpot_s:
-            _PREDICTED.labels("tpot").observe(foretold.predicted.tpot_s / served.tpot_s)
+            _PREDICTED.labels("tpot").observe(predicted.predicted.tpot_s / served.tpot_s)
 
     def nothing_done(self, asked_by: str, shortfall_bytes: int) -> None:
         _NOTHING_DONE.labels(asked_by).inc()

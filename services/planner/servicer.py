@@ -14,8 +14,8 @@ from ballast.rpc.server import when_done
 from ballastpb.planner.v1 import planner_pb2 as pb
 from ballastpb.planner.v1 import planner_pb2_grpc
 from services.planner.core.change_requests import explain_now
-from services.planner.core.foresight import Foretold
 from services.planner.core.messages import AnswerChange, ChangeRequest, DropRequested, RestoreRequested
+from services.planner.core.prediction_log import Predicted
 from services.planner.core.record import TransitionRecord
 from services.planner.core.stages import Stage
 from services.planner.core.survey import NoSurvey
@@ -82,7 +82,9 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
             freed_bytes=told.freed_bytes,
             shortfall_bytes=told.shortfall_bytes,
             layout=codec.LAYOUT.message(told.layout),
-            predictions=[_foretold_to_proto(one, time.monotonic()) for one in core.conductor.ledger.newest_first()],
+            predictions=[
+                _predicted_to_proto(one, time.monotonic()) for one in core.conductor.prediction_log.newest_first()
+            ],
         )
 
     async def Drop(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -115,7 +117,7 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
         conductor = self._shell.core.conductor
         return pb.ListTransitionsResponse(
             transitions=[
-                _transition(record, conductor.ledger.of(record.epoch), now_s) for record in conductor.records()
+                _transition(record, conductor.prediction_log.of(record.epoch), now_s) for record in conductor.records()
             ],
             overload_policy=conductor.rules.policy,
             held_s=conductor.held_s(now_s),
@@ -146,28 +148,28 @@ def _method(name: str) -> Method:
         raise InvalidRequest("method", f"{name!r} is not known; known are {', '.join(Method)}") from None
 
 
-def _foretold_to_proto(foretold: Foretold, now_s: float) -> pb.Prediction:
-    served, settled_at_s = foretold.served, foretold.settled_at_s
+def _predicted_to_proto(predicted: Predicted, now_s: float) -> pb.Prediction:
+    served, settled_at_s = predicted.served, predicted.settled_at_s
     outcome = None
     if served is not None and settled_at_s is not None:
         outcome = pb.Outcome(
-            after_s=settled_at_s - foretold.at_s,
+            after_s=settled_at_s - predicted.at_s,
             first_count=served.first_count,
             ttft_p99_s=served.ttft_p99_s,
             tpot_s=served.tpot_s,
         )
     return pb.Prediction(
-        decision=foretold.decision,
-        age_s=now_s - foretold.at_s,
-        horizon_s=foretold.horizon_s,
-        ttft_p99_s=foretold.predicted.ttft_p99_s,
-        tpot_s=foretold.predicted.tpot_s,
+        decision=predicted.decision,
+        age_s=now_s - predicted.at_s,
+        horizon_s=predicted.horizon_s,
+        ttft_p99_s=predicted.predicted.ttft_p99_s,
+        tpot_s=predicted.predicted.tpot_s,
         outcome=outcome,
-        summary=foretold.told(now_s),
+        summary=predicted.told(now_s),
     )
 
 
-def _transition(record: TransitionRecord, foretold: Foretold | None, now_s: float) -> pb.Transition:
+def _transition(record: TransitionRecord, predicted: Predicted | None, now_s: float) -> pb.Transition:
     journal = record.journal
     return pb.Transition(
         epoch=record.epoch,
@@ -189,5 +191,5 @@ def _transition(record: TransitionRecord, foretold: Foretold | None, now_s: floa
         p99_stall_s=record.longest_s("p99_stall_s"),
         waves=record.waves,
         layers_s=record.longest_s("layers_s"),
-        prediction=None if foretold is None else _foretold_to_proto(foretold, now_s),
+        prediction=None if predicted is None else _predicted_to_proto(predicted, now_s),
     )

@@ -25,7 +25,6 @@ from services.planner.core.change_requests import (
     complete,
     decide,
 )
-from services.planner.core.foresight import Foretold, Ledger
 from services.planner.core.messages import (
     AnswerChange,
     Call,
@@ -46,6 +45,7 @@ from services.planner.core.messages import (
     Sources,
     TransitionMoved,
 )
+from services.planner.core.prediction_log import Predicted, PredictionLog
 from services.planner.core.record import TransitionRecord
 from services.planner.core.stages import CoordinatorRules, Stage
 from services.planner.core.survey import pipelined
@@ -114,7 +114,9 @@ class Conductor:
     to_write: Journal | None = None  # not yet known to be stored
     newest: Journal | None = None  # known to be, or to have been, stored
     failed: tuple[WorkerId, ...] = ()  # of the transition that ended last, for the core to take up
-    ledger: Ledger = field(default_factory=Ledger)  # what was predicted of decisions, and what came
+    prediction_log: PredictionLog = field(
+        default_factory=PredictionLog
+    )  # what was predicted of decisions, and what came
     _change: ChangeRequest | None = None
     _requested_at_s: float = 0.0
     _load: ClusterLoad | None = None  # for the change
@@ -146,7 +148,7 @@ class Conductor:
             own_s = (
                 self._requested_at_s + self.rules.request_timeout_s if self._change is not None else self._again_at_s
             )
-        return min(own_s, self.ledger.due_at_s)
+        return min(own_s, self.prediction_log.due_at_s)
 
     @property
     def own_at_s(self) -> float:
@@ -259,7 +261,7 @@ class Conductor:
             return []
         if self._change is not None:
             self._load = event.load
-        return _told(self.ledger.settle(event.load.traffic, event.at_s))
+        return _told(self.prediction_log.settle(event.load.traffic, event.at_s))
 
     # ------------------------------------------------------------ begin
 
@@ -274,9 +276,9 @@ class Conductor:
             return []
         approved = decide(change, context.layout, context.model, load, context.epoch, self.rules.planning)
         epoch = None if isinstance(approved, Rejected) else context.epoch
-        told: list[Command] = [] if epoch is None else _told(self.ledger.overtake(load.traffic, at_s))
+        told: list[Command] = [] if epoch is None else _told(self.prediction_log.overtake(load.traffic, at_s))
         if approved.compared is not None:
-            self.ledger.note(approved.compared, load.traffic, at_s, epoch)
+            self.prediction_log.note(approved.compared, load.traffic, at_s, epoch)
         if isinstance(approved, Rejected):
             return self._put_off(change, approved, context.layout, at_s)
         self._change = self._load = None
@@ -384,7 +386,7 @@ class Conductor:
             return self._deny(ChangeRefusal.NOT_POSSIBLE, Rejected("the layout did not come to rest in time"))
         if self._change is None and not self.busy and at_s >= self._again_at_s:
             return self._take(DropRequest("overload", cause_id, required_bytes=self._again_bytes, again=True), at_s)
-        asked: list[Command] = [ReadLoads(cause_id)] if self.ledger.asks(at_s) else []
+        asked: list[Command] = [ReadLoads(cause_id)] if self.prediction_log.asks(at_s) else []
         return asked + self._steps(Tick(at_s), at_s, cause_id)
 
     def _steps(self, event: StepEvent, at_s: float, cause_id: str) -> list[Command]:
@@ -458,7 +460,7 @@ class Conductor:
             self._remember_drops(record, at_s)
         else:
             self.failed = given_up
-            self.ledger.forget(journal.epoch)
+            self.prediction_log.forget(journal.epoch)
             self._own_at_s = at_s + self.rules.retry_s
         request = self._requests.get(record.request_id)
         if request is not None and request.epoch is None:
@@ -502,7 +504,7 @@ class Conductor:
     def _give_up(self) -> None:
         self.coordinator = self.record = self.to_write = self._change = self._load = None
         self._again_at_s = math.inf
-        self.ledger.open.clear()
+        self.prediction_log.open.clear()
 
     @staticmethod
     def _latest(one: Journal | None, other: Journal | None) -> Journal | None:
@@ -517,7 +519,7 @@ class Conductor:
             raise InvariantViolation(f"epoch {self.to_write.epoch} is journaled without a transition")
 
 
-def _told(settled: list[Foretold]) -> list[Command]:
+def _told(settled: list[Predicted]) -> list[Command]:
     return [PredictionSettled(one) for one in settled]
 
 

@@ -9,7 +9,7 @@ from ballast.common.layout import Layout, Member, Place
 from ballast.common.load import LoadReport
 from ballast.common.model import ModelInfo
 from ballast.common.traffic import Pace, Traffic
-from services.planner.core.foresight import Foretold
+from services.planner.core.prediction_log import Predicted
 from services.planner.core.record import TransitionRecord
 from services.planner.core.stages import Stage
 from services.planner.core.transition import Journal, MemberSaid
@@ -327,7 +327,7 @@ class NothingDone:
 class PredictionSettled:
     """It has turned out what came of a decision."""
 
-    foretold: Foretold
+    predicted: Predicted
 
 
 @dataclass(frozen=True, slots=True)

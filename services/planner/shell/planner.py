@@ -213,8 +213,8 @@ class PlannerShell:
             case NothingDone(what, why, shortfall_bytes, cause_id):
                 self._counting.nothing_done(what, shortfall_bytes)
                 notes.note_nothing(what, why, shortfall_bytes, cause_id)
-            case PredictionSettled(foretold):
-                self._counting.predicted(foretold)
+            case PredictionSettled(predicted):
+                self._counting.predicted(predicted)
 
     def _publish(self, layout: Layout, cause_id: str) -> None:
         self._counting.layout(layout)

@@ -5,7 +5,6 @@ from typing import Protocol
 
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Layout, Member
-from services.planner.core.foresight import Foretold
 from services.planner.core.messages import (
     CallMember,
     ClusterLoad,
@@ -15,6 +14,7 @@ from services.planner.core.messages import (
     WriteLayout,
     WriteOutcome,
 )
+from services.planner.core.prediction_log import Predicted
 from services.planner.core.record import TransitionRecord
 from services.planner.core.transition import MemberSaid
 from services.planner.policy.migrate import Move
@@ -91,6 +91,6 @@ class Counting(Protocol):
         """No plan met what was asked for."""
         ...
 
-    def predicted(self, foretold: Foretold) -> None:
+    def predicted(self, predicted: Predicted) -> None:
         """What came of a decision has turned out."""
         ...

@@ -128,16 +128,16 @@ def test_predictions_are_judged_by_what_then_happened() -> None:
 def test_what_the_planner_foretells_is_taken_down_with_what_followed() -> None:
     made = world("drop", check_every=0)
     done = made.run()
-    assert done.foretold
+    assert done.predicted
     # One of them is overtaken by the next before anybody has had a first token.
-    first = next(one for one in (decided(foretold, done.zero_s) for foretold in done.foretold) if one["was_s"])
+    first = next(one for one in (decided(predicted, done.zero_s) for predicted in done.predicted) if one["was_s"])
     assert 5.0 < first["at_s"] < 15.0  # the burst
-    assert first["after_s"] <= max(foretold.horizon_s for foretold in done.foretold) + 1.0
+    assert first["after_s"] <= max(predicted.horizon_s for predicted in done.predicted) + 1.0
     assert first["predicted_s"] <= first["nothing_s"]
     waits_s = [r.token_times_s[0] - r.arrival_s for r in done.records if r.token_times_s]
     assert 0.0 < first["was_s"] < 1.25 * max(waits_s)
-    for foretold in done.foretold:
-        assert foretold.epoch is None or foretold.epoch in {record.epoch for record in done.transitions}
+    for predicted in done.predicted:
+        assert predicted.epoch is None or predicted.epoch in {record.epoch for record in done.transitions}
 
 
 def test_draws_differ_in_lengths_alone(tmp_path: Path) -> None:

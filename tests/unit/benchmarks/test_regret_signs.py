@@ -34,7 +34,7 @@ def test_without_a_drop_the_run_is_the_same_until_then_and_drops_nothing() -> No
     job = replace(job, trace=replace(job.trace, requests=(*job.trace.requests, later)))
     [(_, rules)] = specs_of(job)
     run = world_of(job, rules).run()
-    drop = next(one for one in run.foretold if one.epoch is not None)
+    drop = next(one for one in run.predicted if one.epoch is not None)
     other = without(job, drop, run.zero_s)
     assert not other.transitions
     assert run.transitions
@@ -45,12 +45,12 @@ def test_without_a_drop_the_run_is_the_same_until_then_and_drops_nothing() -> No
     found = judged(run, other, drop)
     assert found is not None
     assert found["gain"] > 0.0
-    assert "the sign as foretold in 1 (100%" in told([{"cell": "c", "draw": 0, **found}])[-2]
+    assert "the sign as predicted in 1 (100%" in told([{"cell": "c", "draw": 0, **found}])[-2]
 
 
-def test_changes_of_which_no_difference_was_foretold_have_no_sign() -> None:
+def test_changes_of_which_no_difference_was_predicted_have_no_sign() -> None:
     one = {"cell": "c", "draw": 0, "change": "give back 1", "at_s": 1.0, "with": asdict(Prediction(1.0, 1.0, 0.1))}
     one["without"] = asdict(Prediction(2.0, 1.0, 0.1))
-    lines = told([{**one, "gain": 0.7, "foretold_gain": 0.01}])
-    assert lines[-2].startswith("foretold to differ by more than a tenth: 0 changes")
-    assert lines[-1].startswith("foretold to differ by less: 1 changes, 1 did")
+    lines = told([{**one, "gain": 0.7, "predicted_gain": 0.01}])
+    assert lines[-2].startswith("predicted to differ by more than a tenth: 0 changes")
+    assert lines[-1].startswith("predicted to differ by less: 1 changes, 1 did")

@@ -107,16 +107,16 @@ def test_what_was_predicted_of_nothing_stands_beside_what_came() -> None:
     planner.traffic = served(CALM, (7,), 100, 3.0)
     planner.start("w0", "w1")
     planner.tell(OverloadRaised(planner.now_s, "o1", EXTENT))
-    ledger = planner.core.conductor.ledger
-    [one] = ledger.open
+    prediction_log = planner.core.conductor.prediction_log
+    [one] = prediction_log.open
     assert (one.decision, one.epoch) == ("nothing", None)
     assert "it can be said what came" in one.told(planner.now_s)
     planner.wait(one.horizon_s / 2)
-    assert ledger.newest_first() == [one], "the same decision, again and again"
+    assert prediction_log.newest_first() == [one], "the same decision, again and again"
     planner.traffic = served(CALM, (7, 0, 0, 20), 300, 13.0)
     planner.wait(one.horizon_s)
     [settled] = [c for c in planner.said if isinstance(c, PredictionSettled)]
-    assert settled.foretold is one
+    assert settled.predicted is one
     assert one.settled_at_s == pytest.approx(one.at_s + one.horizon_s, abs=0.2)
     assert one.served is not None
     assert (one.served.first_count, one.served.tpot_s) == (20, 0.05)
@@ -132,12 +132,12 @@ def test_a_drop_ends_what_was_predicted_of_nothing_and_one_that_fails_was_never_
     planner.load = replace(LOAD, used_block_count=32, running_count=8)
     planner.traffic = replace(SHORT, ended_tokens=5000)
     planner.wait(0.3)
-    ledger = planner.core.conductor.ledger
-    [nothing] = ledger.settled
+    prediction_log = planner.core.conductor.prediction_log
+    [nothing] = prediction_log.settled
     assert nothing.settled_at_s == pytest.approx(nothing.at_s + 0.2, abs=0.2)
-    [drop] = ledger.open
+    [drop] = prediction_log.open
     assert drop.epoch is not None
-    assert ledger.of(drop.epoch) is drop
+    assert prediction_log.of(drop.epoch) is drop
     planner.wait(60.0)  # nobody answers: the drop is taken back
     assert Stage.ABORTED in planner.journal
-    assert ledger.of(drop.epoch) is None
+    assert prediction_log.of(drop.epoch) is None

@@ -105,8 +105,8 @@ def test_steps_taken_together_tell_the_same_story(policy: str, stop_after_s: flo
     worlds = [World(replace(made, cruises=cruises), burst()) for cruises in (True, False)]
     together, one_by_one = (world.run() for world in worlds)
     # A dispatcher hears of steps taken together when they are over: what it has counted in between may be less.
-    assert replace(together, foretold=[]) == replace(one_by_one, foretold=[])
-    decisions = [[(one.at_s, one.decision, one.predicted) for one in run.foretold] for run in (together, one_by_one)]
+    assert replace(together, predicted=[]) == replace(one_by_one, predicted=[])
+    decisions = [[(one.at_s, one.decision, one.predicted) for one in run.predicted] for run in (together, one_by_one)]
     assert decisions[0] == decisions[1]
     loads = [[replace(i.load(), step_age_s=0.0) for i in world.instances.values()] for world in worlds]
     assert loads[0] == loads[1]

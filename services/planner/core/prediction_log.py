@@ -18,7 +18,7 @@ _ASK_AGAIN_S = 1.0
 
 
 @dataclass(slots=True)
-class Foretold:
+class Predicted:
     """One decision by comparison. Readable from outside; only the core writes."""
 
     decision: str  # the candidate that was taken
@@ -45,15 +45,15 @@ class Foretold:
 
 
 @dataclass(slots=True)
-class Ledger:
-    open: list[Foretold] = field(default_factory=list[Foretold])
-    settled: deque[Foretold] = field(default_factory=lambda: deque[Foretold](maxlen=_KEPT))
+class PredictionLog:
+    open: list[Predicted] = field(default_factory=list[Predicted])
+    settled: deque[Predicted] = field(default_factory=lambda: deque[Predicted](maxlen=_KEPT))
     _asked_at_s: float = -math.inf
 
-    def newest_first(self) -> list[Foretold]:
+    def newest_first(self) -> list[Predicted]:
         return sorted([*self.open, *self.settled], key=lambda one: -one.at_s)
 
-    def of(self, epoch: Epoch) -> Foretold | None:
+    def of(self, epoch: Epoch) -> Predicted | None:
         return next((one for one in self.newest_first() if one.epoch == epoch), None)
 
     @property
@@ -70,8 +70,8 @@ class Ledger:
             return
         nothing, horizon_s, targets = compared.candidates[0].prediction, compared.horizon_s, compared.targets
         chosen = compared.chosen
-        foretold = Foretold(chosen.name, chosen.prediction, nothing, horizon_s, targets, at_s, epoch, traffic)
-        self.open.append(foretold)
+        predicted = Predicted(chosen.name, chosen.prediction, nothing, horizon_s, targets, at_s, epoch, traffic)
+        self.open.append(predicted)
 
     def asks(self, at_s: float) -> bool:
         """Whether the traffic is wanted now."""
@@ -80,15 +80,15 @@ class Ledger:
         self._asked_at_s = at_s
         return True
 
-    def settle(self, traffic: Traffic, at_s: float) -> list[Foretold]:
+    def settle(self, traffic: Traffic, at_s: float) -> list[Predicted]:
         """Those whose horizon has passed."""
         return self._settle([one for one in self.open if at_s >= one.at_s + one.horizon_s], traffic, at_s)
 
-    def overtake(self, traffic: Traffic, at_s: float) -> list[Foretold]:
+    def overtake(self, traffic: Traffic, at_s: float) -> list[Predicted]:
         """All: a transition begins."""
         return self._settle(list(self.open), traffic, at_s)
 
-    def _settle(self, found: list[Foretold], traffic: Traffic, at_s: float) -> list[Foretold]:
+    def _settle(self, found: list[Predicted], traffic: Traffic, at_s: float) -> list[Predicted]:
         for one in found:
             one.settled_at_s, one.served = at_s, served_between(one.before, traffic)
             self.open.remove(one)
