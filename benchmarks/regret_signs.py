@@ -33,7 +33,7 @@ from benchmarks.regret_cells import CELLS, job_of
 from benchmarks.regret_rules import OURS
 from services.planner.core.prediction_log import Predicted
 from services.planner.policy.compare import loss_of
-from services.planner.policy.outlook import Prediction
+from services.planner.policy.fluid_model import Prediction
 from sim.jobs.simulation import SimJob, specs_of, world_of
 from sim.results import RequestRecord, SimRun
 from sim.world import World

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from ballast.common.ids import Epoch
 from ballast.common.traffic import Served, Traffic, served_between
 from services.planner.policy.compare import Comparison, Targets
-from services.planner.policy.outlook import Prediction
+from services.planner.policy.fluid_model import Prediction
 
 _KEPT = 64
 _ASK_AGAIN_S = 1.0

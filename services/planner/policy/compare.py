@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from ballast.common.ids import GroupId, WorkerId
 from ballast.common.traffic import MINUTE_S, RECENT_S, Pace, Traffic
+from services.planner.policy.fluid_model import PARTS, Future, Kind, Machine, Prediction, look_ahead, prompt_s, token_s
 from services.planner.policy.merged import group_plan
-from services.planner.policy.outlook import PARTS, Future, Kind, Machine, Prediction, look_ahead, prompt_s, token_s
 from services.planner.policy.snapshot import GroupState, Snapshot, columns_of
 from services.planner.policy.split import Splitter, SplitTolerance
 

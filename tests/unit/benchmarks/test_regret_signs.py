@@ -4,7 +4,7 @@ from array import array
 from dataclasses import asdict, replace
 
 from benchmarks.regret_signs import came, judged, told, without
-from services.planner.policy.outlook import Prediction
+from services.planner.policy.fluid_model import Prediction
 from sim.jobs.simulation import specs_of, world_of
 from sim.results import RequestRecord
 from tests.unit.sim.test_first_burst import burst_job

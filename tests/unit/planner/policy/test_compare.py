@@ -10,7 +10,7 @@ from ballast.common.ids import GroupId, WorkerId
 from ballast.common.traffic import Pace, Traffic
 from services.planner.policy.compare import Comparison, Running, Targets, compare, compare_restore
 from services.planner.policy.drop import plan_of
-from services.planner.policy.outlook import Future, Kind, Machine, bubbles, look_ahead, token_s
+from services.planner.policy.fluid_model import Future, Kind, Machine, bubbles, look_ahead, token_s
 from services.planner.policy.snapshot import GroupState, InstanceState, ModelShape, Snapshot
 
 LAYERS = 48
