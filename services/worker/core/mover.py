@@ -41,7 +41,7 @@ class Mode(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class BlockRange:
     piece: Piece
     blocks: Table  # that it lies in
 
@@ -53,13 +53,13 @@ class Send:
     to: WorkerId
     epoch: Epoch  # of the link
     mode: Mode
-    parcels: tuple[Parcel, ...]
+    block_ranges: tuple[BlockRange, ...]
 
     @property
     def rank(self) -> int:
         """The order of sending: in an exchange the short ones first, since most of them go on soonest."""
         if self.mode is Mode.EXCHANGE:
-            return self.parcels[0].piece.span.token_count
+            return self.block_ranges[0].piece.span.token_count
         return 0 if self.mode is Mode.LAST else _BEHIND_EXCHANGE
 
 
@@ -106,9 +106,11 @@ class _Exchange:
 
     book: BlockBook  # of the layout before; in a restore another one is in force when KV is expected
     retired: BlockBook | None = None  # of layers that this member has given up
-    ordered: dict[_Going, Parcel] = field(default_factory=dict[_Going, Parcel])
+    ordered: dict[_Going, BlockRange] = field(default_factory=dict[_Going, BlockRange])
     asked: set[_Going] = field(default_factory=set[_Going])
-    to_begin: dict[WorkerId, list[Parcel]] = field(default_factory=dict[WorkerId, list[Parcel]])  # at the next `flush`
+    to_begin: dict[WorkerId, list[BlockRange]] = field(
+        default_factory=dict[WorkerId, list[BlockRange]]
+    )  # at the next `flush`
     to_ask: dict[WorkerId, list[SequenceId]] = field(default_factory=dict[WorkerId, list[SequenceId]])  # likewise
     waiting: dict[WorkerId, deque[Send]] = field(default_factory=dict[WorkerId, deque[Send]])  # for room on the link
     given: dict[SequenceId, None] = field(default_factory=dict[SequenceId, None])  # in this wave
@@ -228,7 +230,7 @@ class Mover:
         blocks, sends = table[span.first_block : span.last_block], list[Send]()
         for _, taker, first, last in hops((stage,), give.takers):
             piece = Piece(give.migration_id, give.sequence_id, first, last, span)
-            sends.append(Send(taker, give.epoch, mode, (Parcel(piece, blocks),)))
+            sends.append(Send(taker, give.epoch, mode, (BlockRange(piece, blocks),)))
         return sends
 
     # ------------------------------------------------------------ going, in an exchange
@@ -243,13 +245,13 @@ class Mover:
         span = Span(0, blocks_for(victim.computed_tokens, self._block_tokens), victim.computed_tokens, last=True)
         _, to, first_layer, last_layer = command.hop
         piece = Piece(command.epoch, victim.sequence_id, first_layer, last_layer, span)
-        parcel = Parcel(piece, self._blocks(piece))
+        block_range = BlockRange(piece, self._blocks(piece))
         is_.given[victim.sequence_id] = None
         if (key := (victim.sequence_id, to)) in is_.asked:
-            is_.to_begin.setdefault(to, []).append(parcel)
+            is_.to_begin.setdefault(to, []).append(block_range)
         else:
-            is_.ordered[key] = parcel
-        return self._size_of(parcel)
+            is_.ordered[key] = block_range
+        return self._size_of(block_range)
 
     def _blocks(self, piece: Piece) -> Table:
         book = self._is.book if self._is.retired is None else self._is.retired
@@ -258,14 +260,16 @@ class Mover:
             raise InvariantViolation(f"{piece} is to travel, and it is in {len(blocks)} blocks")
         return blocks
 
-    def _size_of(self, parcel: Parcel) -> int:
-        return len(parcel.blocks) * self._block_bytes * (parcel.piece.last_layer - parcel.piece.first_layer)
+    def _size_of(self, block_range: BlockRange) -> int:
+        return (
+            len(block_range.blocks) * self._block_bytes * (block_range.piece.last_layer - block_range.piece.first_layer)
+        )
 
     def asked(self, peer: WorkerId, sequence_ids: Iterable[SequenceId]) -> None:
         """A peer has its blocks ready, and may have before this stage hears what it is to give."""
         for sequence_id in sequence_ids:
-            if (parcel := self._is.ordered.pop((sequence_id, peer), None)) is not None:
-                self._is.to_begin.setdefault(peer, []).append(parcel)
+            if (block_range := self._is.ordered.pop((sequence_id, peer), None)) is not None:
+                self._is.to_begin.setdefault(peer, []).append(block_range)
             else:
                 self._is.asked.add((sequence_id, peer))
 
@@ -274,18 +278,20 @@ class Mover:
         to_ask, self._is.to_ask = self._is.to_ask, {}
         to_begin, self._is.to_begin = self._is.to_begin, {}
         commands: list[Ask | Send] = [Ask(giver, tuple(ids)) for giver, ids in to_ask.items()]
-        for to, parcels in to_begin.items():
-            commands += self._together(to, sorted(parcels, key=lambda parcel: parcel.piece.span.token_count))
+        for to, block_ranges in to_begin.items():
+            commands += self._together(
+                to, sorted(block_ranges, key=lambda block_range: block_range.piece.span.token_count)
+            )
         return commands
 
-    def _together(self, to: WorkerId, parcels: Iterable[Parcel]) -> list[Send]:
-        groups, size_bytes = list[list[Parcel]](), 0
-        for parcel in parcels:
-            size_bytes += self._size_of(parcel)
+    def _together(self, to: WorkerId, block_ranges: Iterable[BlockRange]) -> list[Send]:
+        groups, size_bytes = list[list[BlockRange]](), 0
+        for block_range in block_ranges:
+            size_bytes += self._size_of(block_range)
             if not groups or size_bytes > _TOGETHER_BYTES or len(groups[-1]) == _TOGETHER:
                 groups.append([])
-                size_bytes = self._size_of(parcel)
-            groups[-1].append(parcel)
+                size_bytes = self._size_of(block_range)
+            groups[-1].append(block_range)
         return [Send(to, Epoch(g[0].piece.move), Mode.EXCHANGE, tuple(g)) for g in groups]
 
     def refused(self, send: Send) -> None:
@@ -307,7 +313,7 @@ class Mover:
 
     def sent(self, at_s: float, send: Send) -> list[KvSent]:
         """The receiver has it."""
-        return [KvSent(at_s, send.epoch, parcel.piece.sequence_id, send.to) for parcel in send.parcels]
+        return [KvSent(at_s, send.epoch, block_range.piece.sequence_id, send.to) for block_range in send.block_ranges]
 
     # ------------------------------------------------------------ layers given up
 

@@ -107,7 +107,7 @@ class Migrations:
             case MigrationTold():
                 self._told(event)
             case KvLeft(send=send):
-                self._sent(send.parcels[0].piece.move, event.why_not)
+                self._sent(send.block_ranges[0].piece.move, event.why_not)
 
     def poll(self) -> None:
         """Between two steps."""

@@ -14,7 +14,7 @@ from ballast.service.logs import get_logger
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.blocks import blocks_for
 from services.worker.core.migration_messages import ForStages, Give, Keep, Landed, Off, Ready, Stop, Take
-from services.worker.core.mover import Ask, CopyOver, Mode, Mover, Parcel, Place, Send
+from services.worker.core.mover import Ask, BlockRange, CopyOver, Mode, Mover, Place, Send
 from services.worker.core.spans import Stage, hops
 from services.worker.core.transition_messages import ExpectKv, KvReceived, KvSent, SendKv
 from services.worker.links.traffic import TrafficClass
@@ -200,8 +200,8 @@ class KvMover:
         link, exchanged = self._links.to(send.to, send.epoch), send.mode is Mode.EXCHANGE
         if link is None or link.retired or not link.is_up:
             return f"there is no link to {send.to}"
-        tensors = [tensor for parcel in send.parcels for tensor in self._tensors(parcel)]
-        meta = pieces_to_bytes(parcel.piece for parcel in send.parcels)
+        tensors = [tensor for block_range in send.block_ranges for tensor in self._tensors(block_range)]
+        meta = pieces_to_bytes(block_range.piece for block_range in send.block_ranges)
         if send.mode is Mode.LAST and sum(tensor.nbytes for tensor in tensors) < link.packed_below_bytes:
             # A transfer would wait for several threads on either side before it comes; a message is sent at once, and
             # one thread takes it in. No activation waits behind it: those go over links of the group.
@@ -210,7 +210,7 @@ class KvMover:
             return ""
         if send.mode is Mode.LAST:
             tensors = [tensor.clone() for tensor in tensors]
-        stream = send.parcels[0].piece.sequence_id
+        stream = send.block_ranges[0].piece.sequence_id
         try:
             transfer = link.transfer(TrafficClass.KV, tensors, topic=Topic.KV, meta=meta, stream=stream, rank=send.rank)
         except Overloaded as error:  # nothing of it was sent
@@ -225,12 +225,12 @@ class KvMover:
         transfer.done.add_done_callback(lambda report: self._context.post(KvLeft(send, report)))
         return ""
 
-    def _tensors(self, parcel: Parcel) -> Pieces:
-        return kv_pieces(self._kv, parcel.blocks, parcel.piece.first_layer, parcel.piece.last_layer)
+    def _tensors(self, block_range: BlockRange) -> Pieces:
+        return kv_pieces(self._kv, block_range.blocks, block_range.piece.first_layer, block_range.piece.last_layer)
 
 
 def _give_up(link: Link, send: Send, why: str) -> None:
     """KV that is not sent is missing for good: the link ends, which both members are told as an event."""
-    sequence_ids = [parcel.piece.sequence_id for parcel in send.parcels]
+    sequence_ids = [block_range.piece.sequence_id for block_range in send.block_ranges]
     get_logger().error("KV is not sent", sequence_ids=sequence_ids, to=link.peer_id, why=why)
     link.give_up(f"KV could not be sent: {why}")

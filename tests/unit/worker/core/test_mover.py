@@ -9,7 +9,7 @@ from ballast.common.ids import Epoch, WorkerId
 from services.worker.core import mover as module
 from services.worker.core.blocks import BlockBook, Table
 from services.worker.core.migration_messages import Give, Keep, Landed, Stop, Take
-from services.worker.core.mover import Ask, CopyOver, Mode, Mover, Parcel, Place, Send
+from services.worker.core.mover import Ask, BlockRange, CopyOver, Mode, Mover, Place, Send
 from services.worker.core.plan import Victim
 from services.worker.core.spans import Hop, Key, Piece, Span, Stage, hops, key_of
 from services.worker.core.transition_messages import ExpectKv, KvReceived, KvSent, SendKv
@@ -61,9 +61,11 @@ def piece(first: int, last: int, span: Span, move: int = MIGRATION) -> Piece:
     return Piece(move, SEQUENCE, first, last, span)
 
 
-def whole(sequence_id: int, tokens: int, book: BlockBook) -> Parcel:
+def whole(sequence_id: int, tokens: int, book: BlockBook) -> BlockRange:
     blocks = -(-tokens // 16)
-    return Parcel(Piece(EPOCH, sequence_id, 0, 4, Span(0, blocks, tokens, last=True)), book.table(sequence_id)[:blocks])
+    return BlockRange(
+        Piece(EPOCH, sequence_id, 0, 4, Span(0, blocks, tokens, last=True)), book.table(sequence_id)[:blocks]
+    )
 
 
 # ---------------------------------------------------------------- an exchange
@@ -94,7 +96,7 @@ def test_what_is_asked_for_together_goes_together_the_short_ones_first(monkeypat
     stands.mover.asked(W1, tuple(tokens))
     stands.mover.asked(W2, (1,))
     sends = stands.sends()
-    assert [(s.to, [p.piece.sequence_id for p in s.parcels]) for s in sends] == [
+    assert [(s.to, [p.piece.sequence_id for p in s.block_ranges]) for s in sends] == [
         (W1, [5, 2, 3]),  # 20 blocks in all; with the next one there would be 48
         (W1, [1]),
         (W1, [4]),
@@ -162,7 +164,7 @@ def test_spans_are_given_where_they_lie_and_the_last_one_as_a_copy() -> None:
         blocks = table[span.first_block : span.last_block]
         assert sends is not None
         assert sends == [
-            Send(stage.worker_id, EPOCH, mode, (Parcel(piece(stage.first_layer, stage.last_layer, span), blocks),))
+            Send(stage.worker_id, EPOCH, mode, (BlockRange(piece(stage.first_layer, stage.last_layer, span), blocks),))
             for stage in GIVERS
         ]
         assert {send.rank for send in sends} == {rank}
@@ -262,7 +264,7 @@ def test_the_tables_are_as_they_were_whatever_becomes_of_the_book() -> None:
     stands.order(1, 40)
     stands.mover.asked(W1, (1,))
     (send,) = stands.sends()
-    assert send.parcels[0].blocks == before
+    assert send.block_ranges[0].blocks == before
     with pytest.raises(InvariantViolation, match="0 blocks"):
         stands.order(2, 60)
 
