@@ -152,9 +152,9 @@ def load(settings: WorkerSettings, devices: Sequence[str] = ()) -> Kit:
 def _emulated(settings: WorkerSettings) -> Kit:
     from services.worker.emulation.connection import EmulatedOpener
     from services.worker.emulation.engine import emulate
-    from services.worker.links.lobby import resolve_host
     from services.worker.links.pace import StagePace
     from services.worker.links.plane import DataPlane
+    from services.worker.links.rendezvous import resolve_host
 
     if settings.profile is None:
         raise ConfigError("worker.profile", "an emulated engine needs the file that says what things take")

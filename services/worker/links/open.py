@@ -13,11 +13,11 @@ from services.worker.links.copies import HOST, Copies
 from services.worker.links.cuda_copies import copies_for
 from services.worker.links.frame import VERSION
 from services.worker.links.handshake import Hello, Terms
-from services.worker.links.lobby import resolve_host
 from services.worker.links.pace import StagePace
 from services.worker.links.plane import DataPlane
 from services.worker.links.ports import Transport
 from services.worker.links.reaper import Reaper
+from services.worker.links.rendezvous import resolve_host
 
 _MOST_LINKS = 8  # to other members of a group, and to those that sequences move from and to
 

@@ -11,9 +11,9 @@ from typing import Protocol
 from ballast.common.errors import DeadlineExceeded, InvalidRequest, StaleEpoch, Unavailable
 from services.worker.links.connection import Connection, Link
 from services.worker.links.handshake import Hello, Terms
-from services.worker.links.lobby import Lobby, Meeting, call
 from services.worker.links.pace import StagePace
 from services.worker.links.ports import ChannelBroken, ConnectionFacts
+from services.worker.links.rendezvous import Meeting, Rendezvous, call
 
 _WARMING_THREADS = 16  # those that wait for somebody who never comes must not keep the others waiting
 _CLOSE_TIMEOUT_S = 4.0
@@ -44,7 +44,7 @@ class Opener(Protocol):
 
 
 class DataPlane:
-    """Hosts the lobby in which peers find this worker, makes connections when a link needs one, and ends links of old
+    """Hosts the rendezvous in which peers find this worker, makes connections when a link needs one, and ends links of old
     epochs.
 
     Safe for use from any thread. `connect` and `close` block; keep them off the asyncio loop.
@@ -71,8 +71,8 @@ class DataPlane:
         self._opener = opener
         self._secret = secret
         self._timeout_s = timeout_s
-        self._lobby = Lobby(host, worker_id, secret, port)
-        self.store_address = self._lobby.address
+        self._rendezvous = Rendezvous(host, worker_id, secret, port)
+        self.store_address = self._rendezvous.address
         self._changed = Condition()  # notified when a connection has been made, or could not be
         self._connections: dict[str, Connection] = {}  # by peer; ended ones until they are replaced
         self._making: set[str] = set()
@@ -84,7 +84,7 @@ class DataPlane:
     @property
     def refused(self) -> Mapping[str, int]:
         """Callers that were not let in, by reason."""
-        return dict(self._lobby.refused)
+        return dict(self._rendezvous.refused)
 
     def link(self, peer_id: str, epoch: int) -> Link | None:
         """The link if it is up."""
@@ -169,7 +169,7 @@ class DataPlane:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._lobby.close()
+        self._rendezvous.close()
         with self._changed:
             connections = list(self._connections.values())
         for connection in connections:
@@ -190,7 +190,7 @@ class DataPlane:
         """Over the connection that there is, or one that is made; once more if it ends meanwhile."""
         while True:
             connection = self._connection(peer_id, address, incarnation, epoch, deadline_s)
-            link = connection.join(epoch, deadline_s, lambda: self._lobby.has_called(peer_id))
+            link = connection.join(epoch, deadline_s, lambda: self._rendezvous.has_called(peer_id))
             if link is not None:
                 return link
             if time.monotonic() >= deadline_s:
@@ -237,7 +237,7 @@ class DataPlane:
             for lane in self._opener.lanes:
                 mine = Hello(self.worker_id, self.incarnation, peer_id, lane, self._opener.terms)
                 if is_host:
-                    meetings.append(self._lobby.meet(mine, deadline_s))
+                    meetings.append(self._rendezvous.meet(mine, deadline_s))
                 else:
                     meetings.append(call(mine, address, deadline_s, self._secret))
             sockets = [meeting.connection for meeting in meetings]

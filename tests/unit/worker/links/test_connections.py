@@ -153,7 +153,7 @@ def test_a_connection_that_breaks_ends_all_its_links_and_is_made_anew(pair: Pair
 
 @pytest.mark.parametrize("who", ["w1", "w2"])
 def test_a_side_that_has_not_noticed_the_end_follows_the_other_to_a_new_connection(pair: Pair, who: str) -> None:
-    """Its end is on its way, or lost: the peer is in the lobby, or does not answer."""
+    """Its end is on its way, or lost: the peer is in the rendezvous, or does not answer."""
     old = pair.connect(1)
     plane = pair.planes[who]
     forgotten = plane._connections.pop("w2" if who == "w1" else "w1")  # this side makes a new one

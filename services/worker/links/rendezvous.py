@@ -1,4 +1,4 @@
-"""How two workers meet: the one with the higher id connects to the other one's lobby, once for each lane.
+"""How two workers meet: the one with the higher id connects to the other one's rendezvous, once for each lane.
 
 A stranger may reach this port. Whatever it says, or does not say, costs one of a bounded number of places for a
 bounded time, and nobody else waits for it.
@@ -63,7 +63,7 @@ class _Caller:
     connection: socket.socket
 
 
-class Lobby:
+class Rendezvous:
     """Where peers with higher ids come to. A caller nobody waits for yet is parked.
 
     One thread listens to all who have not proven who they are, so that none of them can keep it.
@@ -88,10 +88,10 @@ class Lobby:
         self._parked: dict[tuple[str, str], _Caller] = {}  # by peer and lane; the latest of each
         self._closed = False
         self.refused: Counter[str] = Counter()  # connections, by reason
-        self._strangers: dict[int, _Stranger] = {}  # by file descriptor, the oldest first; of the lobby's thread
+        self._strangers: dict[int, _Stranger] = {}  # by file descriptor, the oldest first; of the rendezvous's thread
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._thread = Thread(target=self._run, name=f"links-lobby-{worker_id}", daemon=True)
+        self._thread = Thread(target=self._run, name=f"links-rendezvous-{worker_id}", daemon=True)
         self._thread.start()
 
     def meet(self, mine: Hello, deadline_s: float) -> Meeting:
@@ -143,7 +143,7 @@ class Lobby:
             )
             return self._parked.pop(key, None)
 
-    # ------------------------------------------------------------ the lobby's thread
+    # ------------------------------------------------------------ the rendezvous's thread
 
     def _run(self) -> None:
         while not self._closed:
@@ -253,7 +253,7 @@ class Lobby:
 
 
 def call(mine: Hello, address: str, deadline_s: float, secret: bytes | None = None) -> Meeting:
-    """Go to the lobby of the peer, with a lower id, that `mine` is said to.
+    """Go to the rendezvous of the peer, with a lower id, that `mine` is said to.
 
     Raises:
         Unavailable: nobody listens there, or it hung up.

@@ -15,7 +15,7 @@ from random import Random
 import pytest
 
 from ballast.common.errors import ConfigError, DeadlineExceeded, PeerViolation, Unavailable
-from services.worker.links import lobby as module
+from services.worker.links import rendezvous as module
 from services.worker.links.handshake import (
     Hello,
     Terms,
@@ -27,7 +27,7 @@ from services.worker.links.handshake import (
     proof_of,
     read_line,
 )
-from services.worker.links.lobby import Lobby, Meeting, call, resolve_host
+from services.worker.links.rendezvous import Meeting, Rendezvous, call, resolve_host
 from services.worker.links.store import PairStore
 
 TERMS = Terms(1, "tcp", 4096, 4096, 1000, 1000)
@@ -37,28 +37,28 @@ SECRET = b"the secret of this cluster"
 
 
 @pytest.fixture
-def lobby() -> Iterator[Lobby]:
-    lobby = Lobby("127.0.0.1", "w1")
-    yield lobby
-    lobby.close()
+def rendezvous() -> Iterator[Rendezvous]:
+    rendezvous = Rendezvous("127.0.0.1", "w1")
+    yield rendezvous
+    rendezvous.close()
 
 
 def soon(seconds: float = 5.0) -> float:
     return time.monotonic() + seconds
 
 
-def dial(lobby: Lobby) -> socket.socket:
-    host, port = lobby.address.split(":")
+def dial(rendezvous: Rendezvous) -> socket.socket:
+    host, port = rendezvous.address.split(":")
     return socket.create_connection((host, int(port)), timeout=60)
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["caller first", "host first"])
-def test_both_learn_the_terms_and_share_a_store(lobby: Lobby, early: bool) -> None:
+def test_both_learn_the_terms_and_share_a_store(rendezvous: Rendezvous, early: bool) -> None:
     with ThreadPoolExecutor(2) as pool:
-        calling = pool.submit(call, HIGH, lobby.address, soon()) if early else None
+        calling = pool.submit(call, HIGH, rendezvous.address, soon()) if early else None
         time.sleep(0.1 * early)
-        hosting = pool.submit(lobby.meet, LOW, soon())
-        calling = calling or pool.submit(call, HIGH, lobby.address, soon())
+        hosting = pool.submit(rendezvous.meet, LOW, soon())
+        calling = calling or pool.submit(call, HIGH, rendezvous.address, soon())
         host_side, caller_side = hosting.result(60), calling.result(60)
     assert (host_side.peer, caller_side.peer) == (HIGH, LOW)
     host, caller = PairStore(host_side.connection), PairStore(caller_side.connection)
@@ -71,10 +71,10 @@ def test_both_learn_the_terms_and_share_a_store(lobby: Lobby, early: bool) -> No
     host.close()
 
 
-def test_a_key_that_is_never_set_costs_the_deadline(lobby: Lobby) -> None:
+def test_a_key_that_is_never_set_costs_the_deadline(rendezvous: Rendezvous) -> None:
     with ThreadPoolExecutor(1) as pool:
-        calling = pool.submit(call, HIGH, lobby.address, soon())
-        meeting = lobby.meet(LOW, soon())
+        calling = pool.submit(call, HIGH, rendezvous.address, soon())
+        meeting = rendezvous.meet(LOW, soon())
         store = PairStore(meeting.connection)
         with store.expiring(soon(0.5)), pytest.raises(TimeoutError):
             store.get("never set")
@@ -82,11 +82,11 @@ def test_a_key_that_is_never_set_costs_the_deadline(lobby: Lobby) -> None:
         meeting.connection.close()
 
 
-def test_after_the_deadline_there_is_nothing_to_be_had(lobby: Lobby) -> None:
+def test_after_the_deadline_there_is_nothing_to_be_had(rendezvous: Rendezvous) -> None:
     """A side that comes too late must not go on: the other one has given it up."""
     with ThreadPoolExecutor(1) as pool:
-        calling = pool.submit(call, HIGH, lobby.address, soon())
-        host = PairStore(lobby.meet(LOW, soon()).connection)
+        calling = pool.submit(call, HIGH, rendezvous.address, soon())
+        host = PairStore(rendezvous.meet(LOW, soon()).connection)
         caller = PairStore(calling.result(60).connection)
         caller.set("a", b"1")
         assert host.get("a") == b"1"
@@ -97,10 +97,10 @@ def test_after_the_deadline_there_is_nothing_to_be_had(lobby: Lobby) -> None:
         host.close()
 
 
-def meet(lobby: Lobby, within_s: float = 5.0) -> None:
+def meet(rendezvous: Rendezvous, within_s: float = 5.0) -> None:
     with ThreadPoolExecutor(1) as pool:
-        calling = pool.submit(call, HIGH, lobby.address, soon(within_s))
-        lobby.meet(LOW, soon(within_s)).connection.close()
+        calling = pool.submit(call, HIGH, rendezvous.address, soon(within_s))
+        rendezvous.meet(LOW, soon(within_s)).connection.close()
         calling.result(60).connection.close()
 
 
@@ -159,61 +159,65 @@ NOISE = [
 
 
 @pytest.mark.parametrize("noise", NOISE, ids=range(len(NOISE)))
-def test_strangers_do_not_stop_a_meeting(lobby: Lobby, noise: bytes) -> None:
-    with dial(lobby) as stranger:
+def test_strangers_do_not_stop_a_meeting(rendezvous: Rendezvous, noise: bytes) -> None:
+    with dial(rendezvous) as stranger:
         stranger.sendall(noise)
         if noise:
             assert is_hung_up_on(stranger)
-            assert lobby.refused.total() == 1
-        meet(lobby)
+            assert rendezvous.refused.total() == 1
+        meet(rendezvous)
 
 
-def test_a_flood_of_noise_leaves_the_lobby_as_it_was(lobby: Lobby) -> None:
+def test_a_flood_of_noise_leaves_the_lobby_as_it_was(rendezvous: Rendezvous) -> None:
     random = Random(3)
     for _ in range(500):
-        with dial(lobby) as stranger, suppress(OSError):
+        with dial(rendezvous) as stranger, suppress(OSError):
             honest = bytearray(hello())
             for _ in range(random.randint(1, 8)):
                 honest[random.randrange(len(honest) - 1)] = random.randrange(256)
             stranger.sendall(honest if random.random() < 0.8 else random.randbytes(random.randint(1, 5000)))
-    meet(lobby)
+    meet(rendezvous)
 
 
-def test_who_drips_is_waited_for_by_nobody_and_not_for_long(lobby: Lobby, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_drips_is_waited_for_by_nobody_and_not_for_long(
+    rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "_HELLO_TIMEOUT_S", 0.6)
     with ExitStack() as stack:
-        drips = [stack.enter_context(dial(lobby)) for _ in range(8)]
+        drips = [stack.enter_context(dial(rendezvous)) for _ in range(8)]
         began_s = time.monotonic()
         for letter in hello()[:4]:
             for drip in drips:
                 drip.send(bytes([letter]))
             time.sleep(0.05)
-        meet(lobby)  # all of them are in the middle of their hello
+        meet(rendezvous)  # all of them are in the middle of their hello
         for drip in drips:
             assert is_hung_up_on(drip)
         assert 0.5 < time.monotonic() - began_s < 30
-    assert lobby.refused == {"too slow": len(drips)}
+    assert rendezvous.refused == {"too slow": len(drips)}
 
 
-def test_half_open_connections_take_a_bounded_number_of_places(lobby: Lobby, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_open_connections_take_a_bounded_number_of_places(
+    rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "_HELLO_TIMEOUT_S", 60.0)
     with ExitStack() as stack:
-        half_open = [stack.enter_context(dial(lobby)) for _ in range(module._MAX_STRANGERS + 10)]
+        half_open = [stack.enter_context(dial(rendezvous)) for _ in range(module._MAX_STRANGERS + 10)]
         for first in half_open[:10]:
             assert is_hung_up_on(first)
-        meet(lobby)
+        meet(rendezvous)
 
 
-def test_callers_that_nobody_waits_for_take_a_bounded_number_of_places(lobby: Lobby) -> None:
+def test_callers_that_nobody_waits_for_take_a_bounded_number_of_places(rendezvous: Rendezvous) -> None:
     with ExitStack() as stack:
         for number in range(module._MAX_PARKED + 20):
-            park(stack.enter_context(dial(lobby)), hello(worker_id=f"stranger-{number}"))
-        meet(lobby)
-        assert len(lobby._parked) <= module._MAX_PARKED
+            park(stack.enter_context(dial(rendezvous)), hello(worker_id=f"stranger-{number}"))
+        meet(rendezvous)
+        assert len(rendezvous._parked) <= module._MAX_PARKED
 
 
-def test_a_moment_without_file_descriptors_ends_nothing(lobby: Lobby) -> None:
-    host, port = lobby.address.split(":")
+def test_a_moment_without_file_descriptors_ends_nothing(rendezvous: Rendezvous) -> None:
+    host, port = rendezvous.address.split(":")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket() as stranger:
         os.close(none_from := os.dup(0))
@@ -223,28 +227,28 @@ def test_a_moment_without_file_descriptors_ends_nothing(lobby: Lobby) -> None:
             time.sleep(0.2)  # nobody can accept it
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        meet(lobby)
+        meet(rendezvous)
 
 
 @pytest.fixture
-def guarded() -> Iterator[Lobby]:
-    lobby = Lobby("127.0.0.1", "w1", SECRET)
-    yield lobby
-    lobby.close()
+def guarded() -> Iterator[Rendezvous]:
+    rendezvous = Rendezvous("127.0.0.1", "w1", SECRET)
+    yield rendezvous
+    rendezvous.close()
 
 
-def introduce(lobby: Lobby, host_secret_of: bytes | None, mine: Hello = HIGH) -> Meeting:
+def introduce(rendezvous: Rendezvous, host_secret_of: bytes | None, mine: Hello = HIGH) -> Meeting:
     with ThreadPoolExecutor(1) as pool:
-        calling = pool.submit(call, mine, lobby.address, soon(), host_secret_of)
+        calling = pool.submit(call, mine, rendezvous.address, soon(), host_secret_of)
         try:
-            lobby.meet(LOW, soon(1.0)).connection.close()
+            rendezvous.meet(LOW, soon(1.0)).connection.close()
         except DeadlineExceeded:
             calling.result(60)
             raise
         return calling.result(60)
 
 
-def test_two_that_have_the_secret_meet(guarded: Lobby) -> None:
+def test_two_that_have_the_secret_meet(guarded: Rendezvous) -> None:
     meeting = introduce(guarded, SECRET)
     assert meeting.peer == LOW
     meeting.connection.close()
@@ -252,19 +256,21 @@ def test_two_that_have_the_secret_meet(guarded: Lobby) -> None:
 
 
 @pytest.mark.parametrize(("secret", "why"), [(None, "no proof"), (b"that of another cluster", "wrong proof")])
-def test_a_caller_without_the_secret_is_refused_and_told_why(guarded: Lobby, secret: bytes | None, why: str) -> None:
+def test_a_caller_without_the_secret_is_refused_and_told_why(
+    guarded: Rendezvous, secret: bytes | None, why: str
+) -> None:
     with pytest.raises(PeerViolation, match=f"w1: refuses this worker's link: {why}"):
         introduce(guarded, secret)
     assert guarded.refused == {why: 1}
     assert not guarded._parked
 
 
-def test_a_host_without_the_secret_gets_no_link(lobby: Lobby) -> None:
+def test_a_host_without_the_secret_gets_no_link(rendezvous: Rendezvous) -> None:
     with pytest.raises(PeerViolation, match="w1: does not prove that it has this cluster's secret"):
-        introduce(lobby, SECRET)
+        introduce(rendezvous, SECRET)
 
 
-def test_a_handshake_that_was_overheard_is_worth_nothing(guarded: Lobby) -> None:
+def test_a_handshake_that_was_overheard_is_worth_nothing(guarded: Rendezvous) -> None:
     """Whoever has seen all that a caller with the secret has said repeats it."""
     with dial(guarded) as caller, dial(guarded) as thief:
         line = hello_line(HIGH)
@@ -318,41 +324,41 @@ def test_a_host_that_drips_its_answer_is_given_up_in_time() -> None:
             dripping.result(60)
 
 
-def test_a_caller_who_gave_up_is_passed_over(lobby: Lobby) -> None:
+def test_a_caller_who_gave_up_is_passed_over(rendezvous: Rendezvous) -> None:
     with pytest.raises(DeadlineExceeded):
-        call(HIGH, lobby.address, soon(0.1))
+        call(HIGH, rendezvous.address, soon(0.1))
     with ThreadPoolExecutor(1) as pool:
-        hosting = pool.submit(lobby.meet, LOW, soon())
+        hosting = pool.submit(rendezvous.meet, LOW, soon())
         time.sleep(0.1)
-        call(HIGH, lobby.address, soon()).connection.close()
+        call(HIGH, rendezvous.address, soon()).connection.close()
         hosting.result(60).connection.close()
 
 
-def test_another_lane_is_another_meeting(lobby: Lobby) -> None:
+def test_another_lane_is_another_meeting(rendezvous: Rendezvous) -> None:
     with ThreadPoolExecutor(1) as pool:
-        calling = pool.submit(call, replace(HIGH, lane="bulk"), lobby.address, soon(0.5))
+        calling = pool.submit(call, replace(HIGH, lane="bulk"), rendezvous.address, soon(0.5))
         with pytest.raises(DeadlineExceeded, match="w2 did not come"):
-            lobby.meet(LOW, soon(0.3))
+            rendezvous.meet(LOW, soon(0.3))
         with pytest.raises(DeadlineExceeded):
             calling.result(60)
 
 
-def test_another_version_is_refused_by_both(lobby: Lobby) -> None:
+def test_another_version_is_refused_by_both(rendezvous: Rendezvous) -> None:
     newer = replace(HIGH, terms=replace(TERMS, version=2))
     with ThreadPoolExecutor(1) as pool:
-        calling = pool.submit(call, newer, lobby.address, soon())
+        calling = pool.submit(call, newer, rendezvous.address, soon())
         with pytest.raises(DeadlineExceeded):
-            lobby.meet(LOW, soon(0.5))
+            rendezvous.meet(LOW, soon(0.5))
         with pytest.raises(PeerViolation, match="version 1, we speak 2"):
             calling.result(60)
 
 
-def test_links_that_are_carried_in_another_way_are_refused(lobby: Lobby) -> None:
+def test_links_that_are_carried_in_another_way_are_refused(rendezvous: Rendezvous) -> None:
     other = replace(HIGH, terms=replace(TERMS, transport="gloo"))
     with ThreadPoolExecutor(1) as pool:
-        calling = pool.submit(call, other, lobby.address, soon())
+        calling = pool.submit(call, other, rendezvous.address, soon())
         with pytest.raises(DeadlineExceeded):
-            lobby.meet(LOW, soon(0.5))
+            rendezvous.meet(LOW, soon(0.5))
         with pytest.raises(PeerViolation, match="carried by tcp, ours by gloo"):
             calling.result(60)
 
