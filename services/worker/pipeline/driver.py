@@ -435,7 +435,7 @@ class TransitionDriver:
         if role.leads:
             progress.victim_count = progress.victims_waiting = len(context.group_scheduler.sequence_ids)
         home_blocks = self._capacities.smallest_home
-        heirs = [MemberView(stage.worker_id, home_blocks, context.core.max_running_count) for stage in role.stages]
+        targets = [MemberView(stage.worker_id, home_blocks, context.core.max_running_count) for stage in role.stages]
         old_context, stage = self._second(context, copy.copy(role))
         self.leaving = Leaving(
             old_context,
@@ -443,7 +443,7 @@ class TransitionDriver:
             self._handover,
             progress,
             epoch=transition.epoch,
-            heirs=heirs,
+            targets=targets,
             grown=self._has_grown,
         )
         block_count = self._memory.open_window()

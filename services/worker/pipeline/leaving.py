@@ -40,10 +40,10 @@ class Leaving:
         progress: Progress,
         *,
         epoch: Epoch,
-        heirs: Sequence[MemberView],
+        targets: Sequence[MemberView],
         grown: Callable[[int], None],
     ) -> None:
-        """`ground` and `stage` of the group that dissolves, with the restore of that epoch. `heirs`: its members, with
+        """`ground` and `stage` of the group that dissolves, with the restore of that epoch. `targets`: its members, with
         what each has room for. `grown` is told how many blocks this worker's own group has.
         """
         self._context = ground
@@ -52,12 +52,12 @@ class Leaving:
         self._handover = handover
         self._progress = progress
         self.epoch = epoch
-        self._heirs = {heir.worker_id: heir for heir in heirs}
+        self._targets = {target.worker_id: target for target in targets}
         self._grown = grown
         self.closed = False
         self.own_victims: tuple[Victim, ...] = ()  # leader, at its end: what stays here, with its KV
         self._first_blocks = self._limit = context.book.block_count
-        self._home_blocks = min(heir.block_count for heir in heirs)
+        self._home_blocks = min(target.block_count for target in targets)
         self._began_s = self._left_s = context.now()
         self._left_count = math.inf  # that had not left it then
         self._hurried = False
@@ -104,7 +104,7 @@ class Leaving:
     def empty(self, lost: Collection[WorkerId]) -> None:
         """Its leader: those members are gone, and nothing can be computed in it any more."""
         now_s = self._context.now()
-        self._heirs = {worker_id: heir for worker_id, heir in self._heirs.items() if worker_id not in lost}
+        self._targets = {worker_id: target for worker_id, target in self._targets.items() if worker_id not in lost}
         self._context.answers.tell(BatchesLost(now_s))
         self._send_away(self._context.group_scheduler.may_leave(running=True), now_s, by_tokens=True)
 
@@ -116,11 +116,11 @@ class Leaving:
             )
             for r in requests
         ]
-        placed = place(views, list(self._heirs.values()))
+        placed = place(views, list(self._targets.values()))
         for view in views:
-            heir = self._heirs[placed[view.sequence_id]]
-            left_blocks, left_count = heir.block_count - view.block_count, heir.running_count - view.running
-            self._heirs[heir.worker_id] = MemberView(heir.worker_id, left_blocks, left_count)
+            target = self._targets[placed[view.sequence_id]]
+            left_blocks, left_count = target.block_count - view.block_count, target.running_count - view.running
+            self._targets[target.worker_id] = MemberView(target.worker_id, left_blocks, left_count)
         return placed
 
     def _send_away(self, requests: Sequence[Request], now_s: float, *, by_tokens: bool) -> None:
