@@ -77,10 +77,10 @@ def measured(
     arrivals: Sequence[Arrival],
     *,
     check_every: int = 0,
-    cruises: bool = True,
+    fast_forwards: bool = True,
     progress: Callable[[int, float], None] | None = None,
 ) -> Cost:
-    options = replace(_options(instances, check_every), cruises=cruises)
+    options = replace(_options(instances, check_every), fast_forwards=fast_forwards)
     gc.collect()
     before_s = _loop_s()
     began_s = time.process_time()
@@ -234,7 +234,7 @@ def single_runs(trace: Path | None) -> None:
     likes = poisson(600, 1.5, (2048, 512))
     print(table([measured("640 s", 8, long_run), measured(f"vidur's ({VIDUR[0]}-{VIDUR[1]} requests/s)", 1, likes)]))
     unchecked, checked = measured("unchecked", 8, beginning), measured("checked", 8, beginning, check_every=1)
-    one_by_one = measured("one by one", 8, beginning, cruises=False)
+    one_by_one = measured("one by one", 8, beginning, fast_forwards=False)
     print(f"\nchecks after every event: {checked.seconds / unchecked.seconds:.2f} times the processor time")
     print(f"steps one by one, none taken together: {one_by_one.seconds / unchecked.seconds:.2f} times\n")
 

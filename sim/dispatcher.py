@@ -19,7 +19,7 @@ from services.dispatcher.core.placement import PlacementRules
 from services.dispatcher.policy.freeness import RoutingRules, WorkerKey
 from services.worker.core.events import Aborted, SequenceKey, Submitted
 from sim.clients import Clients
-from sim.cruise import Share
+from sim.fast_forward import Share
 from sim.instance import Instance
 from sim.state import Site
 from sim.streams import Output
@@ -58,9 +58,9 @@ class _Link:
         self.instance = instance
         self.stream_id = 0
         self.open = True
-        # Heard of a cruise, and not told to the core yet:
+        # Heard of a fast_forward, and not told to the core yet:
         self.share: Share | None = None
-        self.waits = False  # a request on the worker, throughout the cruise
+        self.waits = False  # a request on the worker, throughout the fast_forward
         self.first = self.last = 0  # steps
         self.used = 0  # blocks, in the last one
         self.reported = True  # the core knows the load after it
@@ -98,9 +98,9 @@ class DispatcherNode:
         self._max_waiting_count = max_waiting_count
         self._deliver = clients.deliver
         self._deliver_steps = clients.deliver_steps
-        self._behind: dict[_Link, None] = {}  # have tokens of cruises that the core does not know of
+        self._behind: dict[_Link, None] = {}  # have tokens of fast_forwards that the core does not know of
         self._unreported: dict[_Link, None] = {}  # links of `_behind` with a load that it does not know of
-        self._unheard: dict[_Link, None] = {}  # links of `_behind` with a cruise of which it knows no step
+        self._unheard: dict[_Link, None] = {}  # links of `_behind` with a fast_forward of which it knows no step
         self._end = clients.end
         self._as_sampled = clients.as_sampled
         self._links: dict[WorkerKey, _Link] = {}
@@ -164,12 +164,12 @@ class DispatcherNode:
                 self.catch_up()
 
     def catch_up(self) -> None:
-        """With all cruises."""
+        """With all fast_forwards."""
         for link in list(self._behind):
             self._catch_up_with(link)
 
     def _report_loads_for(self, request: d.Request) -> None:
-        """Those between which it decides: in the course of a cruise less and less is free, and nothing else changes, so
+        """Those between which it decides: in the course of a fast_forward less and less is free, and nothing else changes, so
         one that is not the freest of its shape before the core hears of it will not be so afterwards.
         """
         if not len(self.core.backlog):
@@ -204,7 +204,7 @@ class DispatcherNode:
             self._unheard.pop(link, None)
 
     def _catch_up_with(self, link: _Link) -> None:
-        """The core hears in one message what it does not know of the cruise yet, with all the tokens."""
+        """The core hears in one message what it does not know of the fast_forward yet, with all the tokens."""
         share, instants_s = link.share, link.instants_s
         assert share is not None, "it is behind"
         link.share, link.instants_s = None, array("d")
@@ -324,7 +324,7 @@ class DispatcherNode:
         self._clock.after(self._delays.rpc_s, self._labels["hears"], partial(self._hear, link, output))
 
     def told_step(self, link: _Link, share: Share, step: int, used_block_count: int) -> None:
-        """The worker's side calls this for a step of a cruise."""
+        """The worker's side calls this for a step of a fast_forward."""
         act = partial(self._hear_step, link, share, step, used_block_count)
         self._clock.after(self._delays.rpc_s, self._labels["hears"], act)
 

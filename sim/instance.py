@@ -36,8 +36,8 @@ from services.worker.policy.telling import is_due
 from services.worker.shell import MemberEvent, StepOutcome
 from sim.clock import Clock
 from sim.cost import ExecutionModel, Roofline, Work
-from sim.cruise import Cruise
 from sim.engine import SimCopier, no_texts, result_of
+from sim.fast_forward import FastForward
 from sim.processors import Processors
 from sim.streams import Listener, Stream
 
@@ -58,7 +58,7 @@ class Instance:
         "_clock",
         "_copier",
         "_costs",
-        "_cruise",
+        "_fast_forward",
         "_execution",
         "_flying_since_s",
         "_fruitless",
@@ -100,11 +100,11 @@ class Instance:
         *,
         clock: Clock,
         execution: ExecutionModel,
-        cruises: bool,
+        fast_forwards: bool,
         processors: Processors | None,
     ) -> None:
         """`processors` that it shares with others, if any.
-        `cruises`: steps in which nothing is decided are taken together, which changes nothing but the time it takes.
+        `fast_forwards`: steps in which nothing is decided are taken together, which changes nothing but the time it takes.
         """
         self.worker_id = worker_id
         self.incarnation = incarnation
@@ -122,9 +122,9 @@ class Instance:
         self.pipelined_s = 0.0  # leader: stages times the time in which its pipeline had something in flight
         self._clock = clock
         self._execution = execution
-        self._costs = execution.costs if cruises and isinstance(execution, Roofline) else None
+        self._costs = execution.costs if fast_forwards and isinstance(execution, Roofline) else None
         self._processors = processors
-        self._cruise: Cruise | None = None
+        self._fast_forward: FastForward | None = None
         self._acts: list[Callable[[], None]] = []  # to be done when the engine has done what it does
         self._inbox: deque[Event | MemberEvent] = deque()
         self._streams: dict[int, Stream] = {}
@@ -208,7 +208,7 @@ class Instance:
 
     def load(self) -> LoadReport:
         """The state after the last turn."""
-        return self._report if self._cruise is None else self._cruise.load()
+        return self._report if self._fast_forward is None else self._fast_forward.load()
 
     def now(self) -> float:
         """The instant as the engine sees it."""
@@ -226,11 +226,11 @@ class Instance:
             act()
 
     def catch_up(self) -> None:
-        """The books say what the steps of a cruise that have landed have done. Only once nothing else will happen:
-        the cruise does not go on.
+        """The books say what the steps of a fast_forward that have landed have done. Only once nothing else will happen:
+        the fast_forward does not go on.
         """
-        if self._cruise is not None:
-            self._end_cruise(self._cruise)
+        if self._fast_forward is not None:
+            self._end_fast_forward(self._fast_forward)
 
     def check(self) -> None:
         self.core.check()
@@ -248,7 +248,7 @@ class Instance:
             self._owes_turn = True
             return
         self._resting = False
-        if self._cruise is None:
+        if self._fast_forward is None:
             self.touched = True
         busy_s = next(self._turns)
         if busy_s < 0.0:
@@ -292,8 +292,8 @@ class Instance:
             if self.ahead_s:
                 yield from self._be_busy()
             stepping = core.has_work and member.may_form
-            if stepping and not events and (cruise := self._cruise_ahead()) is not None:
-                yield from self._on_cruise(cruise)
+            if stepping and not events and (fast_forward := self._fast_forward_ahead()) is not None:
+                yield from self._step_fast_forward(fast_forward)
                 continue
             if stepping:
                 yield from self._steps()
@@ -355,7 +355,7 @@ class Instance:
     def _texts(batch: Batch) -> tuple[str, ...]:
         return no_texts(sum([part.samples for part in batch.slices]))
 
-    def _cruise_ahead(self) -> Cruise | None:
+    def _fast_forward_ahead(self) -> FastForward | None:
         """If what comes is a number of steps in which nothing is decided, and each dispatcher has tokens in each."""
         if self._costs is None or self.member.role.stages or self._told or not self.member.at_rest:
             return None
@@ -363,32 +363,35 @@ class Instance:
         if plain is None or plain.limit < _MIN_CRUISE:
             return None
         load = self._load()
-        cruise = Cruise(plain, load)
-        if load.used_block_count + plain.growth(0) > load.block_count or cruise.shares.keys() != self._streams.keys():
+        fast_forward = FastForward(plain, load)
+        if (
+            load.used_block_count + plain.growth(0) > load.block_count
+            or fast_forward.shares.keys() != self._streams.keys()
+        ):
             return None
-        for stream_id, share in cruise.shares.items():
+        for stream_id, share in fast_forward.shares.items():
             share.seen_handle = self._streams[stream_id].seen_handle
-        return cruise
+        return fast_forward
 
-    def _on_cruise(self, cruise: Cruise) -> Turns:
+    def _step_fast_forward(self, fast_forward: FastForward) -> Turns:
         """Step by step, as `_steps` and `_tell` do it, until something has come or a step is another one."""
         assert self._costs is not None, "asked before"
         # What each step looks at is at hand: there may be thousands of instances, and what one needs is in no cache.
-        plain, inbox, growth = cruise.plain, self._inbox, cruise.plain.growth
+        plain, inbox, growth = fast_forward.plain, self._inbox, fast_forward.plain.growth
         decodes, layer_count = self._costs.decodes, len(self.member.role.layers)
         count, context, limit = len(plain.sequences), plain.context_tokens, plain.limit
-        hearers = [(self._streams[stream_id], share) for stream_id, share in cruise.shares.items()]
-        before = cruise.load()
+        hearers = [(self._streams[stream_id], share) for stream_id, share in fast_forward.shares.items()]
+        before = fast_forward.load()
         used, step, added, block_count = before.used_block_count, 0, growth(0), before.block_count
         due_at_s = self.core.next_deadline_at_s
         self._fruitless = 0
-        self._cruise = cruise
+        self._fast_forward = fast_forward
         while True:
             used += added
             yield self._busy(decodes(count, context).on(layer_count, is_last=True), count)
             context += count
             step += 1
-            cruise.landed, cruise.used_block_count = step, used
+            fast_forward.landed, fast_forward.used_block_count = step, used
             for stream, share in hearers:
                 if stream.open:
                     stream.listener.hear_step(share, step, used)
@@ -397,16 +400,16 @@ class Instance:
                 break
             if due_at_s is not None and due_at_s <= self._clock.now_s:
                 break
-        self._end_cruise(cruise)
+        self._end_fast_forward(fast_forward)
         if inbox:
             self._tell([])
 
-    def _end_cruise(self, cruise: Cruise) -> None:
+    def _end_fast_forward(self, fast_forward: FastForward) -> None:
         now_s = self._clock.now_s
-        self._cruise, self._report, self.touched = None, cruise.load(), True
-        if cruise.landed:
-            self.core.take_plain_steps(cruise.plain, cruise.token_ids(), cruise.landed, now_s)
-        for stream_id, share in cruise.shares.items():
+        self._fast_forward, self._report, self.touched = None, fast_forward.load(), True
+        if fast_forward.landed:
+            self.core.take_plain_steps(fast_forward.plain, fast_forward.token_ids(), fast_forward.landed, now_s)
+        for stream_id, share in fast_forward.shares.items():
             if stream_id in self._streams:
                 stream = self._streams[stream_id]
                 stream.told, stream.told_handle, stream.sent_at_s = self._report, share.seen_handle, now_s

@@ -4,7 +4,7 @@ from typing import NamedTuple, Protocol
 
 from ballast.common.load import LoadReport
 from services.worker.core.events import Emit
-from sim.cruise import Share
+from sim.fast_forward import Share
 
 
 class Output(NamedTuple):
@@ -21,7 +21,7 @@ class Listener(Protocol):
     def hear(self, output: Output) -> None: ...
 
     def hear_step(self, share: Share, step: int, used_block_count: int) -> None:
-        """News of a cruise: its `step`-th step, after which so many blocks are in use."""
+        """News of a fast_forward: its `step`-th step, after which so many blocks are in use."""
         ...
 
     def lost(self, why: str) -> None:

@@ -73,7 +73,7 @@ class WorldOptions:
     check_every: int = 0  # events between two checks of all invariants; 0: none
     contention: Contention | None = None  # None: engines share no processors
     marks: bool = False  # KV and layers are marked, and what batches read is looked at
-    cruises: bool = True  # steps in which nothing is decided are taken together: the same run in less time
+    fast_forwards: bool = True  # steps in which nothing is decided are taken together: the same run in less time
     faults: Sequence[Fault] = ()
     stop_after_s: float | None = None  # of the trace's time: a request that is there then stays open
 
@@ -221,7 +221,7 @@ class World:
             core,
             clock=self.clock,
             execution=self.execution,
-            cruises=options.cruises and not options.marks,
+            fast_forwards=options.fast_forwards and not options.marks,
             processors=self._processors,
         )
         hub = Hub(instance.post, instance.now)

@@ -43,7 +43,7 @@ def test_every_request_ends_once(
     for record in run.records:
         assert record.outcome is Outcome.FINISHED, record.error
         assert len(record.token_times_s) == record.wanted_tokens
-    step_by_step = World(replace(made, cruises=False, check_every=0), trace).run()
+    step_by_step = World(replace(made, fast_forwards=False, check_every=0), trace).run()
     assert step_by_step.trace_hash == run.trace_hash
     assert step_by_step.records == run.records
     assert step_by_step.samples == run.samples

@@ -36,8 +36,8 @@ def test_a_stage_that_gives_no_tokens_passes_something_on_too() -> None:
 
 def test_a_simulated_cluster_is_slower_where_engines_share() -> None:
     trace = [Arrival(0.0, 100, 30), Arrival(0.0, 100, 30)]
-    for cruises in (False, True):
-        made = replace(options("recompute"), cruises=cruises)
+    for fast_forwards in (False, True):
+        made = replace(options("recompute"), fast_forwards=fast_forwards)
         alone = World(made, trace).run()
         shared = World(replace(made, contention=Contention(processors=2, together=1.5)), trace).run()
         spans_s = [[r.token_times_s[-1] - r.token_times_s[0] for r in run.records] for run in (alone, shared)]

@@ -102,7 +102,7 @@ def test_checking_changes_nothing_and_a_seed_does(runs: dict[str, SimRun]) -> No
 @pytest.mark.parametrize("stop_after_s", [None, 5.0])
 def test_steps_taken_together_tell_the_same_story(policy: str, stop_after_s: float | None) -> None:
     made = replace(options(policy, check_every=0), stop_after_s=stop_after_s)
-    worlds = [World(replace(made, cruises=cruises), burst()) for cruises in (True, False)]
+    worlds = [World(replace(made, fast_forwards=fast_forwards), burst()) for fast_forwards in (True, False)]
     together, one_by_one = (world.run() for world in worlds)
     # A dispatcher hears of steps taken together when they are over: what it has counted in between may be less.
     assert replace(together, predicted=[]) == replace(one_by_one, predicted=[])
@@ -193,7 +193,9 @@ def test_a_cruise_ends_where_no_block_is_left() -> None:
     """Long answers that outgrow the cache: victims are chosen in the midst of steps that otherwise decide nothing."""
     made = options("recompute", check_every=0)
     trace = [Arrival(0.01 * number, 500, 700) for number in range(40)]
-    together, one_by_one = (World(replace(made, cruises=cruises), trace).run() for cruises in (True, False))
+    together, one_by_one = (
+        World(replace(made, fast_forwards=fast_forwards), trace).run() for fast_forwards in (True, False)
+    )
     assert together == one_by_one
     assert max(sample.preemptions_total for sample in together.samples) > 0
 

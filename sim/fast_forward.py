@@ -1,6 +1,6 @@
 """Steps of a lone instance in which nothing is decided, each of them an event, and no books kept until they end.
 
-While an engine cruises its core stands still: it knows of the steps when somebody has to (see `services.worker.core.
+While an engine fast_forwards its core stands still: it knows of the steps when somebody has to (see `services.worker.core.
 plain`). When a step ends, what its dispatchers are told, and when they hear of it, is as ever. Books of dispatchers and
 clients, too, are kept up to date only where somebody looks at them.
 """
@@ -62,7 +62,7 @@ class Pace:
 
 
 class Share:
-    """What of the steps goes to one dispatcher. Knows nothing of the cruise itself: a cycle would outlive both."""
+    """What of the steps goes to one dispatcher. Knows nothing of the fast_forward itself: a cycle would outlive both."""
 
     __slots__ = ("handles", "pace", "places", "seen_handle")
 
@@ -80,7 +80,7 @@ class Share:
         return ids
 
 
-class Cruise:
+class FastForward:
     """Steps of one instance in which nothing is decided, until something comes up."""
 
     __slots__ = ("_report", "landed", "pace", "plain", "shares", "used_block_count")
