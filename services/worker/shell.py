@@ -429,7 +429,7 @@ class WorkerShell:
                 commands.append(command)
                 continue
             formed = True
-            self._forget_and_prime(command)
+            self._start_detokenizers(command)
             self._in_flight[command.batch.step_id] = command.batch
             outcome = self._run(command)
             if outcome is not None:
@@ -451,7 +451,7 @@ class WorkerShell:
                 self._member.check()
         return commands
 
-    def _forget_and_prime(self, command: Execute) -> None:
+    def _start_detokenizers(self, command: Execute) -> None:
         self._drop_texts(command.batch.removed)
         for new, wanted in zip(command.batch.added, command.text_wanted, strict=True):
             if wanted:

@@ -109,8 +109,8 @@ class PlannerCore:
     _timer_at_s: float = math.inf
     _why_lost: dict[WorkerId, str] = field(default_factory=dict[WorkerId, str])  # since the last layout
     # Instances that say they are something else than the layout has them for, since when; see `_compare`.
-    _odd_since_s: dict[WorkerId, float] = field(default_factory=dict[WorkerId, float])
-    _odd_in: Layout = NO_LAYOUT  # the layout that all were compared with last
+    _inconsistent_since_s: dict[WorkerId, float] = field(default_factory=dict[WorkerId, float])
+    _inconsistent_in: Layout = NO_LAYOUT  # the layout that all were compared with last
     _grouped: dict[WorkerId, Group] = field(default_factory=dict[WorkerId, Group])  # by its members
 
     def __post_init__(self) -> None:
@@ -132,7 +132,9 @@ class PlannerCore:
 
         Only of what is known to be stored: a number that was given away and never stored may be another leader's.
         """
-        certain = self.active and self._read and not self._must_hear_first() and self._stored_epoch == self.layout.epoch
+        certain = (
+            self.active and self._read and not self._awaits_worker_reports() and self._stored_epoch == self.layout.epoch
+        )
         if not certain or self.conductor.busy:
             return Epoch(0)
         newest = self.conductor.newest
@@ -180,7 +182,7 @@ class PlannerCore:
                 return self.conductor.relief(event) if self.active else []
             case TimerFired():
                 self._timer_at_s = math.inf
-                self._take_odd_seriously(event.at_s)
+                self._evict_inconsistent(event.at_s)
                 return self.conductor.tick(event.at_s, event.cause_id)
             case SnapshotBegan() | SnapshotEnded() | InstanceUp() | InstanceLost() | InstanceDraining():
                 # A late word of a monitor that a standby listened to in an earlier life as leader changes nothing.
@@ -300,8 +302,8 @@ class PlannerCore:
     def _transition_ended(self, at_s: float, ended: TransitionRecord) -> None:
         # What one found that changed nothing stays: an operator may ask again and again for what is taken back.
         before_s = ended.began_at_s if ended.journal.base.groups == self.layout.groups else -math.inf
-        odd = self._odd_since_s.items()
-        self._odd_since_s = {w: since_s if -math.inf < since_s < before_s else at_s for w, since_s in odd}
+        odd = self._inconsistent_since_s.items()
+        self._inconsistent_since_s = {w: since_s if -math.inf < since_s < before_s else at_s for w, since_s in odd}
         self._replan(at_s)
         if self._wanted()[0] == self.layout.groups:
             self.conductor.failed = ()
@@ -407,66 +409,68 @@ class PlannerCore:
     def _stranded(self) -> Partial:
         """With those whose transition failed although they live: nobody knows what they hold."""
         failed = set(self.conductor.failed)
-        if not failed and not self._odd_since_s:
+        if not failed and not self._inconsistent_since_s:
             return self.partial
         groups = [g for g in self.layout.groups if any(m.worker_id in failed for m in g.members)]
         lives = {m.worker_id: m.incarnation for group in groups for m in group.members}
         placed = worker_ids(self.layout)
-        for worker_id, since_s in self._odd_since_s.items():
-            if self._counts_as_odd(worker_id, since_s, in_layout=worker_id in placed):
+        for worker_id, since_s in self._inconsistent_since_s.items():
+            if self._is_inconsistent(worker_id, since_s, in_layout=worker_id in placed):
                 lives[worker_id] = self.membership.known[worker_id].placeable.incarnation
         return tuple(sorted({**dict(self.partial), **lives}.items()))
 
     # ------------------------------------------------------------ what instances say of themselves
 
     def _compare(self, event: Event) -> None:
-        """Keeps `_odd_since_s`: the layout is what its members say, once they have said it for a while.
+        """Keeps `_inconsistent_since_s`: the layout is what its members say, once they have said it for a while.
 
         An instance is told to leave a group by a plan that counts it among none; so who is odd is stranded, leaves what
         it is in, takes its layers back, and is placed again.
         """
         if not self.active:
-            self._odd_since_s.clear()
+            self._inconsistent_since_s.clear()
             return
-        if self.layout is not self._odd_in:
-            self.membership.regrouped(self._odd_in, self.layout)
-            self._odd_in = self.layout
+        if self.layout is not self._inconsistent_in:
+            self.membership.regrouped(self._inconsistent_in, self.layout)
+            self._inconsistent_in = self.layout
             self._grouped = {m.worker_id: g for g in self.layout.groups for m in g.members}
             named = set(self.membership.known)
         elif isinstance(event, InstanceUp | InstanceLost):
             named = {event.worker_id}
         elif isinstance(event, SnapshotEnded):
-            named = set(self.membership.known) | self._odd_since_s.keys()
+            named = set(self.membership.known) | self._inconsistent_since_s.keys()
         else:
             return
-        for worker_id in sorted(named | (self._odd_since_s.keys() - self.membership.known.keys())):
+        for worker_id in sorted(named | (self._inconsistent_since_s.keys() - self.membership.known.keys())):
             if self.membership.disagrees(worker_id, self._grouped.get(worker_id), self._layer_count()):
-                self._odd_since_s.setdefault(worker_id, event.at_s)
+                self._inconsistent_since_s.setdefault(worker_id, event.at_s)
             else:
-                self._odd_since_s.pop(worker_id, None)
+                self._inconsistent_since_s.pop(worker_id, None)
         self._replan(event.at_s + self.rules.coalesce_s)
 
-    def _counts_as_odd(self, worker_id: WorkerId, since_s: float, *, in_layout: bool) -> bool:
+    def _is_inconsistent(self, worker_id: WorkerId, since_s: float, *, in_layout: bool) -> bool:
         """Outside of the layout at once; in it when it has been odd for a while and no transition is under way."""
         known = self.membership.known.get(worker_id)
         if known is None or (known.place is not None and known.place.epoch > self.layout.epoch):
             return False  # the layout is older than what it says: see `claims`
         return not in_layout or since_s == -math.inf
 
-    def _take_odd_seriously(self, at_s: float) -> None:
+    def _evict_inconsistent(self, at_s: float) -> None:
         if self.conductor.busy or not self.membership.complete:
             return
-        for worker_id, since_s in self._odd_since_s.items():
-            if since_s != -math.inf and at_s >= since_s + self.rules.disagree_s:  # as `_odd_at_s` has it, to the bit
-                self._odd_since_s[worker_id] = -math.inf
+        for worker_id, since_s in self._inconsistent_since_s.items():
+            if (
+                since_s != -math.inf and at_s >= since_s + self.rules.disagree_s
+            ):  # as `_inconsistent_at_s` has it, to the bit
+                self._inconsistent_since_s[worker_id] = -math.inf
                 self._note_lost(worker_id, "it says that it is not what the layout has it for")
         self._replan(at_s)
 
-    def _odd_at_s(self) -> float:
+    def _inconsistent_at_s(self) -> float:
         """When the next one has been odd for long enough."""
         if not self.active or self.conductor.busy or not self.membership.complete:
             return math.inf
-        waiting = [since_s for since_s in self._odd_since_s.values() if since_s != -math.inf]
+        waiting = [since_s for since_s in self._inconsistent_since_s.values() if since_s != -math.inf]
         return min(waiting, default=math.inf) + self.rules.disagree_s
 
     def _layer_count(self) -> int:
@@ -484,7 +488,7 @@ class PlannerCore:
         if self._read_at_s <= at_s:
             self._reading = True
             return [LoadLayout()]
-        if not self.active or not self._read or self._must_hear_first():
+        if not self.active or not self._read or self._awaits_worker_reports():
             return []
         if self.conductor.holds_layout:
             given_way = self.conductor.give_way(self.layout, at_s, cause_id, changes=self._plan_at_s <= at_s)
@@ -515,7 +519,7 @@ class PlannerCore:
             commands += self._act(at_s, cause_id)
         return commands
 
-    def _must_hear_first(self) -> bool:
+    def _awaits_worker_reports(self) -> bool:
         """Whether what this planner remembers may be older than what was lost, so that only the monitor knows more."""
         if self.membership.complete:
             return False
@@ -562,13 +566,13 @@ class PlannerCore:
             self._why_lost[worker_id] = why
 
     def _reset_timer(self, at_s: float) -> list[Command]:
-        may_plan = self.active and self._read and not self._must_hear_first() and not self.conductor.holds_layout
+        may_plan = self.active and self._read and not self._awaits_worker_reports() and not self.conductor.holds_layout
         plan_at_s = self._plan_at_s if may_plan else math.inf
         busy = self._reading or self.in_flight is not None or self._journaling is not None
         due_at_s = math.inf if busy else min(self._read_at_s, plan_at_s, self._own_at_s(at_s))
         if not busy and self.conductor.to_write is not None:
             due_at_s = min(due_at_s, self._journal_at_s)
-        due_at_s = min(due_at_s, self.conductor.due_at_s, self._odd_at_s())
+        due_at_s = min(due_at_s, self.conductor.due_at_s, self._inconsistent_at_s())
         if due_at_s == self._timer_at_s or due_at_s == math.inf:
             self._timer_at_s = due_at_s
             return []
