@@ -26,8 +26,8 @@ from ballast.common.layout import Group, Layout, Member
 from ballast.common.load import LoadReport, MemoryReport
 from ballast.common.model import ModelInfo
 from ballast.common.traffic import Pace, Traffic
+from services.planner.core.change_requests import Approved, DropRequest, Planning, decide
 from services.planner.core.messages import ClusterLoad
-from services.planner.core.wishes import DropWish, Granted, Planning, decide
 from services.planner.policy.drop import DropPlan, Method, plan, plan_shallow
 from services.planner.policy.snapshot import GroupState, InstanceState, ModelShape, Snapshot
 
@@ -167,14 +167,14 @@ def times(counts: Sequence[int]) -> None:
             rows: dict[str, list[str]] = {"plan": [], "decide": [], "room": [], "full": [], "figure6": []}
             for share in NEEDS:
                 needed = max(1, needed_bytes(count, share))
-                wish = DropWish("overload", "benchmark", required_bytes=needed)
+                change = DropRequest("overload", "benchmark", required_bytes=needed)
                 took_ms, done = least_ms(partial(as_planned, snapshot, needed), runs)
                 rows["plan"].append(f"{done.method} {took_ms:.2f}")
-                took_ms, granted = least_ms(partial(decide, wish, layout, model, load, Epoch(2), BY_NEED), runs)
-                assert isinstance(granted, Granted)
+                took_ms, approved = least_ms(partial(decide, change, layout, model, load, Epoch(2), BY_NEED), runs)
+                assert isinstance(approved, Approved)
                 rows["decide"].append(f"{took_ms:.2f}")
                 for name, now in (("room", load), ("full", full)):
-                    took_ms, _ = least_ms(partial(decide, wish, layout, model, now, Epoch(2), Planning()), runs)
+                    took_ms, _ = least_ms(partial(decide, change, layout, model, now, Epoch(2), Planning()), runs)
                     rows[name].append(f"{took_ms:.2f}")
                 took_ms, _ = least_ms(partial(plan, snapshot, needed, Method.FIGURE6), runs)
                 rows["figure6"].append(f"{took_ms:.2f}")

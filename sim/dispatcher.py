@@ -58,9 +58,9 @@ class _Link:
         self.instance = instance
         self.stream_id = 0
         self.open = True
-        # Heard of a fast_forward, and not told to the core yet:
+        # Heard of a fast-forward, and not told to the core yet:
         self.share: Share | None = None
-        self.waits = False  # a request on the worker, throughout the fast_forward
+        self.waits = False  # a request on the worker, throughout the fast-forward
         self.first = self.last = 0  # steps
         self.used = 0  # blocks, in the last one
         self.reported = True  # the core knows the load after it
@@ -98,9 +98,9 @@ class DispatcherNode:
         self._max_waiting_count = max_waiting_count
         self._deliver = clients.deliver
         self._deliver_steps = clients.deliver_steps
-        self._behind: dict[_Link, None] = {}  # have tokens of fast_forwards that the core does not know of
+        self._behind: dict[_Link, None] = {}  # have tokens of fast-forwards that the core does not know of
         self._unreported: dict[_Link, None] = {}  # links of `_behind` with a load that it does not know of
-        self._unheard: dict[_Link, None] = {}  # links of `_behind` with a fast_forward of which it knows no step
+        self._unheard: dict[_Link, None] = {}  # links of `_behind` with a fast-forward of which it knows no step
         self._end = clients.end
         self._as_sampled = clients.as_sampled
         self._links: dict[WorkerKey, _Link] = {}
@@ -169,7 +169,7 @@ class DispatcherNode:
             self._catch_up_with(link)
 
     def _report_loads_for(self, request: d.Request) -> None:
-        """Those between which it decides: in the course of a fast_forward less and less is free, and nothing else changes, so
+        """Those between which it decides: while an engine fast-forwards its free memory only shrinks, so
         one that is not the freest of its shape before the core hears of it will not be so afterwards.
         """
         if not len(self.core.backlog):
@@ -204,7 +204,7 @@ class DispatcherNode:
             self._unheard.pop(link, None)
 
     def _catch_up_with(self, link: _Link) -> None:
-        """The core hears in one message what it does not know of the fast_forward yet, with all the tokens."""
+        """The core hears in one message what it does not know of the fast-forward yet, with all the tokens."""
         share, instants_s = link.share, link.instants_s
         assert share is not None, "it is behind"
         link.share, link.instants_s = None, array("d")

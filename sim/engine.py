@@ -17,7 +17,7 @@ from services.worker.emulation.runner import WEIGHTS, Marks, layer_mark
 from services.worker.pipeline.unhurried import never
 from sim.clock import Clock
 from sim.cost import ExecutionModel, Work
-from sim.in_flight_batch import InFlightBatch, flight_of
+from sim.flight import Flight, flight_of
 from sim.memory import SimMemory
 from sim.network import Bulk, Network
 
@@ -90,14 +90,14 @@ class SimEngine:
             self._look(self._marks, batch, block_tables, range(first_layer, last_layer))
         if not batch.slices:
             return StepResult(batch.step_id, (), (), 0.0)
-        in_flight_batch = cast("InFlightBatch | None", hidden_TD)
-        if in_flight_batch is None:
-            in_flight_batch = flight_of(batch, self._execution.work(batch), token_bytes=self._token_bytes)
+        flight = cast("Flight | None", hidden_TD)
+        if flight is None:
+            flight = flight_of(batch, self._execution.work(batch), token_bytes=self._token_bytes)
         is_last, token_count = last_layer == self._layer_count, sum([part.samples for part in batch.slices])
-        seconds = self._busy.begin(in_flight_batch.work, token_count, last_layer - first_layer, is_last=is_last)
+        seconds = self._busy.begin(flight.work, token_count, last_layer - first_layer, is_last=is_last)
         self._busy.spend(seconds)
         if not is_last:
-            return cast("torch.Tensor", in_flight_batch)
+            return cast("torch.Tensor", flight)
         return result_of(batch, seconds)
 
     @staticmethod

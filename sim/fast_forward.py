@@ -1,7 +1,7 @@
 """Steps of a lone instance in which nothing is decided, each of them an event, and no books kept until they end.
 
-While an engine fast_forwards its core stands still: it knows of the steps when somebody has to (see `services.worker.core.
-plain`). When a step ends, what its dispatchers are told, and when they hear of it, is as ever. Books of dispatchers and
+While an engine fast-forwards its core stands still: it is told of the steps when somebody asks (see
+`services.worker.core.plain`). When a step ends, what its dispatchers are told, and when they hear of it, is as ever. Books of dispatchers and
 clients, too, are kept up to date only where somebody looks at them.
 """
 
@@ -62,7 +62,7 @@ class Pace:
 
 
 class Share:
-    """What of the steps goes to one dispatcher. Knows nothing of the fast_forward itself: a cycle would outlive both."""
+    """The part of the steps that goes to one dispatcher. Holds no reference to the fast-forward: no cycle."""
 
     __slots__ = ("handles", "pace", "places", "seen_handle")
 

@@ -58,8 +58,8 @@ class Instance:
         "_clock",
         "_copier",
         "_costs",
-        "_fast_forward",
         "_execution",
+        "_fast_forward",
         "_flying_since_s",
         "_fruitless",
         "_goes_on_label",
@@ -104,7 +104,7 @@ class Instance:
         processors: Processors | None,
     ) -> None:
         """`processors` that it shares with others, if any.
-        `fast_forwards`: steps in which nothing is decided are taken together, which changes nothing but the time it takes.
+        `fast_forwards`: take steps in which nothing is decided together; it changes the run time only.
         """
         self.worker_id = worker_id
         self.incarnation = incarnation
@@ -226,8 +226,8 @@ class Instance:
             act()
 
     def catch_up(self) -> None:
-        """The books say what the steps of a fast_forward that have landed have done. Only once nothing else will happen:
-        the fast_forward does not go on.
+        """Account for the steps of a fast-forward that have completed. Only once nothing else will happen: the
+        fast-forward does not go on.
         """
         if self._fast_forward is not None:
             self._end_fast_forward(self._fast_forward)

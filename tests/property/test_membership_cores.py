@@ -246,8 +246,8 @@ class PlannerMachine(RuleBasedStateMachine):
         if not self.core.active:
             return
         self.snapshot(began=True)
-        for worker_id in self.core.roster.known:
-            self.core.roster.known[worker_id].confirmed = True
+        for worker_id in self.core.membership.known:
+            self.core.membership.known[worker_id].confirmed = True
         self.snapshot(began=False)
         for _ in range(30):
             while self.loads:
@@ -256,7 +256,7 @@ class PlannerMachine(RuleBasedStateMachine):
                 self.settle(answer_is_lost=False, fenced=False)
             self.fire(pause_s=0.5)
         self.consistent()
-        wanted = {placeable.worker_id: placeable.incarnation for placeable in self.core.roster.placeable()}
+        wanted = {placeable.worker_id: placeable.incarnation for placeable in self.core.membership.placeable()}
         layout = self.stored.layout if self.stored else Layout(Epoch(0), 0, (), "none")
         assert {m.worker_id: m.incarnation for g in layout.groups for m in g.members} == wanted
         assert not self.asked

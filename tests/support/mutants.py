@@ -17,7 +17,7 @@ from typing import Any
 from ballast.common.ids import Epoch
 from ballast.rpc.fencing import Fence
 from services.planner.core import transition as planner_transition
-from services.planner.core.roster import Roster
+from services.planner.core.membership import Membership
 from services.planner.core.stages import Stage
 from services.planner.core.transition import Coordinator
 from services.worker.core.arrivals import Arrivals
@@ -127,7 +127,7 @@ def _leader_only(landed: Any) -> Any:
 MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "wrong-block": (_instead(Mover, "_blocks", _wrong_block),),
     "B1-outside-not-told": (_instead(TransitionDriver, "is_outside", _never),),
-    "B2-back-counts-as-whole": (_instead(Roster, "disagrees", _never),),
+    "B2-back-counts-as-whole": (_instead(Membership, "disagrees", _never),),
     "B2b-no-deadline": (_instead(Coordinator, "_overdue", lambda _: lambda *_: {}),),
     "B3-abort-unanswered": (
         _instead(Coordinator, "_member_said", _without_answer),

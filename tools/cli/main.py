@@ -135,7 +135,7 @@ def _lacking(error: ModuleNotFoundError) -> int:
     package = (error.name or "").partition(".")[0]
     if package in ("services", "sim") and importlib.util.find_spec(package) is None:
         return _complain(f"needs what a cluster is made of: {install_command('cluster')}")
-    if package in ("", "ballast", "ballastpb", "services", "sim"):
+    if package in ("", "ballast", "ballastpb", "services", "sim", "tools"):
         return _crash(error)
     return _complain(f"needs {package}: {install_command(_EXTRAS.get(package, 'cluster'))}")
 

@@ -63,7 +63,7 @@ class RestoreRequest:
     whatever_the_load: bool = False
 
 
-ChangeRequest = DropRequest | RestoreRequest
+DesiredChange = DropRequest | RestoreRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Explained:
 
 
 def decide(
-    change: ChangeRequest,
+    change: DesiredChange,
     base: Layout,
     model: ModelInfo | None,
     load: ClusterLoad,

@@ -17,7 +17,7 @@ from ballast.common.overload import OverloadPolicy
 from ballast.common.transition import TransitionKind
 from services.planner.core.change_requests import (
     Approved,
-    ChangeRequest,
+    DesiredChange,
     DropRequest,
     Planning,
     Rejected,
@@ -117,7 +117,7 @@ class Conductor:
     prediction_log: PredictionLog = field(
         default_factory=PredictionLog
     )  # what was predicted of decisions, and what came
-    _change: ChangeRequest | None = None
+    _change: DesiredChange | None = None
     _requested_at_s: float = 0.0
     _load: ClusterLoad | None = None  # for the change
     _sources: dict[WorkerId, Sources] = field(default_factory=dict[WorkerId, Sources])
@@ -199,7 +199,7 @@ class Conductor:
         return self._take(RestoreRequest("relief", event.cause_id), event.at_s)
 
     def requested(self, event: ChangeRequest) -> list[Command]:
-        change: ChangeRequest
+        change: DesiredChange
         if isinstance(event, DropRequested):
             change = DropRequest(
                 "operator",
@@ -245,7 +245,7 @@ class Conductor:
         self._own_at_s = at_s + self.rules.retry_s
         return self._take(RestoreRequest("drain", cause_id, only=groups, whatever_the_load=True), at_s)
 
-    def _take(self, change: ChangeRequest, at_s: float) -> list[Command]:
+    def _take(self, change: DesiredChange, at_s: float) -> list[Command]:
         self._change, self._requested_at_s, self._load, self._again_at_s = change, at_s, None, math.inf
         return [ReadLoads(change.cause_id)]
 
@@ -291,7 +291,7 @@ class Conductor:
             self._requests[change.request_id].lines = approved.lines
         return told + self._start(approved, context, at_s, change)
 
-    def _put_off(self, change: ChangeRequest, rejected: Rejected, layout: Layout, at_s: float) -> list[Command]:
+    def _put_off(self, change: DesiredChange, rejected: Rejected, layout: Layout, at_s: float) -> list[Command]:
         """Said once for each overload, however often it is looked at."""
         told = self._deny(ChangeRefusal.NOT_POSSIBLE, rejected)
         if not rejected.for_now:
@@ -322,7 +322,7 @@ class Conductor:
             Approved(TransitionKind.DROP, target, None, ()), context, at_s, DropRequest("policy", cause_id)
         )
 
-    def _start(self, approved: Approved, context: LayoutContext, at_s: float, change: ChangeRequest) -> list[Command]:
+    def _start(self, approved: Approved, context: LayoutContext, at_s: float, change: DesiredChange) -> list[Command]:
         journal = Journal(approved.kind, context.layout, approved.target, Stage.PREPARING, approved.target.reason)
         self.coordinator = Coordinator(journal, at_s, self.rules.coordinator)
         self.record = TransitionRecord(journal, at_s, change.by, change.request_id, approved.shape)

@@ -236,7 +236,7 @@ class OrphanWithdrawn:
 
 @dataclass(frozen=True, slots=True)
 class GroupOpened:
-    """This worker leads itself from now on, with blocks of its own in `book`, and new requests come there. The group_scheduler
+    """This worker leads itself from now on, with blocks of its own in `book`, and new requests come there. The group
     that it has led before, if it has led one, is leaving: what is in it ends, is handed over or moves over.
     """
 
@@ -246,7 +246,7 @@ class GroupOpened:
 
 @dataclass(frozen=True, slots=True)
 class OfLeaving:
-    """Something happens to the group_scheduler that is leaving."""
+    """Something happens to the group that is leaving."""
 
     at_s: float
     event: CapacityChanged | HandOver
@@ -254,14 +254,14 @@ class OfLeaving:
 
 @dataclass(frozen=True, slots=True)
 class LeavingStopped:
-    """No batch of the group_scheduler that is leaving is formed any more."""
+    """No batch of the group that is leaving is formed any more."""
 
     at_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class MovedOver:
-    """Sequences of the group_scheduler that is leaving go on in the other one, computed anew. None of them is in flight. What is
+    """Sequences of the group that is leaving go on in the other one, computed anew. None of them is in flight. What is
     among `suspended_ids` keeps its KV and waits for room: KvAdmitted or KvLost is told for it.
     """
 
@@ -272,14 +272,14 @@ class MovedOver:
 
 @dataclass(frozen=True, slots=True)
 class GroupClosed:
-    """Nothing is in the group_scheduler that is leaving."""
+    """Nothing is in the group that is leaving."""
 
     at_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class BatchesLost:
-    """A stage of the group_scheduler that is leaving is gone: what was in flight never lands, and no stage is told anything."""
+    """A stage of the group that is leaving is gone: what was in flight never lands, and no stage is told anything."""
 
     at_s: float
 
@@ -354,7 +354,7 @@ class Execute:
     ]  # the leader's own stage's, aligned with batch.slices; same object while unchanged
     text_wanted: tuple[bool, ...]  # aligned with batch.added: whether StepDone must bring the sequence's text
     copies: tuple[BlockCopy, ...] = ()  # at the same time; the batch touches none of these blocks
-    leaving: bool = False  # of the group_scheduler that is leaving
+    leaving: bool = False  # of the group that is leaving
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +363,7 @@ class Removed:
 
     batch: Batch
     copies: tuple[BlockCopy, ...] = ()  # with nothing to compute meanwhile
-    leaving: bool = False  # of the group_scheduler that is leaving
+    leaving: bool = False  # of the group that is leaving
 
 
 @dataclass(frozen=True, slots=True)

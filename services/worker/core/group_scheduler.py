@@ -1,15 +1,14 @@
 """A group as its leader sees it: which sequences run, which batches are under way, which blocks its own stage has.
 
-A lone worker leads a group of one. A group_scheduler knows sequences by counts and batches, and nobody who waits for their tokens:
-who owns a sequence has it `enter`, gives out its tokens when a batch has landed, and takes it out again (`end`,
-`give_away`).
+A lone worker leads a group of one. It knows sequences by counts and batches, and no client: the owner of a sequence has
+it `enter`, gives out its tokens when a batch completes, and takes it out again (`end`, `give_away`).
 """
 
 from collections.abc import Callable, Container
 
 from ballast.common.errors import InvariantViolation
 from services.worker.core.batch import SequenceId, StepResult
-from services.worker.core.batches_in_flight import InFlightBatch, InFlightBatches, Steps
+from services.worker.core.in_flight import InFlightBatch, InFlightBatches, Steps
 from services.worker.core.blocks import BlockBook, blocks_for
 from services.worker.core.events import (
     AdmissionLimited,
@@ -47,9 +46,9 @@ class GroupScheduler:
         target: TokenTarget | None = None,
     ) -> None:
         """`block_count`: of the smallest stage. `book`: the tables of this worker's own stage, which outlive its being
-        a leader; without one, the group_scheduler is a lone worker's and keeps its own. `microbatching` forms the batches of a
+        a leader; without one, the group is a lone worker's and keeps its own. `microbatching` forms the batches of a
         group of several stages. `outgrown` is called with each sequence that has outgrown the whole cache, and the
-        instant: it ends it. `steps` numbers batches; a worker's group_schedulers share it. To `turned`, which they share as well,
+        instant: it ends it. `steps` numbers batches; a worker's groups share it. To `turned`, which they share as well,
         are added those that wait again and those that run again. `target`: what a token may take.
         """
         self._limits = limits
@@ -328,7 +327,7 @@ class GroupScheduler:
         self.make_room(event.at_s)
 
     def stop_swapping(self, at_s: float) -> None:
-        """Host memory is another group_scheduler's from now on."""
+        """Host memory is another group's from now on."""
         if not self.scheduler.swap.limit(0):
             self._forget_swapped(at_s)
 

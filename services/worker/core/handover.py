@@ -67,13 +67,13 @@ class Handovers:
         self.moved_total += 1
 
     def move_over(self, source: GroupScheduler, target: GroupScheduler, event: MovedOver) -> None:
-        """From one group_scheduler of this worker to the other."""
+        """From one group of this worker to the other."""
         for sequence in [s for s in source.sequences if s.sequence_id in event.sequence_ids]:
             suspended = sequence.sequence_id in event.suspended_ids
             if not suspended:
                 source.give_up(sequence, event.at_s, "its group dissolves")
             source.give_away(sequence)
-            sequence.step_id, sequence.in_engine = 0, False  # those of the other group_scheduler
+            sequence.step_id, sequence.in_engine = 0, False  # those of the other group
             sequence.may_overfill = True
             self._request_table.place(sequence, target, event.at_s, suspended=suspended, waits=suspended)
             self._request_table.turned.append(sequence)  # what waits behind others here may go where there is room

@@ -37,7 +37,7 @@ class InFlightBatch:
 
 
 class Steps:
-    """Numbers the batches of a worker, whatever group_scheduler they are of."""
+    """Numbers the batches of a worker, whatever group they are of."""
 
     __slots__ = ("last",)
 
@@ -151,7 +151,7 @@ class InFlightBatches:
         """Raise InvariantViolation unless what flies of a sequence hangs together and none of them was preempted."""
         ends: dict[SequenceId, tuple[int, bool]] = {}
         for in_flight_batch in self._batches:
-            for sequence, end, samples in flight.shares:
+            for sequence, end, samples in in_flight_batch.shares:
                 before = ends.get(sequence.sequence_id)
                 if before is not None and (before[1] or end <= before[0]):
                     raise InvariantViolation(f"{sequence.name} is in two batches at once", sequence.story())

@@ -14,7 +14,7 @@ from services.worker.core.sequence import Sequence as Running
 
 
 class PlainSteps:
-    """Steps of a group_scheduler as it is between two of them; good until its worker is told anything else."""
+    """Steps of a group as it is between two of them; good until its worker is told anything else."""
 
     __slots__ = ("_early", "_growth", "block_tokens", "context_tokens", "limit", "sequences")
 

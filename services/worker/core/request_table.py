@@ -61,7 +61,7 @@ class RequestTable:
     # ---------------------------------------------------------------- coming
 
     def enter(self, sequence: Sequence, at_s: float) -> None:
-        """A sequence of a stream, or an orphan, comes. In a group_scheduler it is not yet."""
+        """A sequence of a stream, or an orphan, comes. In a group it is not yet."""
         self.live[sequence.sequence_id] = sequence
         if sequence.unsent is None:
             self.streams[sequence.key.stream_id].live[sequence.key.handle] = sequence
@@ -78,7 +78,7 @@ class RequestTable:
         suspended: bool = False,
         waits: bool = False,
     ) -> None:
-        """Into the group_scheduler that is to run it."""
+        """Into the group that is to run it."""
         self.group_schedulers[sequence.sequence_id] = group_scheduler
         group_scheduler.enter(sequence, at_s, suspended=suspended, waits=waits)
 

@@ -174,7 +174,7 @@ class Decision:
 class Leading:
     """The decisions of a new group's leader about victims, as events in the order in which its core has to hear them:
     which keep KV, which wait for room, which start over. In a drop `lead`, then `lead_on` whenever all members are
-    through with a wave; alone, at the end of a group that dissolves, `lead_alone`. Its group_scheduler is only read.
+    through with a wave; alone, at the end of a group that dissolves, `lead_alone`. Its group is only read.
     """
 
     def __init__(

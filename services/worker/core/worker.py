@@ -1,8 +1,8 @@
 """The deciding half of a worker: requests in, batches and tokens out.
 
 Owns every sequence from its submission to its one ending, or until another leader takes it over. What runs when is
-decided in the group_scheduler of its group (`core.group_scheduler`). While a group dissolves there are two: the one in force, into which new
-requests come, and the leaving one. Knows no clock, no thread, no tensor.
+decided in its group's scheduler (`core.group_scheduler`). While a group dissolves there are two: the one in force,
+which takes new requests, and the leaving one. Knows no clock, no thread, no tensor.
 Whoever drives it calls `handle` from one thread, asks for a batch when the first stage is free, and reports the steps
 in their order.
 
@@ -19,7 +19,7 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.load import LoadReport, MemoryReport
 from ballast.common.sampling import FinishReason
 from services.worker.core.batch import SequenceId, TokenLogprobs
-from services.worker.core.batches_in_flight import Steps
+from services.worker.core.in_flight import Steps
 from services.worker.core.blocks import BlockBook
 from services.worker.core.events import (
     Aborted,
@@ -88,7 +88,7 @@ class WorkerCore:
         microbatching: Microbatching = by_token_count,
         target: TokenTarget | None = None,
     ) -> None:
-        """`block_count`, `book`, `microbatching` and `target`: see `core.group_scheduler`. Ids follow on `first_sequence_id`."""
+        """`block_count`, `book`, `microbatching`, `target`: see `GroupScheduler`. Ids follow on `first_sequence_id`."""
         self._limits = limits
         self._request_table = request_table = RequestTable(limits)
         self._handovers = Handovers(limits, request_table, self._new_sequence_id)
@@ -98,7 +98,7 @@ class WorkerCore:
             self._new_group_scheduler(block_count, book)
         ]  # the leaving one, if any; the one in force
         self._last_formed: GroupScheduler | None = None
-        self._preemptions_total = self._stale_groups_total = 0  # of group_schedulers that have been closed
+        self._preemptions_total = self._stale_groups_total = 0  # of groups that have been closed
         self._outbox = request_table.outbox
         self._first_sequence_id = self._last_sequence_id = first_sequence_id
         self._draining = False
@@ -184,7 +184,7 @@ class WorkerCore:
 
     @property
     def group_scheduler(self) -> GroupScheduler:
-        """The group_scheduler of this worker's group. Newcomers enter it, and an event about a group is about this one."""
+        """The group of this worker's group. Newcomers enter it, and an event about a group is about this one."""
         return self._group_schedulers[-1]
 
     def _new_group_scheduler(self, block_count: int, book: BlockBook | None) -> GroupScheduler:
@@ -203,7 +203,7 @@ class WorkerCore:
 
     @property
     def leaving(self) -> GroupScheduler | None:
-        """The group_scheduler of the group that this worker has led, while what is in it comes to its end."""
+        """The group of the group that this worker has led, while what is in it comes to its end."""
         return self._group_schedulers[0] if len(self._group_schedulers) > 1 else None
 
     def _leaving(self) -> GroupScheduler:
@@ -232,7 +232,7 @@ class WorkerCore:
             self._close_leaving()
 
     def _close_leaving(self) -> None:
-        """The counts of a group_scheduler that is no more go on."""
+        """The counts of a group that is no more go on."""
         if (group_scheduler := self.leaving) is None:
             return
         if (
@@ -486,7 +486,7 @@ class WorkerCore:
     # ---------------------------------------------------------------- steps
 
     def _form(self, at_s: float) -> Execute | Removed | None:
-        """The group_schedulers take turns."""
+        """The groups take turns."""
         self._expire(at_s)
         if len(self._group_schedulers) == 1:
             self.group_scheduler.demand_place()
@@ -504,7 +504,7 @@ class WorkerCore:
         at_s, token_ids, logprobs, ended = event.at_s, result.token_ids, result.logprobs, SequenceState.ENDED
         plain: dict[int, tuple[list[int], list[int]]] = {}  # stream -> handles, a token for each
         index = 0
-        for sequence, computed_tokens, samples in flight.shares:
+        for sequence, computed_tokens, samples in in_flight_batch.shares:
             if sequence.state is not ended:
                 sequence.computed_tokens = computed_tokens
                 if samples:
@@ -550,7 +550,7 @@ class WorkerCore:
     def _step_failed(self, group_scheduler: GroupScheduler, event: StepFailed) -> None:
         in_flight_batch = group_scheduler.batches_in_flight.complete(event.step_id)
         self._count_step(event.at_s)
-        for sequence, _, _ in flight.shares:
+        for sequence, _, _ in in_flight_batch.shares:
             if sequence.state is not SequenceState.ENDED:
                 error = f"step {event.step_id} failed: {event.why}"
                 self._request_table.end(sequence, event.at_s, FinishReason.ERROR, error)

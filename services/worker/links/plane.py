@@ -44,8 +44,8 @@ class Opener(Protocol):
 
 
 class DataPlane:
-    """Hosts the rendezvous in which peers find this worker, makes connections when a link needs one, and ends links of old
-    epochs.
+    """Hosts the rendezvous in which peers find this worker, connects when a link needs it, and ends links of old epochs.
+
 
     Safe for use from any thread. `connect` and `close` block; keep them off the asyncio loop.
     """

@@ -21,7 +21,7 @@ class Capacities:
         self._role = role = context.role
         self._links = context.links
         self._published = context.published
-        self._context = ground
+        self._context = context
         self._memory = context.memory
         self._tell = context.answers.tell
         self._now = context.now

@@ -95,7 +95,7 @@ class TransitionDriver:
         """`broken` hears that the group is lost with a member. `second` makes the context and the stage of a group that
         goes on in this role, beside the one in force.
         """
-        self._context = ground
+        self._context = context
         self._role = context.role
         self._links = context.links
         self._published = context.published

@@ -32,7 +32,7 @@ class Handover:
         self._role = context.role
         self._links = context.links
         self._capacities = capacities
-        self._context = ground
+        self._context = context
         self._memory = context.memory
         self._tell = context.answers.tell
         self._going: dict[WorkerId, tuple[SequenceSnapshot, ...]] = {}  # by the leader they go to
@@ -121,7 +121,7 @@ class Handover:
         )
         leading = self._leading = Leading(self._role.me, transition.plan, transition.part, group_scheduler, size)
         if transition.part.dissolves:
-            # What has left the group_scheduler holds its blocks until the next batch.
+            # What has left the group holds its blocks until the next batch.
             free_blocks = -1 if transition.lost else min(group_scheduler.free_block_count, book.free_count)
             decision = leading.lead_alone(now_s, victims, self._coming, free_blocks)
             progress.halted_at_s = now_s

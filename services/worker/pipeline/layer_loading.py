@@ -33,7 +33,7 @@ class LayerLoading:
         """`hurried`: requests wait for the end of it."""
         self._layer_count = context.role.layer_count
         self._memory = memory = context.memory
-        self._context = ground
+        self._context = context
         self._hub = context.hub
         self._ask = context.links.ask_for_layer
         self._hurried = hurried

@@ -43,10 +43,10 @@ class Leaving:
         targets: Sequence[MemberView],
         grown: Callable[[int], None],
     ) -> None:
-        """`ground` and `stage` of the group that dissolves, with the restore of that epoch. `targets`: its members, with
-        what each has room for. `grown` is told how many blocks this worker's own group has.
+        """`context` and `stage` of the group that dissolves, with the restore of that epoch. `targets`: its members,
+        with what each has room for. `grown` is told how many blocks this worker's own group has.
         """
-        self._context = ground
+        self._context = context
         self.role = context.role
         self.stage = stage
         self._handover = handover

@@ -81,7 +81,7 @@ class Migrations:
         self._totals = context.published.migrations
         self._published = context.published
         self._core = core = context.core
-        self._context = ground
+        self._context = context
         shape = context.memory.kv.shape
         self._block_tokens = shape.block_tokens
         self._tell = context.answers.tell

@@ -56,7 +56,7 @@ def _runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
 
 class KvMover:
     def __init__(self, context: MemberContext) -> None:
-        self._context = ground
+        self._context = context
         self._kv = context.memory.kv
         self._links = context.links
         self._places = context.hub.places

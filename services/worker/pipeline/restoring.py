@@ -35,7 +35,7 @@ class Restoring:
         drive: Callable[[Event], None],
     ) -> None:
         """`drive` tells the transition that is under way."""
-        self._context = ground
+        self._context = context
         self._role = context.role
         self._links = context.links
         self._capacities = capacities

@@ -36,7 +36,7 @@ class StageRunner:
         awaits_roster: Callable[[Epoch], bool],
     ) -> None:
         """`awaits_roster`: in that epoch nobody knows yet which blocks are free."""
-        self._context = ground
+        self._context = context
         self._role = context.role
         self._links = context.links
         self._engine = engine

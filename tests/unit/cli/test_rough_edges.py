@@ -340,7 +340,7 @@ def test_a_bug_is_one_line_and_a_file(
 def test_errors_name_this_distribution_and_no_other_ones() -> None:
     """The name `ballast` is somebody else's on the package index."""
     wrong = re.compile(r"pip install[^\n]*['\" ]ballast(\[|'|\"| |$)")
-    for folder in ("ballast", "services", "sim", "benchmarks", "docs"):
+    for folder in ("ballast", "services", "sim", "tools", "benchmarks", "docs"):
         for path in [*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.md")]:
             assert not wrong.search(path.read_text()), path
     assert f'name = "{DISTRIBUTION}"' in (ROOT / "pyproject.toml").read_text()

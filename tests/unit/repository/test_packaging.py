@@ -21,7 +21,7 @@ from deploy.docker.requirements import requirements as image_requirements
 pytestmark = pytest.mark.xdist_group("packaging")  # one process builds the wheels
 
 ROOT = Path(__file__).resolve().parents[3]
-SDK, SERVICES = ("ballast", "ballastpb"), ("services", "sim")
+SDK, SERVICES = ("ballast", "ballastpb", "tools"), ("services", "sim")
 FOLDERS = {DISTRIBUTION: ROOT, CLUSTER_DISTRIBUTION: ROOT / "cluster"}
 
 

@@ -107,7 +107,7 @@ def test_the_site_builds_without_a_warning_and_asks_nobody_else(tmp_path: Path) 
 
 def test_messages_on_the_troubleshooting_page_are_said_somewhere() -> None:
     sources = "\n".join(
-        path.read_text() for folder in ("ballast", "services") for path in (ROOT / folder).rglob("*.py")
+        path.read_text() for folder in ("ballast", "services", "tools") for path in (ROOT / folder).rglob("*.py")
     )
     told = [row.split("|")[1] for row in (DOCS / "troubleshoot.md").read_text().splitlines() if row.startswith("| `")]
     for message in [quoted for cell in told for quoted in re.findall(r"`([^`]+)`", cell)]:

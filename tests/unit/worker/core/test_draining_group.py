@@ -50,7 +50,7 @@ def snapshots_of(commands: list[Command]) -> list[SequenceSnapshot]:
 
 
 def removed_of(commands: list[Command]) -> list[tuple[tuple[SequenceId, ...], bool]]:
-    """What is told of it, and whether to the stages of the group_scheduler that is leaving."""
+    """What is told of it, and whether to the stages of the group that is leaving."""
     return [(c.batch.removed, c.leaving) for c in commands if isinstance(c, Removed)]
 
 

@@ -1,4 +1,4 @@
-"""A group_scheduler by itself: no streams, no dispatchers, no stop rules."""
+"""A group by itself: no streams, no dispatchers, no stop rules."""
 
 import pytest
 
@@ -55,7 +55,7 @@ class Owner:
         in_flight_batch = self.group_scheduler.complete(
             StepResult(formed.batch.step_id, (5,) * count, (None,) * count, 0.0), count
         )
-        for sequence, computed_tokens, samples in flight.shares:
+        for sequence, computed_tokens, samples in in_flight_batch.shares:
             sequence.computed_tokens = computed_tokens
             if samples:
                 sequence.append(5)
