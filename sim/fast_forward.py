@@ -1,8 +1,8 @@
 """Steps of a lone instance in which nothing is decided, each of them an event, and no books kept until they end.
 
 While an engine fast-forwards its core stands still: it is told of the steps when somebody asks (see
-`services.worker.core.plain`). When a step ends, what its dispatchers are told, and when they hear of it, is as ever. Books of dispatchers and
-clients, too, are kept up to date only where somebody looks at them.
+`services.worker.core.plain`). When a step ends, and what its dispatchers are told and when, is unchanged. Books of
+dispatchers and clients, too, are kept up to date only where they are read.
 """
 
 from collections.abc import Sequence

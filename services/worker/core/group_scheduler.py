@@ -8,7 +8,6 @@ from collections.abc import Callable, Container
 
 from ballast.common.errors import InvariantViolation
 from services.worker.core.batch import SequenceId, StepResult
-from services.worker.core.in_flight import InFlightBatch, InFlightBatches, Steps
 from services.worker.core.blocks import BlockBook, blocks_for
 from services.worker.core.events import (
     AdmissionLimited,
@@ -24,6 +23,7 @@ from services.worker.core.events import (
     RoleChanged,
     RoomExpected,
 )
+from services.worker.core.in_flight import InFlightBatch, InFlightBatches, Steps
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.scheduler import Scheduler
 from services.worker.core.sequence import Sequence, SequenceState

@@ -19,7 +19,6 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.load import LoadReport, MemoryReport
 from ballast.common.sampling import FinishReason
 from services.worker.core.batch import SequenceId, TokenLogprobs
-from services.worker.core.in_flight import Steps
 from services.worker.core.blocks import BlockBook
 from services.worker.core.events import (
     Aborted,
@@ -53,6 +52,7 @@ from services.worker.core.events import (
 )
 from services.worker.core.group_scheduler import GroupScheduler
 from services.worker.core.handover import ANOTHER_LEADS, Handovers, stop_rule
+from services.worker.core.in_flight import Steps
 from services.worker.core.intake import fault_of, with_seed
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.plain import PlainSteps, foresee, take

@@ -44,8 +44,7 @@ class Opener(Protocol):
 
 
 class DataPlane:
-    """Hosts the rendezvous in which peers find this worker, connects when a link needs it, and ends links of old epochs.
-
+    """Hosts the rendezvous where peers find this worker, connects when a link needs it, ends links of old epochs.
 
     Safe for use from any thread. `connect` and `close` block; keep them off the asyncio loop.
     """

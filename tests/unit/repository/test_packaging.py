@@ -159,7 +159,7 @@ def test_what_the_sdk_imports_is_what_it_declares() -> None:
         "class Only:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         "        root = name.partition('.')[0]\n"
-        "        if root in sys.stdlib_module_names or root in ('ballast', 'ballastpb', 'google', 'grpc'):\n"
+        "        if root in sys.stdlib_module_names or root in ('ballast', 'ballastpb', 'tools', 'google', 'grpc'):\n"
         "            return None\n"
         "        if root in ('grpc_status', 'typing_extensions', '_distutils_hack', 'cygrpc', 'sitecustomize'):\n"
         "            return None\n"
