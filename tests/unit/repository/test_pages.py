@@ -11,6 +11,7 @@ import yaml
 from ballast.service.settings import Settings, load_settings
 from services.dispatcher.config import DispatcherSettings
 from services.gateway.config import GatewaySettings
+from services.jobs.config import JobsSettings
 from services.monitor.config import MonitorSettings
 from services.planner.config import PlannerSettings
 from services.worker.config import WorkerSettings
@@ -23,6 +24,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")
 SERVICES: tuple[type[Settings], ...] = (
     DispatcherSettings,
     GatewaySettings,
+    JobsSettings,
     MonitorSettings,
     PlannerSettings,
     WorkerSettings,
