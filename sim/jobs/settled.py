@@ -74,7 +74,7 @@ def settled(model: ModelSpec, cluster: Cluster, timings: Timings, load: Load) ->
     demand, token_s = 0.0, 0.0
     for _ in range(_ROUNDS):
         running = load.rate_per_s * load.output_tokens * token_s if token_s else 1.0
-        layer_s = max(costs.dense_s, running * costs.token_s) + costs.collective_s + demand * costs.context_s
+        layer_s = costs.dense_work_s(running) + demand * costs.context_s
         token_s = (costs.stage_s + running * costs.sequence_s + layers * layer_s + costs.head_s) / (1.0 - prompts)
         wanted = load.rate_per_s * token_s * (load.product + load.square / 2)
         if wanted > _ENDLESS * capacity:
@@ -84,7 +84,7 @@ def settled(model: ModelSpec, cluster: Cluster, timings: Timings, load: Load) ->
 
 
 def _prompt_s(costs: RooflineCosts, layers: int, tokens: float) -> float:
-    return tokens * (costs.token_s + costs.collective_token_s + tokens / 2 * costs.pair_s) * layers
+    return tokens * (costs.token_s + costs.row_s + tokens / 2 * costs.pair_s) * layers
 
 
 def peak_demand(model: ModelSpec, cluster: Cluster, timings: Timings, phases: Sequence[tuple[float, Load]]) -> float:
@@ -96,7 +96,7 @@ def peak_demand(model: ModelSpec, cluster: Cluster, timings: Timings, phases: Se
         prompts = load.rate_per_s * _prompt_s(costs, layers, load.input_tokens)
         kept = (load.product + load.square / 2) / (load.input_tokens + load.output_tokens)  # of answers, while KV stays
         for _ in range(int(seconds / _STEP_S)):
-            layer_s = max(costs.dense_s, running * costs.token_s) + costs.collective_s + held * costs.context_s
+            layer_s = costs.dense_work_s(running) + held * costs.context_s
             step_s = costs.stage_s + running * costs.sequence_s + layers * layer_s + costs.head_s
             tokens = _STEP_S * max(_LEAST_SHARE, 1.0 - prompts) / step_s  # of each request
             came = _STEP_S * load.rate_per_s

@@ -79,6 +79,7 @@ scale_up_bytes_per_s: 300.0e+9
 nic_bytes_per_s: 25.0e+9
 host_bytes_per_s: 25.0e+9
 gpus_per_host: 8
+layer_floor_s: 0.000053
 """
 
 
