@@ -127,7 +127,7 @@ def test_the_changelog_is_short_enough_to_be_read() -> None:
 
 def test_the_architecture_page_is_short_and_its_paths_are_there() -> None:
     page = (DOCS / "architecture.md").read_text()
-    assert len(page.split()) <= 2800
+    assert len(page.split()) <= 2850
     assert max(len(cell) for row in page.splitlines() if row[:1] == "|" for cell in row.split("|")) <= 260
     sources = {path.name for folder in ("services", "sim", "ballast") for path in (ROOT / folder).rglob("*.py")}
     for name in re.findall(r"`([\w.{},/-]+)`", page):
