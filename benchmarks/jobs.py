@@ -36,6 +36,7 @@ from tools.model.tiny import make_tiny
 URL = "/v1/completions"
 HOUR_S = 3600.0
 FULL_S = 5.0
+STOPS, TAKEN_OVER_S = 5, 12.0
 SMALL_BYTES = 1 << 30
 FLAGS: dict[Service, list[str]] = {"jobs": ["--leadership-ttl-s", "1"]}
 
@@ -106,9 +107,18 @@ class Campaign:
 
     async def sleep_and_wake(self) -> str:
         process = await self._active()
-        process.child.send_signal(signal.SIGSTOP)
-        await until_done(self._folder, self._batch_id, done_of(self._folder, self._batch_id) + 50)  # by the other one
-        process.child.send_signal(signal.SIGCONT)
+        for _ in range(STOPS):
+            process = await self._active()
+            process.child.send_signal(signal.SIGSTOP)
+            try:
+                async with asyncio.timeout(TAKEN_OVER_S):
+                    await until_done(self._folder, self._batch_id, done_of(self._folder, self._batch_id) + 50)
+                break  # by the other one
+            except TimeoutError:  # it was stopped in the middle of a write, and has the lock
+                print("      stopped in the middle of a write: it goes on, and once more", flush=True)
+            finally:
+                process.child.send_signal(signal.SIGCONT)
+            await asyncio.sleep(TAKEN_OVER_S / 2)
         return f"kill -STOP {process.id}, the other replica stores results, kill -CONT: two runners"
 
     async def cancel_another(self) -> str:
