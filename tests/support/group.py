@@ -203,7 +203,7 @@ class GroupWorker:
             transport=place.transport,
             advertise_host="127.0.0.1",
             copier=self.copier,
-            compile_grammar=self.engine.grammars.check if self.engine.grammars is not None else None,
+            compile_grammar=self.engine.grammars.ahead if self.engine.grammars is not None else None,
             runner=cast(Any, Paced(self.engine.runner, sizes.step_s)) if sizes.step_s else None,
         )
 
