@@ -135,6 +135,9 @@ class Book:
         here, before = self._bin_of(item), self._size(item)
         item.set(request, amount)
         self._begin()
+        same = not self._is_outgrown(item) if item.is_bag else self._size(item) is before
+        if same and here.used <= self.capacity:
+            return
         if item.is_bag:
             self._split(item)
         elif self._size(item) != before and (before < Size.MEDIUM or self._has_other(here, item, Size.LARGE)):
@@ -269,13 +272,15 @@ class Book:
         self._moved.add(target)
         self._refill(here, Size.TINY, max(Size.TINY, self._kind(here)))
 
+    def _is_outgrown(self, bag: Item) -> bool:
+        return 4 * bag.amount > self.capacity or 8 * max(bag.requests.values()) > self.capacity
+
     def _split(self, bag: Item) -> None:
         """What has outgrown a bag leaves it: a request above an eighth, or its largest if it is above a quarter."""
-        largest = max(bag.requests, key=bag.requests.__getitem__)
-        amount = bag.requests[largest]
-        if 8 * amount <= self.capacity and 4 * bag.amount <= self.capacity:
+        if not self._is_outgrown(bag):
             return
-        here = self._bin_of(bag)
+        largest = max(bag.requests, key=bag.requests.__getitem__)
+        amount, here = bag.requests[largest], self._bin_of(bag)
         if len(bag.requests) == 1:  # a bag of one is that request
             bag.is_bag = False
             if self._open_bag is bag:
