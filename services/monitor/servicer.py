@@ -76,7 +76,11 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
 
     def _answer(self) -> pb.ReportResponse:
         core = self._shell.core
-        return pb.ReportResponse(lease_s=core.rules.lease_s, least_interval_s=core.least_report_interval_s)
+        return pb.ReportResponse(
+            lease_s=core.rules.lease_s,
+            least_interval_s=core.least_report_interval_s,
+            monitor_addresses=self._shell.monitor_addresses,
+        )
 
     def _take(self, request: pb.ReportRequest, stream: ReportStream, instance: Instance | None) -> Instance:
         """Gives whoever has announced itself. Raises InvalidRequest: the message makes no sense."""

@@ -97,19 +97,25 @@ class ReportResponse(_message.Message):
 
     LEASE_S_FIELD_NUMBER: _builtins.int
     LEAST_INTERVAL_S_FIELD_NUMBER: _builtins.int
+    MONITOR_ADDRESSES_FIELD_NUMBER: _builtins.int
     lease_s: _builtins.float
     """Silence for longer than this means lost."""
     least_interval_s: _builtins.float
     """Reports should not follow each other faster: longer the more instances there are."""
+    @_builtins.property
+    def monitor_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """host:port of all monitors that run, this one among them: where to look for the one that leads when it is not here."""
+
     def __init__(
         self,
         *,
         lease_s: _builtins.float = ...,
         least_interval_s: _builtins.float = ...,
+        monitor_addresses: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_s", b"lease_s", "least_interval_s", b"least_interval_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_s", b"lease_s", "least_interval_s", b"least_interval_s", "monitor_addresses", b"monitor_addresses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -216,19 +222,23 @@ class InstanceLost(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     WHY_FIELD_NUMBER: _builtins.int
+    SILENT_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     why: _builtins.str
+    silent: _builtins.bool
+    """Nothing was heard of it for long, and there is no other evidence of its end."""
     def __init__(
         self,
         *,
         worker_id: _builtins.str = ...,
         incarnation: _builtins.int = ...,
         why: _builtins.str = ...,
+        silent: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "why", b"why", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "silent", b"silent", "why", b"why", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -174,7 +174,7 @@ def _drop(
         lines = tuple(explain(found, snapshot.model))
     elif not compared.chosen.merges:
         why = "; ".join(("nothing that could be dropped is better", *compared.lines()))
-        return Rejected(why, for_now=True, compared=compared)
+        return Rejected(why, needed, for_now=True, compared=compared)
     else:
         found = plan_of(snapshot, compared.chosen.merges, needed)
         lines = (*compared.lines(), *explain(found, snapshot.model))

@@ -121,7 +121,29 @@ def test_what_was_predicted_of_nothing_stands_beside_what_came() -> None:
     assert one.served is not None
     assert (one.served.first_count, one.served.tpot_s) == (20, 0.05)
     assert 0.02 < (one.served.ttft_p99_s or 0.0) < 0.05
-    assert "TPOT 50 ms" in one.told(planner.now_s)
+    assert one.tokens_per_s == pytest.approx(220 / one.horizon_s, rel=0.1)
+    assert f"TPOT 50 ms, {one.tokens_per_s:.0f} tokens/s" in one.told(planner.now_s)
+
+
+def test_tokens_that_came_are_told_though_no_request_had_its_first_one() -> None:
+    planner = Planner()
+    planner.traffic = served(CALM, (7,), 100, 3.0)
+    planner.start("w0", "w1")
+    planner.tell(OverloadRaised(planner.now_s, "o1", EXTENT))
+    [one] = planner.core.conductor.prediction_log.open
+    planner.traffic = served(CALM, (7,), 300, 13.0)
+    planner.wait(2 * one.horizon_s)
+    assert "no request had its first token, TPOT 50 ms" in one.told(planner.now_s)
+
+
+def test_what_lacks_is_told_when_nothing_is_done() -> None:
+    planner = Planner()
+    planner.traffic = CALM
+    planner.start("w0", "w1")
+    planner.tell(OverloadRaised(planner.now_s, "o1", 7 * EXTENT))
+    planner.wait(60.0)
+    said = [command for command in planner.said if isinstance(command, NothingDone)]
+    assert {one.shortfall_bytes for one in said} == {7 * EXTENT}
 
 
 def test_a_drop_ends_what_was_predicted_of_nothing_and_one_that_fails_was_never_predicted() -> None:
