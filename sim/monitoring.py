@@ -133,7 +133,8 @@ class MonitorNode:
 
     def load(self) -> ClusterLoad:
         workers = {name: entry.load for name, entry in sorted(self.core.entries.items()) if entry.load is not None}
-        return ClusterLoad(workers, self.core.traffic(self._clock.now_s), self.core.pace(), self.core.slowness())
+        traffic, fresh = self.core.traffic(self._clock.now_s)
+        return ClusterLoad(workers, traffic, self.core.pace(), self.core.slowness(), fresh)
 
 
 class Reporting(Protocol):

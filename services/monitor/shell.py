@@ -307,7 +307,7 @@ class MonitorShell:
     def group_demands(self) -> tuple[GroupDemand, ...]:
         return self.core.group_demands(time.monotonic())
 
-    def traffic(self) -> Traffic:
+    def traffic(self) -> tuple[Traffic, Traffic | None]:
         return self.core.traffic(time.monotonic())
 
     def cluster_demand(self) -> ClusterDemand:

@@ -119,7 +119,8 @@ class MonitorEvents:
             except InvalidRequest as error:
                 self._refusals.note(worker_id, error)
         pace = codec.PACE.record(answer.pace) if answer.HasField("pace") else None
-        return ClusterLoad(loads, codec.TRAFFIC.record(answer.traffic), pace, slowness)
+        fresh = codec.TRAFFIC.record(answer.fresh_traffic) if answer.HasField("fresh_traffic") else None
+        return ClusterLoad(loads, codec.TRAFFIC.record(answer.traffic), pace, slowness, fresh)
 
     async def _listen(self, target: str) -> AsyncGenerator[MonitorEvent, None]:
         """Ends when the stream ends or another monitor takes over; raises when the stream fails."""

@@ -457,6 +457,7 @@ class GetClusterStatusResponse(_message.Message):
     CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     UNDROPPED_CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     TRAFFIC_FIELD_NUMBER: _builtins.int
+    FRESH_TRAFFIC_FIELD_NUMBER: _builtins.int
     PACE_FIELD_NUMBER: _builtins.int
     monitor_id: _builtins.str
     active: _builtins.bool
@@ -473,7 +474,11 @@ class GetClusterStatusResponse(_message.Message):
 
     @_builtins.property
     def traffic(self) -> _cluster_pb2.Traffic:
-        """Of all dispatchers together."""
+        """Of all dispatchers together, each by its last word."""
+
+    @_builtins.property
+    def fresh_traffic(self) -> _cluster_pb2.Traffic:
+        """Of those that still speak. Absent: that are all of them."""
 
     @_builtins.property
     def pace(self) -> _cluster_pb2.Pace:
@@ -490,11 +495,12 @@ class GetClusterStatusResponse(_message.Message):
         capacity_bytes: _builtins.int = ...,
         undropped_capacity_bytes: _builtins.int = ...,
         traffic: _cluster_pb2.Traffic | None = ...,
+        fresh_traffic: _cluster_pb2.Traffic | None = ...,
         pace: _cluster_pb2.Pace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["pace", b"pace", "traffic", b"traffic"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fresh_traffic", b"fresh_traffic", "pace", b"pace", "traffic", b"traffic"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "capacity_bytes", b"capacity_bytes", "demand_bytes", b"demand_bytes", "groups", b"groups", "instances", b"instances", "monitor_id", b"monitor_id", "pace", b"pace", "traffic", b"traffic", "undropped_capacity_bytes", b"undropped_capacity_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "capacity_bytes", b"capacity_bytes", "demand_bytes", b"demand_bytes", "fresh_traffic", b"fresh_traffic", "groups", b"groups", "instances", b"instances", "monitor_id", b"monitor_id", "pace", b"pace", "traffic", b"traffic", "undropped_capacity_bytes", b"undropped_capacity_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

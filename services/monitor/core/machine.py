@@ -123,7 +123,7 @@ class MonitorCore:
     def __post_init__(self) -> None:
         self.pressure = Pressure(self.rules.pressure)
         self.wanted = Wanted(self.rules.pressure.relief_threshold_fraction)
-        self._backlogs = Backlogs(self.rules.backlog_lease_s)
+        self._backlogs = Backlogs(self.rules.backlog_lease_s, self.rules.backlog_forget_s)
 
     @property
     def least_report_interval_s(self) -> float:
@@ -258,7 +258,7 @@ class MonitorCore:
             return []
         self.groups.adopt(event.at_s, event.layout)
         self._backlogs.read(event.at_s, event.backlogs)
-        silent = self._backlogs.silent(event.at_s, self.rules.backlog_forget_s)
+        silent = self._backlogs.silent(event.at_s)
         return [ForgetBacklogs(silent)] if silent else []
 
     def _leadership_changed(self, event: LeadershipChanged) -> list[Command]:
@@ -314,8 +314,8 @@ class MonitorCore:
         loads, complete = self.groups.loads(self.entries)
         return sum_demand(at_s, loads, self._backlog_bytes(at_s), complete=complete and self._backlogs.known(at_s))
 
-    def traffic(self, at_s: float) -> Traffic:
-        """What clients want of all dispatchers that are there."""
+    def traffic(self, at_s: float) -> tuple[Traffic, Traffic | None]:
+        """What clients want of all dispatchers, as these said last, and of those that still speak: see `Backlogs`."""
         return self._backlogs.traffic(at_s)
 
     def pace(self) -> Pace | None:

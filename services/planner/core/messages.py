@@ -27,6 +27,7 @@ class ClusterLoad:
     traffic: Traffic = _QUIET
     pace: Pace | None = None  # of a middling instance with as many layers as any; None: nobody knows
     slowness: Mapping[WorkerId, float] = field(default_factory=dict[WorkerId, float])  # of those that are unlike it
+    fresh_traffic: Traffic | None = None  # of the dispatchers that are not silent; None: none is, `traffic` is fresh
 
 
 Sources = tuple[tuple[int, WorkerId | None], ...]  # (layer, holder) in the order to be tried; None: host copy or disk
