@@ -34,6 +34,8 @@ class GatewaySettings(GuardedSettings):
     """How the model writes its thoughts, which answers have as reasoning_content: qwen3 (<think> and </think>),
     deepseek_r1 (the prompt has begun one), mistral ([THINK]). auto: by its chat template. none: thoughts are text."""
 
+    jobs: str | None = Field(None, pattern=r"^https?://")
+    """Where /v1/files and /v1/batches go: http://HOST:PORT of the jobs service. Default: there are none."""
     dashboard: bool = False
     """Serve a page at /dashboard that shows the cluster live, to whoever can reach this gateway. Its drops and restores
     need a token with the role operate; without tokens at the dispatchers it has none."""

@@ -379,3 +379,18 @@ def test_a_schema_that_is_not_strict_is_followed_as_far_as_it_goes(ai: OpenAI) -
     assert raw.headers["x-ballast-schema-ignored"] == "uniqueItems"
     with pytest.raises(openai.BadRequestError, match="uniqueItems"):
         ai.chat.completions.create(model=MODEL, messages=MESSAGES, response_format=as_format(numbers))
+
+
+@pytest.mark.parametrize("count", [5, 3000])
+def test_an_answer_is_one_of_many_choices(ai: OpenAI, count: int) -> None:
+    choices = [f"w{i}" for i in range(count - 3)] + ["a.b*c", "[x] {1,2}", "船 & ~/\n"]
+    options: Any = {"extra_body": {"structured_outputs": {"choice": choices}}}
+    for seed in range(3):
+        answer = ai.chat.completions.create(model=MODEL, messages=MESSAGES, seed=seed, temperature=1.5, **options)
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.choices[0].message.content in choices
+
+
+def test_a_grammar_that_nothing_follows_is_refused(ai: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="no text can follow"):
+        ai.chat.completions.create(model=MODEL, messages=MESSAGES, response_format=as_format({"$ref": "#"}))

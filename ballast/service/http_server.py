@@ -1,0 +1,86 @@
+"""uvicorn inside a service's own life: its loop, its signals, its shutdown."""
+
+import asyncio
+import socket
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from ballast.common.errors import ConfigError
+from ballast.rpc.tls import CERTIFICATE, KEY
+from ballast.service.http_connections import BoundedProtocol
+
+_BACKLOG = 4096
+
+
+class HttpServer:
+    """One listening port."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        host: str,
+        port: int,
+        shutdown_timeout_s: float,
+        client_stall_timeout_s: float,
+        tls_dir: Path | None = None,
+    ) -> None:
+        self._socket = _listen(host, port)
+        self.port: int = self._socket.getsockname()[1]
+        config = uvicorn.Config(
+            app,
+            interface="asgi3",
+            http=cast(type[asyncio.Protocol], partial(BoundedProtocol, client_stall_timeout_s=client_stall_timeout_s)),
+            ws="none",
+            loop="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            ssl_certfile=None if tls_dir is None else tls_dir / CERTIFICATE,
+            ssl_keyfile=None if tls_dir is None else tls_dir / KEY,
+            proxy_headers=False,
+            timeout_keep_alive=75,  # longer than most proxies keep theirs: the one that closes first should be they
+            timeout_graceful_shutdown=max(1, round(shutdown_timeout_s)),
+        )
+        self._server = uvicorn.Server(config)
+
+    async def start(self) -> None:
+        """Takes requests from now on."""
+        config = self._server.config
+        config.load()
+        self._server.lifespan = config.lifespan_class(config)
+        await self._server.startup(sockets=[self._socket])
+
+    async def serve(self, stopping: asyncio.Event) -> None:
+        """Serves until `stopping` is set and running requests have ended, or their time is up."""
+        ticking = asyncio.create_task(self._server.main_loop(), name="uvicorn")
+        stop = asyncio.create_task(stopping.wait(), name="stopping")
+        try:
+            await asyncio.wait({ticking, stop}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stop.cancel()
+            self._server.should_exit = True
+            await ticking
+            await self._server.shutdown(sockets=[self._socket])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, proto)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            "port", f"cannot listen on {host}:{port} ({error.strerror}); choose another with --port"
+        ) from error
+    listener.setblocking(False)
+    return listener
