@@ -220,6 +220,7 @@ class Cluster:
         request.at, request.claim_at = (worker, key), None
         self.by_key[worker.worker_id, key] = request
         left_s = None if request.deadline_at_s is None else request.deadline_at_s - self.at_s
+        arrived = set(worker.core.group_scheduler.scheduler.arrived)
         self.feed(
             worker,
             Submitted(
@@ -238,6 +239,7 @@ class Cluster:
                 expects_handover=expects_handover,
             ),
         )
+        self.resumed_from_kv += len(arrived.intersection(worker.core.sequence_ids))
 
     def read_letter(self, worker: Worker) -> None:
         emit = worker.letters.popleft()
@@ -334,12 +336,14 @@ class Cluster:
     def _foreign_blocks(self, group: Group, worker: Worker, adopting: Collection[int]) -> int:
         """Held for KV that is on its way out, or for sequences that the leader has not adopted yet."""
         core = group.leader.core
-        own = {*core.sequence_ids, *core.group_scheduler.suspended_ids, *adopting}
+        own = {*core.sequence_ids, *core.group_scheduler.scheduler.suspended, *adopting}
         return sum(len(worker.book.table(s)) for s in self.where if s not in own)
 
     def _end(self, group: Group) -> None:
-        """The group comes to its boundary: its stages are told of all that they are to forget."""
+        """The group comes to its boundary: no KV travels, and its stages are told of all that they are to forget."""
         self.drain_pipeline(group)
+        for sequence_id, layer in self.travelling(group):
+            self.carry(group, sequence_id, layer)
         self.tell_capacity(group, swap_blocks=0)
         self.drain_pipeline(group)
 
@@ -363,7 +367,7 @@ class Cluster:
             self.settle_handovers(group)
             self._end(group)
         for group in groups:
-            self._note_kv(group)
+            self._note_kv(group, leads_on=group.leader is new_leader)
             if group.leader is not new_leader:
                 merged.handovers += self._hand_over(group, HandOver(0.0, new_leader.worker_id)).values()
                 self.feed(group.leader, RoleChanged(0.0, leads=False))
@@ -377,7 +381,7 @@ class Cluster:
         """Every member on its own again, with a share of the sequences."""
         self.settle_handovers(group)
         self._end(group)
-        self._note_kv(group)
+        self._note_kv(group, leads_on=True)
         members = [MemberView(w.worker_id, w.blocks_with(LAYERS), self.limits.max_running_count) for w in group.members]
         placed = {
             s: w
@@ -395,9 +399,12 @@ class Cluster:
             self._take_layers(one, [range(LAYERS)])
         return alone
 
-    def _note_kv(self, group: Group) -> None:
-        """Where the KV of all sequences lies before layers move."""
-        for sequence_id, token_count in group.leader.core.group_scheduler.kv_tokens.items():
+    def _note_kv(self, group: Group, *, leads_on: bool) -> None:
+        """Where the KV of all sequences lies before layers move. A leader that follows frees KV without a request."""
+        group_scheduler = group.leader.core.group_scheduler
+        for sequence_id, token_count in group_scheduler.kv_tokens.items():
+            if sequence_id in group_scheduler.scheduler.arrived and not leads_on:
+                continue
             self.where[sequence_id] = self._holders(group, sequence_id)
             self.kv_tokens[sequence_id] = token_count
 
@@ -498,7 +505,7 @@ class Cluster:
                 break
         else:
             raise AssertionError(f"still at work after {max_rounds} rounds")
-        self.pass_time(self.limits.orphan_timeout_s + 1.0)
+        self.pass_time(self.limits.handover_timeout_s + 1.0)
         for group in self.groups:
             self.drain_pipeline(group)
             self.tell_capacity(group)
@@ -548,15 +555,15 @@ class Cluster:
             assert worker.book.used_count == 0, f"{worker.worker_id}: {worker.book.sequence_ids}"
             assert worker.core.sequence_ids == ()
             assert worker.core.group_scheduler.suspended_ids == ()
-            assert worker.core.orphan_count == 0
+            assert worker.core.kept_count == 0
             load = worker.core.load(0.0, MEMORY)
             assert (load.used_block_count, load.running_count, load.waiting_count) == (0, 0, 0)
 
 
 def _placements(group_scheduler: GroupScheduler) -> list[PlacementView]:
-    """All that waits, runs or is suspended."""
+    """All that waits, runs or is suspended; KV without a request stays with its leader."""
     scheduler = group_scheduler.scheduler
-    running = (*scheduler.running, *scheduler.suspended.values())
+    running = (*scheduler.running, *(s for s in scheduler.suspended.values() if s.sequence_id not in scheduler.arrived))
     return [
         *(PlacementView(s.sequence_id, s.reserved_block_count, True) for s in running),
         *(PlacementView(s.sequence_id, scheduler.need(s), False) for s in scheduler.waiting),

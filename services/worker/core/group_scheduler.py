@@ -115,7 +115,7 @@ class GroupScheduler:
     @property
     def suspended_ids(self) -> tuple[SequenceId, ...]:
         """Ids of the sequences whose KV is on its way; some may have ended meanwhile."""
-        return tuple(self.scheduler.suspended)
+        return tuple(i for i in self.scheduler.suspended if i not in self.scheduler.arrived)
 
     @property
     def _with_kv(self) -> list[Sequence]:
@@ -137,11 +137,11 @@ class GroupScheduler:
         }
 
     def decoding(self) -> tuple[Decoding, ...]:
-        """The sequences that are past their prompts and could go on elsewhere: those of dispatchers, no orphans."""
+        """The sequences that are past their prompts and could go on elsewhere."""
         return tuple(
             Decoding(s.sequence_id, s.rank, s.token_count, s.reserved_block_count)
             for s in self.scheduler.running
-            if s.unsent is None and s.token_count - s.computed_tokens == 1 and s.output_token_ids
+            if s.token_count - s.computed_tokens == 1 and s.output_token_ids
         )
 
     def why_no_room(self, block_count: int, *, new: bool) -> str:
@@ -209,14 +209,24 @@ class GroupScheduler:
 
     # ---------------------------------------------------------------- coming and going
 
-    def enter(self, sequence: Sequence, at_s: float, *, suspended: bool = False, waits: bool = False) -> None:
-        """It comes into the line; one with KV, which another leader has told of, among those that run or are suspended
-        (and wait).
-        """
+    def enter(self, sequence: Sequence, at_s: float, *, travels: bool = False, waits: bool = False) -> None:
+        """It comes into the line; one with KV among the suspended. Its KV may travel, or wait for room first."""
         if sequence.computed_tokens:
-            self.scheduler.adopt(sequence, at_s, suspended=suspended, waits=waits)
+            self.scheduler.adopt(sequence, at_s, travels=travels, waits=waits)
         else:
             self.scheduler.enqueue(sequence)
+
+    def bind(self, kept: Sequence, request: Sequence, at_s: float) -> None:
+        """The request of that KV, by its id. `make_room` is due."""
+        if request.output_token_ids:
+            request.first_token_at_s = at_s
+        self.scheduler.bind(kept, request, at_s)
+
+    def forget_kv(self, kept: Sequence, at_s: float, why: str) -> None:
+        """KV that waits for its request is freed."""
+        if kept.sequence_id in self.scheduler.arrived:
+            self.scheduler.forget_kv(kept, at_s, why)
+            self.batches_in_flight.forget(kept)
 
     def make_room(self, at_s: float) -> None:
         """Makes room for sequences that have been adopted: what is too big ends, what is too much is preempted."""
@@ -230,7 +240,7 @@ class GroupScheduler:
         target = self.scheduler.target
         if target is not None and sequence.state is SequenceState.RUNNING and sequence.output_token_ids:
             target.ended(len(sequence.prompt_token_ids), len(sequence.output_token_ids))
-        if sequence.state is not SequenceState.SUSPENDED:
+        if sequence.state is not SequenceState.SUSPENDED or sequence.sequence_id in self.scheduler.arrived:
             self.scheduler.release(sequence)
             self.batches_in_flight.forget(sequence)
 
@@ -344,9 +354,11 @@ class GroupScheduler:
 
     def _suspend(self, event: KvTravels) -> None:
         self.batches_in_flight.require_none("KV begins to travel")
-        for sequence in [s for s in self.scheduler.running if s.sequence_id in event.sequence_ids]:
+        scheduler = self.scheduler
+        kept = [scheduler.suspended[sequence_id] for sequence_id in sorted(scheduler.arrived)]
+        for sequence in [s for s in (*scheduler.running, *kept) if s.sequence_id in event.sequence_ids]:
             if sequence.computed_tokens:
-                self.scheduler.suspend(sequence, event.at_s, waits=sequence.sequence_id in event.waiting_ids)
+                scheduler.suspend(sequence, event.at_s, waits=sequence.sequence_id in event.waiting_ids)
 
     def _admit_kv(self, event: KvAdmitted) -> None:
         for sequence_id in sorted(event.sequence_ids):

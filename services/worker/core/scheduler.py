@@ -13,7 +13,7 @@ the block when the victim has landed.
 
 A suspended sequence keeps its reservation and is left alone, even if it ends meanwhile: its blocks are being written
 on the stages until `resume`, `lose` or `let_go` is called for it. One that waits for room on some stage has none
-until `take_blocks`.
+until `take_blocks`. KV of a moved request may have `arrived` before the request: it gives way like what runs.
 """
 
 import bisect
@@ -74,6 +74,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of service
         self.suspended: dict[SequenceId, Sequence] = {}  # those that have ended meanwhile are still among them
         self.without_blocks: set[SequenceId] = set()  # suspended ones that have no reservation yet
+        self.arrived: set[SequenceId] = set()  # suspended ones that wait for their request alone
         self._waiting: tuple[OrderedDict[SequenceId, Sequence], ...] = tuple(OrderedDict() for _ in PriorityClass)
         self.waiting_count = 0
         self.waiting_tokens = 0
@@ -438,15 +439,21 @@ class Scheduler:
         self._reserve(sequence, 1)
         return victims
 
+    @property
+    def _candidates(self) -> list[Sequence]:
+        """Sequences that may have to give way."""
+        return [*self.running, *(self.suspended[i] for i in sorted(self.arrived))] if self.arrived else self.running
+
     def _victim(self) -> Sequence:
-        """The sequence, of all that run, that gives way first."""
-        views = [VictimView(s.rank, s.arrival, s.reserved_block_count, s.computed_tokens) for s in self.running]
-        return self.running[choose_victim(views)]
+        """The sequence, of all candidates, that gives way first."""
+        candidates = self._candidates
+        views = [VictimView(s.rank, s.arrival, s.reserved_block_count, s.computed_tokens) for s in candidates]
+        return candidates[choose_victim(views)]
 
     def shed(self, at_s: float, completed_step_id: int) -> list[Sequence]:
         """Preempt until all is within what there is, or until the next victim is one in flight."""
         victims: list[Sequence] = []
-        while not self.settled and self.running:
+        while not self.settled and self._candidates:
             victim = self._victim()
             if victim.step_id > completed_step_id:
                 break
@@ -507,15 +514,29 @@ class Scheduler:
 
     def start_over(self, sequence: Sequence, at_s: float, why: str) -> None:
         """A running sequence, of which nothing is in flight, waits again, with nothing computed."""
+        if sequence.snapshot is not None:
+            self.forget_kv(sequence, at_s, why)
+            return
         self.running.remove(sequence)
         self._recompute(sequence, at_s, why)
+
+    def forget_kv(self, kept: Sequence, at_s: float, why: str) -> None:
+        """KV whose request is not here is freed. The request will be computed again."""
+        self.let_go(kept)
+        kept.computed_tokens = 0
+        kept.move(SequenceState.WAITING, at_s, why)
 
     # ---------------------------------------------------------------- KV on its way
 
     def suspend(self, sequence: Sequence, at_s: float, *, waits: bool = False) -> None:
-        self.running.remove(sequence)
-        sequence.move(SequenceState.SUSPENDED, at_s, "its KV waits for room" if waits else "its KV travels")
-        self.suspended[sequence.sequence_id] = sequence
+        why = "its KV waits for room" if waits else "its KV travels"
+        if sequence.sequence_id in self.arrived:
+            self.arrived.remove(sequence.sequence_id)
+            sequence.note(at_s, why)
+        else:
+            self.running.remove(sequence)
+            sequence.move(SequenceState.SUSPENDED, at_s, why)
+            self.suspended[sequence.sequence_id] = sequence
         if waits:
             self.without_blocks.add(sequence.sequence_id)
             self._reserve(sequence, -sequence.reserved_block_count)
@@ -529,41 +550,57 @@ class Scheduler:
     def resume(self, sequence: Sequence, at_s: float) -> None:
         if sequence.sequence_id in self.without_blocks:
             raise InvariantViolation(f"{sequence.name} has its KV in no block", sequence.story())
+        if sequence.snapshot is not None:
+            self.arrived.add(sequence.sequence_id)
+            sequence.note(at_s, "its KV is complete, its request is not here")
+            return
         self._leave_suspended(sequence)
         self._run(sequence, 0, at_s, "its KV is complete")
+
+    def bind(self, kept: Sequence, request: Sequence, at_s: float) -> None:
+        """The request of that KV is here, under its id: it goes on at once if the KV is complete."""
+        self.suspended[kept.sequence_id] = request
+        request.move(SequenceState.SUSPENDED, at_s, "its KV is here, or on its way")
+        request.computed_tokens, request.on_stages = kept.computed_tokens, kept.on_stages
+        request.reserved_block_count, request.reserved_tokens = kept.reserved_block_count, kept.reserved_tokens
+        if kept.sequence_id in self.arrived:
+            self.resume(request, at_s)
 
     def _leave_suspended(self, sequence: Sequence) -> None:
         del self.suspended[sequence.sequence_id]
         self.without_blocks.discard(sequence.sequence_id)
+        self.arrived.discard(sequence.sequence_id)
 
     def lose(self, sequence: Sequence, at_s: float) -> None:
         """It loses its KV, suspended or running."""
+        if sequence.snapshot is not None:
+            self.forget_kv(sequence, at_s, "its KV is lost")
+            return
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
         else:
             self._leave_suspended(sequence)
         self._recompute(sequence, at_s, "its KV is lost")
 
-    def adopt(self, sequence: Sequence, at_s: float, *, suspended: bool, waits: bool = False) -> None:
-        """It comes with its KV. Room is made afterwards, if need be, by `shed`."""
-        need = blocks_for(sequence.token_count, self.block_tokens)
-        if not suspended:
-            self._run(sequence, need, at_s, "adopted")
-            return
-        if sequence.state is not SequenceState.ENDED:
-            why = "adopted, its KV waits for room" if waits else "adopted, its KV travels"
-            sequence.move(SequenceState.SUSPENDED, at_s, why)
+    def adopt(self, sequence: Sequence, at_s: float, *, travels: bool, waits: bool) -> None:
+        """It comes with its KV, or its KV follows (`travels`), perhaps when there is room (`waits`). Room is made
+        afterwards, if need be, by `shed`.
+        """
+        why = "its KV waits for room" if waits else "its KV travels" if travels else "its KV is here"
+        sequence.move(SequenceState.SUSPENDED, at_s, f"adopted, {why}")
         self.suspended[sequence.sequence_id] = sequence
         if waits:
             self.without_blocks.add(sequence.sequence_id)
         else:
-            self._reserve(sequence, need)
+            self._reserve(sequence, blocks_for(sequence.token_count, self.block_tokens))
+        if not (travels or waits):
+            self.arrived.add(sequence.sequence_id)
 
     # ---------------------------------------------------------------- inspector
 
     def check(self, completed_step_id: int) -> None:
         """Raise InvariantViolation unless counts equal sums, orders hold and every sequence has what it needs."""
-        victim = self._victim() if self.running and not self.settled else None
+        victim = self._victim() if self._candidates and not self.settled else None
         if victim is not None and victim.step_id <= completed_step_id:
             raise InvariantViolation(
                 f"{self.reserved_block_count} of {self.block_count} blocks are reserved, {self.running_count} of"
@@ -593,7 +630,10 @@ class Scheduler:
                 raise InvariantViolation(f"{sequence.name} is among the suspended", sequence.story())
             if sequence.reserved_block_count and sequence.sequence_id in self.without_blocks:
                 raise InvariantViolation(f"{sequence.name} waits for room and has some", sequence.story())
-        if not self.without_blocks <= self.suspended.keys():
-            raise InvariantViolation(f"{sorted(self.without_blocks)} wait for room, and not all are suspended")
+            if sequence.sequence_id in self.arrived and sequence.snapshot is None:
+                raise InvariantViolation(f"{sequence.name} has all its KV and does not run", sequence.story())
+        if not self.without_blocks | self.arrived <= self.suspended.keys() or self.without_blocks & self.arrived:
+            waits, has = sorted(self.without_blocks), sorted(self.arrived)
+            raise InvariantViolation(f"{waits} wait for room, {has} for their requests, and not all are suspended")
         for sequence in waiting:
             sequence.check_waiting()
