@@ -77,8 +77,9 @@ test-exactness: setup  ## 20,000 requests through random drops, merges and resto
 fmt: setup
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
-bench: setup  ## measure; results land in out/
-	$(PY) -m benchmarks.run
+BENCHMARKS ?= transfers engine_throughput engine_against_vllm dispatcher_relay
+bench: setup  ## measure links, engine and relay, one after the other: make bench BENCHMARKS=transfers
+	failed=0; for name in $(BENCHMARKS); do $(PY) -m benchmarks.$$name || failed=1; done; exit $$failed
 
 reproduce: setup  ## simulate the evaluation of the papers: figures and a table land in out/reproduce
 	$(PY) -m benchmarks.reproduce $(if $(TRACE),--trace $(TRACE))

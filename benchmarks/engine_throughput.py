@@ -32,7 +32,6 @@ import torch
 
 from ballast.common.ids import RequestId
 from ballast.common.sampling import SamplingParams
-from benchmarks.engine_profile import outside_torch_fraction
 from services.worker.core.batch import Batch
 from services.worker.core.events import BatchWanted, Emit, Execute, SequenceKey, StepDone, StreamOpened, Submitted
 from services.worker.core.limits import WorkerLimits
@@ -239,9 +238,7 @@ def measure(
             for name, run in runs.items():
                 spent[name].append(run())
         bound_s = work_flops(engine, requests) / flops_per_s
-        context = INPUT_MEAN + OUTPUT_MEAN // 2
-        outside = outside_torch_fraction(engines["torch"], 32, context) if "torch" in engines else None
-    return _report(spread, requests, spent, ours, bound_s, flops_per_s, outside, engine.info.parameter_count)
+    return _report(spread, requests, spent, ours, bound_s, flops_per_s, engine.info.parameter_count)
 
 
 def _report(
@@ -251,7 +248,6 @@ def _report(
     ours: str,
     bound_s: float,
     flops_per_s: float,
-    outside: float | None,
     parameter_count: int,
 ) -> str:
     output_tokens = sum(r.output_tokens for r in requests)
@@ -278,10 +274,6 @@ def _report(
         f"Arithmetic bound: {bound_s:.2f} s, the matrix products alone at {flops_per_s / 1e9:.0f} GFLOP/s, the best"
         " that the machine reached on 1024 x 1024 in the same run.",
     ]
-    if outside is not None:
-        lines.append(
-            f"Decode step at batch 32, torch's kernels: {outside:.1%} of the time is outside of its operators."
-        )
     return "\n".join(lines)
 
 

@@ -68,10 +68,9 @@ class Added:
 class GatewayBench:
     """A dispatcher between two timed workers and some gateways."""
 
-    def __init__(self, gateways: int, step_s: float, folder: Path, module: str = GATEWAY) -> None:
+    def __init__(self, gateways: int, step_s: float, folder: Path) -> None:
         self.inner = Bench(step_s=step_s)
         self._count = gateways
-        self._module = module
         self._folder = folder
         self._children: list[ChildProcess] = []
         self.addresses: list[str] = []
@@ -80,7 +79,7 @@ class GatewayBench:
         await self.inner.__aenter__()
         for index in range(self._count):
             name = f"gateway-{index}"
-            command = [sys.executable, "-m", self._module, "--port", "0", "--gateway-id", name]
+            command = [sys.executable, "-m", GATEWAY, "--port", "0", "--gateway-id", name]
             command += ["--dispatchers", self.inner.dispatcher.address, "--log-level", "warning"]
             child = ChildProcess(name, command, log_path=self._folder / f"{name}-{os.getpid()}.log")
             self._children.append(child)
@@ -133,10 +132,8 @@ async def run_client(address: str, streams: int, tokens: int) -> None:
     print(json.dumps({**counts, "begin_s": begin_s, "end_s": time.monotonic()}))
 
 
-async def measure_throughput(
-    gateways: int, streams: int, tokens: int, step_s: float, folder: Path, module: str
-) -> Relayed:
-    async with GatewayBench(gateways, step_s, folder, module) as bench:
+async def measure_throughput(gateways: int, streams: int, tokens: int, step_s: float, folder: Path) -> Relayed:
+    async with GatewayBench(gateways, step_s, folder) as bench:
         gateway_cpu_s, dispatcher_cpu_s = bench.cpu_s(), bench.inner.cpu_s()
         clients = [
             await asyncio.create_subprocess_exec(
@@ -158,11 +155,9 @@ async def measure_throughput(
         )
 
 
-async def measure_added_time(
-    rate_per_s: float, duration_s: float, folder: Path, *, quick_ack: bool, module: str = GATEWAY
-) -> Added:
+async def measure_added_time(rate_per_s: float, duration_s: float, folder: Path, *, quick_ack: bool) -> Added:
     """Requests over gRPC and over HTTP, alternating, at an even pace, each over connections that are there already."""
-    async with GatewayBench(1, 0.002, folder, module) as bench:
+    async with GatewayBench(1, 0.002, folder) as bench:
         stub = bench.inner.dispatcher.stub
         idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
         host, port = bench.addresses[0].rsplit(":", 1)
@@ -288,13 +283,12 @@ def _row(values: Sequence[float]) -> str:
 
 async def _measure(args: argparse.Namespace) -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
-    module = "benchmarks.gateway_echo" if args.echo else GATEWAY
     throughput = [
-        await measure_throughput(gateways, args.streams, args.tokens, args.step_s, args.folder, module)
+        await measure_throughput(gateways, args.streams, args.tokens, args.step_s, args.folder)
         for gateways in args.gateways
     ]
     added = [
-        await measure_added_time(rate, args.seconds, args.folder, quick_ack=quick_ack, module=module)
+        await measure_added_time(rate, args.seconds, args.folder, quick_ack=quick_ack)
         for rate in args.rate
         for quick_ack in (False, True) * args.repeat
     ]
@@ -313,7 +307,6 @@ def main() -> None:
     parser.add_argument("--rate", type=float, nargs="+", default=[200.0], metavar="R", help="requests/s each way")
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--repeat", type=int, default=1)
-    parser.add_argument("--echo", action="store_true", help="what uvicorn and grpc.aio cost with nothing between them")
     parser.add_argument("--folder", type=Path, default=Path("out/gateway"), help="for logs")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     parser.add_argument("--client", metavar="ADDRESS", help=argparse.SUPPRESS)

@@ -33,6 +33,7 @@ from services.dispatcher.policy.freeness import RoutingRules
 from services.dispatcher.shell.metrics import DispatcherMetrics
 from services.gateway.config import GatewaySettings
 from services.gateway.metrics import GatewayMetrics
+from services.jobs.config import JobsSettings
 from services.monitor.config import MonitorSettings
 from services.planner.config import PlannerSettings
 from services.worker import metrics as worker_metrics
@@ -50,6 +51,7 @@ SERVICES: tuple[type[Settings], ...] = (
     WorkerSettings,
     MonitorSettings,
     PlannerSettings,
+    JobsSettings,
 )
 _HEAD = """# Configure
 
@@ -171,7 +173,11 @@ def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
     yield "gateway", _of_gateway()
     yield "dispatcher", _of_dispatcher()
     yield "worker", _of_worker()
-    for service, module in (("monitor", "services.monitor.shell"), ("planner", "services.planner.metrics")):
+    for service, module in (
+        ("monitor", "services.monitor.shell"),
+        ("planner", "services.planner.metrics"),
+        ("jobs", "services.jobs.metrics"),
+    ):
         importlib.import_module(module)
         yield service, REGISTRY
 

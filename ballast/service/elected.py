@@ -25,7 +25,7 @@ async def serve_elected(
     candidate: Candidate,
     *,
     state: StateServer,
-    server: RpcServer,
+    server: RpcServer | None,
     stopping: asyncio.Event,
     work: Callable[[], Awaitable[None]],
     on_change: Callable[[int | None], None],
@@ -35,21 +35,22 @@ async def serve_elected(
 
     Ready means: this replica is the active one and the state server answers. A standby serves nobody. `on_change`
     gets the fencing token, or None for standing by; it is called with None before `work` is cancelled. The token is
-    above `floor`.
+    above `floor`. `server`: one whose readiness follows; None: the service has other means.
     """
     async with asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(
             _serve(candidate, state, server, work, on_change, floor or Floor()), name=candidate.service
         )
         await stopping.wait()
-        await server.set_ready(False)
+        if server is not None:
+            await server.set_ready(False)
         serving.cancel()
 
 
 async def _serve(
     candidate: Candidate,
     state: StateServer,
-    server: RpcServer,
+    server: RpcServer | None,
     work: Callable[[], Awaitable[None]],
     on_change: Callable[[int | None], None],
     floor: Floor,
@@ -71,7 +72,10 @@ async def _serve(
             try:
                 await leadership.decided.wait()
                 say_ready(candidate.service, candidate.instance, candidate.address)
-                await keep_up(lambda: _report_readiness(leadership, state, server), "readiness")
+                if server is None:
+                    await asyncio.Event().wait()  # until cancelled
+                else:
+                    await keep_up(lambda: _report_readiness(leadership, state, server), "readiness")
             finally:
                 on_change(None)
     finally:
@@ -90,3 +94,4 @@ async def _report_readiness(leadership: Leadership, state: StateServer, server: 
             await server.set_ready(ready)
             told = ready
         await asyncio.sleep(_HEALTH_INTERVAL_S)
+    await asyncio.Event().wait()  # until cancelled

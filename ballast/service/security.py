@@ -61,6 +61,7 @@ class Role(StrEnum):
     DISPATCHER = "dispatcher"
     WORKER = "worker"
     GATEWAY = "gateway"
+    JOBS = "jobs"
     OPERATOR = "operator"  # a person's tool, past the dispatchers
 
 

@@ -102,7 +102,9 @@ def _read_file(path: Path, service: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(str(path), "must be a mapping of service names to settings")
     section = cast(dict[str, object], content).get(service, {})
-    unknown = sorted(set(cast(dict[str, object], content)) - {"dispatcher", "gateway", "planner", "monitor", "worker"})
+    unknown = sorted(
+        set(cast(dict[str, object], content)) - {"dispatcher", "gateway", "jobs", "planner", "monitor", "worker"}
+    )
     if unknown:
         raise ConfigError(str(path), f"unknown section {unknown[0]!r}; sections are the names of the services")
     if section is None:

@@ -9,6 +9,8 @@ from ballast.client.access import Access
 from ballast.common.errors import ConfigError, InvalidRequest
 from ballast.rpc.tls import CA
 from ballast.service import logs
+from ballast.service.http_client import HttpClient
+from ballast.service.http_server import HttpServer
 from ballast.service.lifecycle import Lifecycle, advertised_address, run_service, say_ready
 from ballast.service.metrics import REGISTRY, MetricsServer
 from ballast.service.otlp import Exporter, sending
@@ -22,7 +24,6 @@ from services.gateway.generation import Generator
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import ServedModel
 from services.gateway.openai.tools import Dialect
-from services.gateway.server import HttpServer
 from tools.dashboard.app import Dashboard
 from tools.dashboard.app import build_app as build_page
 from tools.dashboard.watched import Watched
@@ -57,6 +58,10 @@ async def main(life: Lifecycle) -> None:
         dialect = None if settings.tool_call_parser == "auto" else Dialect(settings.tool_call_parser)
         exposition = MetricsServer("", 0, service=_NAME, instance=gateway_id).shown  # on the port of all else
         exposition.model_name = lambda: model.name
+        jobs = None
+        if settings.jobs is not None:
+            jobs = HttpClient(settings.jobs, tls_dir=settings.tls_dir, server_name=f"{Role.JOBS}.ballast")
+            running.callback(jobs.close)
         exporter = None
         if settings.otlp_traces_endpoint is not None:
             exporter = Exporter(settings.otlp_traces_endpoint, _NAME, gateway_id)
@@ -72,6 +77,7 @@ async def main(life: Lifecycle) -> None:
             ),
             is_stopping=life.stopping.is_set,
             exporter=exporter,
+            jobs=jobs,
         )
         if settings.dashboard:
             watched = Watched(settings.dispatchers, access=page_access(security, settings))

@@ -17,8 +17,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ballast.service.http_client import BrokenCall, HttpClient
+from ballast.service.http_forward import ClientGone, forward
 from ballast.service.logs import get_logger
 from ballast.service.otlp import SERVER, Context, Exporter, span
 from services.gateway.endpoints import Call, Endpoints, Events, Reply
@@ -49,8 +51,10 @@ def build_app(
     bounds: Bounds,
     is_stopping: Callable[[], bool],
     exporter: Exporter | None = None,
+    jobs: HttpClient | None = None,
 ) -> Starlette:
-    """`exporter` sends a span for each call that generates something; None: there are no traces."""
+    """`exporter` sends a span for each call that generates something; None: there are no traces. `jobs`: where files
+    and batches go."""
     door = Door(metrics, bounds, is_stopping, exporter)
     served: list[tuple[str, str, str, Handler]] = [
         ("POST", "/v1/chat/completions", "chatcmpl", endpoints.chat),
@@ -80,6 +84,9 @@ def build_app(
         return Response(dumps(failure.body()), error.status_code, headers)
 
     routes.append(Route("/metrics", show_metrics))
+    for path in ("/v1/files", "/v1/batches"):
+        handed_on = door.handing_on(path, jobs)
+        routes += [Route(path, handed_on), Route(f"{path}/{{rest:path}}", handed_on)]
     direct = {(method, path): route.endpoint for (method, path, _, _), route in zip(served, routes, strict=False)}
     return _App(direct, routes=routes, exception_handlers={HTTPException: on_http_error})
 
@@ -103,10 +110,6 @@ class _App(Starlette):
 class _Traced:
     at: Context  # of this gateway's span
     parent_id: str  # of the client's; "": none
-
-
-class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
 
 
 class Door:
@@ -160,6 +163,37 @@ class Door:
             self._metrics.duration_s.labels(route).observe(took_s)
             if traced is not None:
                 self._tell(traced, route, request_id, answer.status, took_s)
+
+    def handing_on(self, route: str, jobs: HttpClient | None) -> ASGIApp:
+        """Calls that the jobs service answers: bodies and answers go through as they are, whatever their length."""
+
+        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+            began_s = time.perf_counter()
+            answer = Answer(send, _ids("jobs", None)[0])
+            self._in_flight += 1
+            self._metrics.in_flight.set(self._in_flight)
+            try:
+                self._check_room(route)
+                if jobs is None:
+                    why = f"{scope['path']}: this gateway knows no jobs service; start one, and name it by --jobs"
+                    raise invalid(None, why, code="unknown_url", status=404)
+                answer.status = await forward(jobs, scope, receive, answer.pass_on)
+            except ClientGone:
+                answer.status = _CLIENT_GONE
+            except BrokenCall as error:
+                answer.status = 502
+                if not answer.has_begun:  # else returning is what ends the connection: the client sees it was cut off
+                    failure = Failure(502, "server_error", "jobs_broke_off", f"the jobs service: {error}")
+                    await self._fail(route, answer.request_id, failure, answer)
+            except Exception as error:  # noqa: BLE001 - every failure becomes an answer
+                await self._fail(route, answer.request_id, error, answer)
+            finally:
+                self._in_flight -= 1
+                self._metrics.in_flight.set(self._in_flight)
+                self._metrics.requests.labels(route, str(answer.status)).inc()
+                self._metrics.duration_s.labels(route).observe(time.perf_counter() - began_s)
+
+        return _Asgi(serve)
 
     def _trace(self, kind: str, headers: Mapping[str, str]) -> "_Traced | None":
         """A span in the trace that the client has begun, or in a new one."""
@@ -262,8 +296,8 @@ class Answer:
     def __init__(self, send: Send, request_id: str) -> None:
         self.status = 500
         self._send = send
-        self._request_id = request_id.encode()
-        self._has_begun = False
+        self.request_id = request_id
+        self.has_begun = False
 
     async def send_json(
         self, status: int, value: Mapping[str, object], headers: Mapping[str, str] | None = None
@@ -286,7 +320,7 @@ class Answer:
 
     async def send_failure(self, failure: Failure) -> None:
         """Sends it as the whole answer, or as the last event of one that has begun."""
-        if self._has_begun:
+        if self.has_begun:
             self.status = failure.status
             await self._write(event(failure.body()), more=False)
         else:
@@ -294,9 +328,14 @@ class Answer:
 
     async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
-        headers = [*headers, (b"x-request-id", self._request_id)]
-        self._has_begun = True
+        headers = [*headers, (b"x-request-id", self.request_id.encode())]
+        self.has_begun = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def pass_on(self, message: Message) -> None:
+        """Part of an answer that another server has made."""
+        self.has_begun = True
+        await self._send(message)
 
     def _write(self, body: bytes, *, more: bool) -> Awaitable[None]:
         return self._send({"type": "http.response.body", "body": body, "more_body": more})

@@ -28,6 +28,8 @@ class GatewaySettings(GuardedSettings):
     tool_call_parser: Literal["auto", "hermes", "llama3_json"] = "auto"
     """How the model writes calls of tools: hermes (Hermes, Qwen) or llama3_json. auto: by its chat template."""
 
+    jobs: str | None = Field(None, pattern=r"^https?://")
+    """Where /v1/files and /v1/batches go: http://HOST:PORT of the jobs service. Default: there are none."""
     dashboard: bool = False
     """Serve a page at /dashboard that shows the cluster live, to whoever can reach this gateway. Its drops and restores
     need a token with the role operate; without tokens at the dispatchers it has none."""

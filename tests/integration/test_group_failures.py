@@ -15,6 +15,7 @@ from ballast.common.layout import Layout
 from ballast.common.sampling import SamplingParams
 from ballast.common.transition import Phase, TransitionKind
 from services.worker.core.batch import Batch
+from services.worker.core.transition_messages import TakenUp
 from services.worker.links.config import TransportConfig
 from services.worker.pipeline.events import KvAsked
 from services.worker.pipeline.mover import kv_bytes
@@ -144,9 +145,9 @@ def _spy_on_commit(cluster: Cluster, name: str, found: dict[str, list[tuple[int,
     driver, core = cluster.workers[name].member._driver, cluster.workers[name].core
     take_up = driver._take_up
 
-    def spied() -> None:
+    def spied() -> TakenUp:
         found[name] = sorted(core.group_scheduler.kv_tokens.items())
-        take_up()
+        return take_up()
 
     driver._take_up = spied
 

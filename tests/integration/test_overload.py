@@ -21,7 +21,7 @@ PROMPTS = 500
 MAX_TOKENS = 40  # so many that the workers are slower by far than whoever sends
 DEADLINE_S = 60.0
 # A worker's compiled kernels and allocators' arenas fill up once, to about 150 MiB, partly while it warms up, and then
-# stay as they are (benchmarks/memory_growth.py). 15 to 23 MiB were seen to come on top here.
+# stay as they are (benchmarks/results: memory-growth). 15 to 23 MiB were seen to come on top here.
 GROWTH_BYTES = 256 << 20
 
 

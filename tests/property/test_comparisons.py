@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from ballast.common.cost import CostModel
 from ballast.common.ids import GroupId
 from ballast.common.traffic import Pace, Traffic
-from services.planner.policy.compare import Running, choose, compare, compare_restore
+from services.planner.policy.candidates import Running
+from services.planner.policy.compare import choose, compare, compare_restore
 from services.planner.policy.drop import plan_of
 from services.planner.policy.snapshot import Snapshot
 from tests.support.drop_plans import model, singles

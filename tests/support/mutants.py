@@ -106,9 +106,9 @@ def _only_out(block_copies: Any) -> Any:
 def _forgets_early(dissolve: Any) -> Any:
     """A roster that has come before this member's commit is not looked at."""
 
-    def dissolved(self: TransitionDriver) -> None:
+    def dissolved(self: TransitionDriver) -> Any:
         self._early = []
-        dissolve(self)
+        return dissolve(self)
 
     return dissolved
 

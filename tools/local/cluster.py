@@ -34,11 +34,18 @@ from tools.local.process import ChildProcess
 from tools.local.secrets import CLUSTER_SECRET, REDIS_PASSWORD, REDIS_USER, REDIS_USERS, make_secrets
 from tools.local.state_server import PrivateStateServer, state_server
 
-Service = Literal["monitor", "planner", "dispatcher", "worker", "gateway"]
+Service = Literal["monitor", "planner", "dispatcher", "worker", "gateway", "jobs"]
 
-_START_ORDER: tuple[Service, ...] = ("monitor", "planner", "worker", "dispatcher", "gateway")
-_STOP_ORDER: tuple[tuple[Service, ...], ...] = (("gateway",), ("dispatcher",), ("worker",), ("planner", "monitor"))
+_START_ORDER: tuple[Service, ...] = ("monitor", "planner", "worker", "dispatcher", "gateway", "jobs")
+_STOP_ORDER: tuple[tuple[Service, ...], ...] = (
+    ("jobs",),
+    ("gateway",),
+    ("dispatcher",),
+    ("worker",),
+    ("planner", "monitor"),
+)
 _OUTSIDE: tuple[Service, ...] = ("dispatcher", "gateway")  # what clients reach
+_KEEPS_ITS_PORT: tuple[Service, ...] = (*_OUTSIDE, "jobs")  # when it is started again
 _NEEDS_MODEL: tuple[Service, ...] = ("dispatcher", "worker")
 _POLL_S = 0.02
 _STATUS_TIMEOUT_S = 2.0
@@ -83,6 +90,8 @@ class LocalCluster:
         host: Where dispatchers and gateways listen; nobody but them is reachable from elsewhere.
         port: Port of the first dispatcher; the others take the ports that follow. 0: any free ports.
         gateways: How many serve HTTP.
+        jobs: How many replicas keep batches, if there is a folder for them.
+        jobs_folder: Where batches and their files are kept; None: there are none.
         http_port: Port of the first gateway; the others take the ports that follow. 0: any free ports.
         metrics_port: Port of the first service's Prometheus metrics; the others take the ports that follow. 0: any free
             ports; None: no metrics. `metrics_targets` says where they are.
@@ -113,6 +122,8 @@ class LocalCluster:
         monitors: int = 1,
         planners: int = 1,
         gateways: int = 0,
+        jobs: int = 0,
+        jobs_folder: Path | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
         http_port: int = 0,
@@ -142,7 +153,10 @@ class LocalCluster:
             "worker": workers,
             "dispatcher": dispatchers,
             "gateway": gateways,
+            "jobs": jobs if jobs_folder is not None else 0,
         }
+        self._jobs_folder = jobs_folder
+        self._jobs_port = 0
         self._host = host
         self._ports: dict[Service, int] = {"dispatcher": port, "gateway": http_port}
         self._flags: dict[Service, tuple[str, ...]] = {s: tuple((flags or {}).get(s, ())) for s in _START_ORDER}
@@ -174,8 +188,11 @@ class LocalCluster:
     @property
     def http_urls(self) -> list[str]:
         """URLs of the gateways, those killed included: what an OpenAI client takes as its base URL."""
-        scheme = "http" if self._secure is None else "https"
-        return [f"{scheme}://{process.address}/v1" for process in self.processes["gateway"]]
+        return [f"{self._scheme}://{process.address}/v1" for process in self.processes["gateway"]]
+
+    @property
+    def _scheme(self) -> str:
+        return "http" if self._secure is None else "https"
 
     @property
     def access(self) -> Access:
@@ -267,7 +284,7 @@ class LocalCluster:
         dead = self.find(name)
         old, command = dead[0].child, list(dead[0].child.command)
         old.kill()
-        if dead[0].service in _OUTSIDE and dead[0].address:
+        if dead[0].service in _KEEPS_ITS_PORT and dead[0].address:
             command[command.index("--port") + 1] = dead[0].address.rpartition(":")[2]
         child = ChildProcess(name, command, log_path=old.log_path, environ=self._environ)
         processes = self.processes[dead[0].service]
@@ -306,7 +323,7 @@ class LocalCluster:
     async def _start_all(self) -> None:
         give_up_at_s = time.monotonic() + self._start_timeout_s
         for service in _START_ORDER:
-            if self._counts[service] and service == "gateway":  # it has to be told where dispatchers are
+            if self._counts[service] and service in ("gateway", "jobs"):  # told where dispatchers, gateways are
                 await self._wait_all_ready(give_up_at_s)
             for _ in range(self._counts[service]):
                 self._spawn(service)
@@ -321,13 +338,21 @@ class LocalCluster:
         port = first_port + number if first_port else 0
         if service == "worker" and number < len(self._worker_ports):
             port = self._worker_ports[number]
+        if service == "jobs" and number == 0:
+            port = self._jobs_port
         host = self._host if service in _OUTSIDE else "127.0.0.1"
         command = [sys.executable, "-m", f"services.{service}", "--host", host, "--port", str(port)]
         command += [f"--{service}-id", name]
         if service == "gateway":
             command += ["--dispatchers", ",".join(self.addresses)]
+            if self._counts["jobs"]:
+                self._jobs_port = self._jobs_port or free_port()
+                command += ["--jobs", f"{self._scheme}://127.0.0.1:{self._jobs_port}"]
         else:
             command += ["--metrics-port", str(self._take_metrics_port(name)), "--redis-url", self._service_redis_url]
+        if service == "jobs":
+            urls = [url.removesuffix("/v1") for url in self.http_urls]
+            command += ["--folder", str(self._jobs_folder), "--gateways", ",".join(urls)]
         if service in _NEEDS_MODEL:
             command += ["--model", str(self.model)]
         command += ["--cluster-secret-file", str(self._secret_file)]
@@ -336,7 +361,7 @@ class LocalCluster:
                 password = str(self._secure / REDIS_PASSWORD)
                 command += ["--redis-user", REDIS_USER, "--redis-password-file", password]
             command += ["--tls-dir", str(self._secure / service)]
-        if service == "dispatcher" and self._tokens_file is not None:
+        if service in ("dispatcher", "jobs") and self._tokens_file is not None:
             command += ["--tokens-file", str(self._tokens_file)]
         command += [*self._flags[service], *flags]
         child = ChildProcess(name, command, log_path=self.log_dir / f"{name}.log", environ=self._environ)

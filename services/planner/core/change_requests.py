@@ -24,7 +24,8 @@ from services.planner.core.survey import (
     survey,
 )
 from services.planner.core.transition import changed_members
-from services.planner.policy.compare import Comparison, Running, Targets, compare, compare_restore
+from services.planner.policy.candidates import Running
+from services.planner.policy.compare import Comparison, Targets, compare, compare_restore
 from services.planner.policy.drop import DropPlan, Method, plan, plan_of, plan_shallow
 from services.planner.policy.explain import explain, explain_restore
 from services.planner.policy.restore import RESTORE_USAGE_LIMIT, RestorePlan, plan_restore

@@ -18,7 +18,7 @@ class WorkerLimits:
     max_waiting_count: int = 64  # --max-num-queued-reqs
     max_waiting_tokens: int = 65_536  # --max-num-queued-tokens
     # Of the KV blocks, kept free for the growth of what runs. In a full cache 0.05 leaves a third to a twentieth of
-    # the preemptions that 0 causes, for 2 to 3 % more steps (benchmarks.worker_core).
+    # the preemptions that 0 causes, for 2 to 3 % more steps (benchmarks/results: worker-core).
     admission_reserve_fraction: float = 0.05
     swap_block_count: int = 0  # KV blocks in host memory for who gives way; 0: victims are computed anew
     swap_blocks_per_step: int = 0  # 0: as many as hide behind the step

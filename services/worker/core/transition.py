@@ -8,7 +8,7 @@ worker from the commit on, and the old group comes to its end beside that; the K
 exchanged likewise.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from ballast.common.errors import InvariantViolation
@@ -66,6 +66,7 @@ from services.worker.core.transition_messages import (
 class _Progress:
     """What is still to happen in one transition."""
 
+    begun: bool = False
     links_up: bool = False
     memory_ready: bool = False
     boundary: bool = False  # own batches, if it led
@@ -83,7 +84,7 @@ class _Progress:
     stages_missing: dict[SequenceId, set[WorkerId]] = field(default_factory=dict)  # leader: victim -> stages
     early_complete: set[tuple[SequenceId, WorkerId]] = field(default_factory=set)
     led: bool = False
-    own_victims: tuple[Victim, ...] = ()
+    own_victims: tuple[Victim, ...] = ()  # sequences that this worker has led and goes on leading, with their KV
 
 
 class Transition:
@@ -122,9 +123,6 @@ class Transition:
         """Its group's leader has not said yet whose KV stays."""
         return self.phase is Phase.EXCHANGING and self.part.new.leader.worker_id not in self._is.waves
 
-    def begin(self) -> list[Command]:
-        return [ConnectLinks(self.epoch, self.part.peers), PrepareMemory(self.plan)]
-
     def handle(self, event: Event) -> list[Command]:
         before = self.phase
         commands = self._handle(event)
@@ -134,6 +132,8 @@ class Transition:
 
     def _handle(self, event: Event) -> list[Command]:
         match event:
+            case PrepareRequested():
+                return self._begin()
             case LinksUp():
                 self._is.links_up = True
                 return self._maybe_prepared()
@@ -148,13 +148,13 @@ class Transition:
                 return self._commit()
             case BoundaryReached():
                 return self._boundary()
-            case GroupEnded():
-                return self._group_ended()
+            case GroupEnded(own_victims=own_victims):
+                return self._group_ended(own_victims)
             case EpochEnded():
                 self._is.epoch_ended = True
                 return self._maybe_close() if self.part.dissolves else self._maybe_take_up()
-            case TakenUp():
-                return self._taken_up()
+            case TakenUp(own_victims=own_victims):
+                return self._taken_up(own_victims)
             case HandoverReceived(source=source, victims=victims):
                 self._is.handovers.setdefault(source, victims)
                 return self._maybe_lead()
@@ -173,10 +173,14 @@ class Transition:
                 return self._stage_complete(sequence_id, source)
             case PeerLost(peer=peer, why=why):
                 return self._peer_lost(peer, why)
-            case PrepareRequested():
-                return []  # the same plan once more
 
     # ------------------------------------------------------------ before commit
+
+    def _begin(self) -> list[Command]:
+        if self._is.begun:
+            return []  # the same plan once more
+        self._is.begun = True
+        return [ConnectLinks(self.epoch, self.part.peers), PrepareMemory(self.plan)]
 
     def _maybe_prepared(self) -> list[Command]:
         if self.phase is Phase.PREPARING and self._is.links_up and self._is.memory_ready:
@@ -231,9 +235,10 @@ class Transition:
         self._is.taken_up = True
         return [TakeUp(self.plan)]
 
-    def _taken_up(self) -> list[Command]:
+    def _taken_up(self, own_victims: tuple[Victim, ...]) -> list[Command]:
         if self.phase is not Phase.COMMITTING:
             return []
+        self._is.own_victims = own_victims
         self.phase = Phase.EXCHANGING
         if self.part.dissolves:
             return self._maybe_close()
@@ -242,12 +247,12 @@ class Transition:
 
     # ------------------------------------------------------------ the end of a group that dissolves
 
-    def _group_ended(self) -> list[Command]:
+    def _group_ended(self, own_victims: tuple[Victim, ...]) -> list[Command]:
         """The leader that was has nothing left in it."""
         is_ = self._is
         if self.phase is not Phase.EXCHANGING or not self.part.dissolves or is_.epoch_ended:
             return []
-        is_.epoch_ended = True
+        is_.epoch_ended, is_.own_victims = True, own_victims
         followers = tuple(w for w in members_of(self.part.old) if w != self.me)
         told: list[Command] = [SendEpochEnded(self.epoch, followers)]
         return told + self._maybe_close()
@@ -263,10 +268,6 @@ class Transition:
         commands: list[Command] = [CloseSeat(self.epoch)]
         commands += [SendHandover(self.epoch, to) for to in self.part.handovers_to if to not in is_.lost]
         return commands + self._maybe_lead() + self._maybe_done()
-
-    def own_victims(self, victims: Iterable[Victim]) -> None:
-        """The sequences this worker led and goes on leading; told before TakenUp."""
-        self._is.own_victims = tuple(victims)
 
     def _maybe_lead(self) -> list[Command]:
         is_ = self._is

@@ -62,18 +62,22 @@ class BoundaryReached:
 
 @dataclass(frozen=True, slots=True)
 class GroupEnded:
-    """No batch of the group that dissolves is in flight, and this worker has handed over what was left in it."""
+    """No batch of the group that dissolves is in flight, and this worker has handed over what was left in it, but for
+    `own_victims`, which it goes on leading.
+    """
 
     at_s: float
     epoch: Epoch
+    own_victims: tuple[Victim, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class TakenUp:
-    """Memory and role are those of the new layout."""
+    """Memory and role are those of the new layout. `own_victims`: what this worker has led and goes on leading."""
 
     at_s: float
     epoch: Epoch
+    own_victims: tuple[Victim, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

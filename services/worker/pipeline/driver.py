@@ -1,10 +1,12 @@
-"""One transition at a time: what its state machine wants is carried out, and it is told what has come of it.
+"""One transition at a time: `core.transition` decides, and its commands are carried out here.
 
-`core.transition` decides. Each command has its line in `_execute`; what is more than a message is done by the parts.
+`drive` is the one loop. Each command has its line in `_execute`, which returns what has come of it as the next event;
+no function that carries out a command drives the transition itself. What is more than a message is done by the parts.
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ballast.common.errors import InvariantViolation
@@ -39,6 +41,7 @@ from services.worker.core.transition_messages import (
     PeerLost,
     PreparationFailed,
     PrepareMemory,
+    PrepareRequested,
     Quiesce,
     ReleaseLost,
     ReleaseSent,
@@ -60,10 +63,13 @@ from services.worker.pipeline.events import (
     HandoverArrived,
     KvAsked,
     KvLeft,
+    LayerArrived,
+    LayerAsked,
+    LayerChecked,
     LinkMade,
     PlanReceived,
+    RoomGranted,
     RosterArrived,
-    Told,
 )
 from services.worker.pipeline.handover import Handover
 from services.worker.pipeline.leaving import Leaving
@@ -111,7 +117,6 @@ class TransitionDriver:
         self._broken = broken
         self._second = second
         self._now = context.now
-        self._post = context.post
         self.transition: Transition | None = None  # under way, or the last
         self._received: PlanReceived | None = None
         self.leaving: Leaving | None = None  # the group before, which dissolves
@@ -139,14 +144,13 @@ class TransitionDriver:
             return
         self._links.retire(self._role.epoch)
         self._learning = False
-        transition = self.transition = Transition(self._role.me, plan)
+        self.transition = Transition(self._role.me, plan)
         self._received = event
         self._published.begin(plan.epoch, self._context.book.block_count)
         self._handover.begin()
         self._early = []
         self._mover.core.begin(self._context.book)
-        self._execute(transition.begin())
-        self._publish()
+        self.drive(PrepareRequested(self._now(), plan))
 
     def told(self, epoch: Epoch, event: Event) -> None:
         transition = self.transition
@@ -162,12 +166,27 @@ class TransitionDriver:
                 pass
         self.drive(event)
 
-    def drive(self, event: Event) -> None:
-        if self.transition is None:
+    def drive(self, *events: Event | RosterArrived) -> None:
+        """Takes events to commands and their results to events until none is left; then sends KV and publishes, once.
+        A group that is lost takes its transition with it, and what was still to be told to that.
+        """
+        if not events:
             return
+        queue = deque(events)
+        while queue and self.transition is not None:
+            for command in self._handle(self.transition, queue.popleft()):
+                queue.extend(self._execute(command))
+        self._mover.flush()
+        if self.transition is not None:
+            self._published.publish(self.transition)
+        self._stage.run_early()
+
+    def _handle(self, transition: Transition, event: Event | RosterArrived) -> list[Command]:
+        if isinstance(event, RosterArrived):
+            self._make_room_for(event)
+            event = replace(event.event, source=self._role.leader) if event.event.wave else event.event
         self._published.note(event)
-        self._execute(self.transition.handle(event))
-        self._publish()
+        return transition.handle(event)
 
     @property
     def may_form(self) -> bool:
@@ -186,10 +205,12 @@ class TransitionDriver:
             # What has ended since the last batch, while the stages still follow this leader: it would stay there.
             self._capacities.tell_core(ends=True)
             self.drive(BoundaryReached(self._now(), transition.epoch))
-        self._restoring.poll(transition)
+        if transition is not None:
+            self.drive(*self._restoring.lead(transition))
+            self.drive(*self._restoring.take_awaited_room(transition))
+        self._restoring.undo()
         if self.leaving is not None and self.leaving.poll():
-            self._current().own_victims(self.leaving.own_victims)
-            self.drive(GroupEnded(self._now(), self.leaving.epoch))
+            self.drive(GroupEnded(self._now(), self.leaving.epoch, self.leaving.own_victims))
         if self._learning and not self._layer_loading.reads_layers:
             self._learning = False
             if transition is not None:
@@ -221,26 +242,42 @@ class TransitionDriver:
         if self._current().phase in BEFORE_COMMIT:
             self._early.append(event)
             return
-        roster = event.event
-        if roster.wave:
-            roster = replace(roster, source=self._role.leader)
+        self.drive(event)
+
+    def _make_room_for(self, event: RosterArrived) -> None:
+        """Blocks of sequences that are recomputed are needed for those that keep their KV."""
+        if event.event.wave:
+            roster = replace(event.event, source=self._role.leader)
             self._links.pass_down(Topic.WAVE, roster_to_bytes(roster, event.recomputed))
             # Blocks that batches before it have freed are taken by KV that comes over links: nothing may touch them.
             self._memory.pool.backend.synchronise()
         else:
-            for sequence_id in event.recomputed:  # their blocks are needed for those that keep their KV
+            for sequence_id in event.recomputed:
                 self._context.book.release(sequence_id)
         self._mover.core.forget(event.recomputed)
-        self.drive(roster)
-        self._stage.run_early()
 
     def kv_asked(self, event: KvAsked) -> None:
         if self.is_current(event.epoch):
             self._mover.asked(event)
 
     def kv_left(self, event: KvLeft) -> None:
-        for sent in self._mover.left(event) if self.is_current(event.send.epoch) else ():
-            self.drive(sent)
+        if self.is_current(event.send.epoch):
+            self.drive(*self._mover.left(event))
+
+    def room_granted(self, event: RoomGranted) -> None:
+        if self.leaving is not None and self.leaving.epoch == event.epoch:
+            self.leaving.limited(event.block_count)
+        else:
+            self.drive(*self._restoring.room_is_granted(self.transition, event.epoch, event.block_count))
+
+    def room_withdrawn(self, epoch: Epoch) -> None:
+        self.drive(*self._restoring.room_is_withdrawn(self.transition, epoch))
+
+    def layer_asked(self, event: LayerAsked) -> None:
+        self._restoring.layer_asked(self.transition, event)
+
+    def layer_news(self, event: LayerArrived | LayerChecked) -> None:
+        self.drive(*self._restoring.layer_news(self.transition, event))
 
     def abandon(self) -> None:
         """The group is no more."""
@@ -309,91 +346,86 @@ class TransitionDriver:
 
     # ------------------------------------------------------------ commands
 
-    def _execute(self, commands: Iterable[Command]) -> None:
-        for command in commands:
-            match command:
-                case ConnectLinks(epoch=epoch, peers=peers):
-                    received = self._plan_received()
-                    self._links.connect(epoch, peers, received.data_addresses, received.lives)
-                case PrepareMemory():
-                    self._prepare_memory()
-                case UndoPreparation(plan=plan):
-                    self.quiescing = False
-                    self._restoring.give_up(plan)
-                case Quiesce():
-                    self.quiescing = True
-                    self._published.note_commit()
-                case SendEpochEnded(epoch=epoch):
-                    self._pass_end_on(epoch)
-                case TakeUp() if self._current().part.dissolves:
-                    self._dissolve()
-                case TakeUp():
-                    self._take_up()
-                case Empty(epoch=epoch):
-                    self._the_leaving().empty(self._current().lost)
-                    self.drive(GroupEnded(self._now(), epoch))
-                case GiveWay():
-                    if self.leaving is not None:
-                        self.leaving.give_way()
-                case CloseSeat():
-                    self._the_leaving().close()
-                    self._restoring.lift_limit()
-                case SendHandover(epoch=epoch, to=to):
-                    self._handover.send(epoch, to)
-                case Lead(victims=victims):
-                    self._lead(victims, 0)
-                case LeadWave(wave=wave):
-                    self._lead((), wave)
-                case SendRoster():
-                    self._handover.send_roster(command)
-                case SendKv():
-                    self._mover.send(command)
-                case ExpectKv():
-                    self._mover.expect(command)
-                case SendKvComplete(sequence_id=sequence_id, to=to):
-                    self._links.send(to, TrafficClass.CONTROL, Topic.KV_COMPLETE, b"", stream=sequence_id)
-                case Resume(sequence_id=sequence_id):
-                    self._resume(sequence_id)
-                case ReleaseSent():
-                    self._release_sent()
-                case SendWaveDone(wave=wave, to=to):
-                    self._links.send(to, TrafficClass.CONTROL, Topic.WAVE_DONE, b"", stream=wave)
-                case ReleaseLost():
-                    self._release_lost()
-                case Broken(peer=peer, why=why):
-                    self._broken(self._current().epoch, peer, why)
-        self._mover.flush()
+    def _execute(self, command: Command) -> Sequence[Event | RosterArrived]:
+        """Returns what has come of it, if that is known at once."""
+        match command:
+            case ConnectLinks(epoch=epoch, peers=peers):
+                received = self._plan_received()
+                self._links.connect(epoch, peers, received.data_addresses, received.lives)
+            case PrepareMemory():
+                return self._prepare_memory()
+            case UndoPreparation(plan=plan):
+                self.quiescing = False
+                self._restoring.give_up(plan)
+            case Quiesce():
+                self.quiescing = True
+                self._published.note_commit()
+            case SendEpochEnded(epoch=epoch):
+                self._pass_end_on(epoch)
+            case TakeUp():
+                return self._dissolve() if self._current().part.dissolves else [self._take_up()]
+            case Empty(epoch=epoch):
+                self._the_leaving().empty(self._current().lost)
+                return [GroupEnded(self._now(), epoch, self._the_leaving().own_victims)]
+            case GiveWay():
+                if self.leaving is not None:
+                    self.leaving.give_way()
+            case CloseSeat():
+                self._the_leaving().close()
+                self._restoring.lift_limit()
+            case SendHandover(epoch=epoch, to=to):
+                self._handover.send(epoch, to)
+            case Lead(victims=victims):
+                return [self._lead(victims, 0)]
+            case LeadWave(wave=wave):
+                return [self._lead((), wave)]
+            case SendRoster():
+                self._handover.send_roster(command)
+            case SendKv():
+                self._mover.send(command)
+            case ExpectKv():
+                self._mover.expect(command)
+            case SendKvComplete(sequence_id=sequence_id, to=to):
+                self._links.send(to, TrafficClass.CONTROL, Topic.KV_COMPLETE, b"", stream=sequence_id)
+            case Resume(sequence_id=sequence_id):
+                self._resume(sequence_id)
+            case ReleaseSent():
+                self._release_sent()
+            case SendWaveDone(wave=wave, to=to):
+                self._links.send(to, TrafficClass.CONTROL, Topic.WAVE_DONE, b"", stream=wave)
+            case ReleaseLost():
+                self._release_lost()
+            case Broken(peer=peer, why=why):
+                self._broken(self._current().epoch, peer, why)
+        return ()
 
     # ------------------------------------------------------------ prepare
 
-    def _prepare_memory(self) -> None:
+    def _prepare_memory(self) -> Sequence[PreparationFailed]:
+        """`MemoryReady` follows once what has begun here is done, see `poll`; unless it fails at once."""
         transition, progress = self._current(), self._published.counted
-        if why := self._why_unfit(transition):
-            self._fail(transition, why)
-        elif transition.plan.kind is TransitionKind.RESTORE:
+        why = self._why_unfit(transition)
+        if not why and transition.plan.kind is TransitionKind.RESTORE:
             progress.block_count_after = self._memory.home_block_count
-            if why := self._restoring.why_too_long():
-                self._fail(transition, why)
-            else:
-                self._restoring.begin(transition.epoch, self._plan_received().sources)
-        elif lacking := set(self._layers_to_come(transition)) - set(self._memory.parameters.held_layers):
-            self._fail(transition, f"{self._role.me} does not hold layers {sorted(lacking)}, which it is to execute")
-        else:
+            self._restoring.begin(transition.epoch, self._plan_received().sources)
+        elif not why:
             dropped = self._layers_lost(transition)
             progress.block_count_after = self._memory.blocks_after_drop(dropped)
             self._layer_loading.learn(dropped)
-            self._learning = True  # see `poll`
+            self._learning = True
+        return [PreparationFailed(self._now(), transition.epoch, why)] if why else ()
 
     def _why_unfit(self, transition: Transition) -> str:
-        """Why this worker cannot take part, whatever memory there is."""
-        if transition.plan.kind is TransitionKind.RESTORE and (why := self._restoring.why_not(transition)):
+        """Why this worker cannot take part; empty: it can."""
+        restores, base = transition.plan.kind is TransitionKind.RESTORE, transition.part.old
+        if restores and (why := self._restoring.why_not(transition)):
             return why
-        base = transition.part.old
-        return "" if base is None else self._role.why_not_as_in(base)
-
-    def _fail(self, transition: Transition, why: str) -> None:
-        """After the commands that are being carried out."""
-        self._post(Told(transition.epoch, PreparationFailed(self._now(), transition.epoch, why)))
+        if base is not None and (why := self._role.why_not_as_in(base)):
+            return why
+        if restores:
+            return self._restoring.why_too_long()
+        lacking = set(self._layers_to_come(transition)) - set(self._memory.parameters.held_layers)
+        return f"{self._role.me} does not hold layers {sorted(lacking)}, which it is to execute" if lacking else ""
 
     def _layers_to_come(self, transition: Transition) -> range:
         return own_layers(self._role.me, transition.part.new.members)
@@ -404,7 +436,7 @@ class TransitionDriver:
 
     # ------------------------------------------------------------ commit
 
-    def _take_up(self) -> None:
+    def _take_up(self) -> TakenUp:
         """Between two batches: sequences change hands, memory is moved, and the role is another one."""
         transition, now_s, role = self._current(), self._now(), self._role
         self._published.note_commit()
@@ -417,17 +449,17 @@ class TransitionDriver:
         self._capacities.begin()
         self._answers.tell(RoleChanged(now_s, role.leads, len(new.members)))
         self.quiescing = role.leads  # a leader forms batches once all members are ready
-        transition.own_victims(own)
         progress = self._published.counted
         progress.halted_at_s = progress.commit_at_s
         progress.taken_up_at_s = self._now()
         progress.boundary_wait_s = progress.taken_up_at_s - progress.commit_at_s - progress.remap_s
         get_logger().info("layout taken up", epoch=transition.epoch, **progress.until_taken_up())
-        self.drive(TakenUp(self._now(), transition.epoch))
-        self._stage.run_early()
+        return TakenUp(self._now(), transition.epoch, own)
 
-    def _dissolve(self) -> None:
-        """Between two batches: this worker serves alone, and the group before goes on beside that."""
+    def _dissolve(self) -> Sequence[Event | RosterArrived]:
+        """Between two batches: this worker serves alone, and the group before goes on beside that. Rosters of peers
+        that have the commit already follow.
+        """
         transition, now_s, role, context = self._current(), self._now(), self._role, self._context
         progress = self._published.counted
         self._published.note_commit()
@@ -459,10 +491,8 @@ class TransitionDriver:
         progress.boundary_wait_s = max(0.0, progress.taken_up_at_s - progress.commit_at_s - progress.remap_s)
         get_logger().info("layout taken up", epoch=transition.epoch, **progress.until_taken_up())
         self._handover.adopt_by_tokens(now_s)
-        self.drive(TakenUp(self._now(), transition.epoch))
         early, self._early = self._early, []
-        for roster in early:
-            self.roster_arrived(roster)
+        return [TakenUp(self._now(), transition.epoch), *early]
 
     def _has_grown(self, block_count: int) -> None:
         self._context.grow_book(block_count)
@@ -486,18 +516,18 @@ class TransitionDriver:
         self._context.grow_book(block_count)
         progress.remap_s += self._now() - began_s
 
-    def _lead(self, victims: tuple[Victim, ...], wave: int) -> None:
+    def _lead(self, victims: tuple[Victim, ...], wave: int) -> Led:
         """A wave is live only if all who hold KV are stages of the new group, and so come to every roster."""
         transition, now_s, progress = self._current(), self._now(), self._published.counted
         if wave:
             decision = self._handover.lead_on(progress, now_s)
-            self._memory.pool.backend.synchronise()  # see `roster_arrived`
+            self._memory.pool.backend.synchronise()  # see `_make_room_for`
         else:
             decision = self._handover.lead(transition, victims, progress, now_s)
             self.quiescing = False
         self._mover.core.forget(decision.recomputed)
         admitted, last = decision.wave.admitted, decision.wave.last
-        self.drive(Led(self._now(), transition.epoch, admitted, wave, last))
+        return Led(self._now(), transition.epoch, admitted, wave, last)
 
     # ------------------------------------------------------------ exchange
 
@@ -528,11 +558,6 @@ class TransitionDriver:
         self._capacities.tell_leader(self._restoring.withdrawn_epoch)
 
     # ------------------------------------------------------------ what there must be
-
-    def _publish(self) -> None:
-        """A group that is lost takes its transition with it: then there is nothing to tell here."""
-        if self.transition is not None:
-            self._published.publish(self.transition)
 
     def _current(self) -> Transition:
         if self.transition is None:

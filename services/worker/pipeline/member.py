@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
@@ -60,9 +59,6 @@ from services.worker.pipeline.stage_watch import HostWatch
 from services.worker.pipeline.status import Progress
 from services.worker.shell import MemberEvent, StepOutcome
 
-if TYPE_CHECKING:
-    pass
-
 
 class GroupMember:
     """See `services.worker.shell.Member`."""
@@ -97,13 +93,7 @@ class GroupMember:
             background=environment.background,
             hurried=lambda: pace.memory_is_awaited,
         )
-        self._restoring = restoring = Restoring(
-            context,
-            capacities,
-            layer_loading,
-            under_way=lambda: self._driver.transition,
-            drive=lambda event: self._driver.drive(event),
-        )
+        restoring = Restoring(context, capacities, layer_loading)
         watch = environment.watch or partial(HostWatch, now)
         self._copier = environment.copier
         self._stage = stage = StageRunner(
@@ -195,7 +185,7 @@ class GroupMember:
 
     def handle(self, event: MemberEvent) -> list[Answer]:
         self._is_awake = self._is_awake or not isinstance(event, BatchArrived | ResultArrived)
-        driver, restoring = self._driver, self._restoring
+        driver = self._driver
         match event:
             case PlanReceived():
                 self._plan_received(event)
@@ -229,17 +219,14 @@ class GroupMember:
                 driver.link_made(event)
             case CapacityTold():
                 self._capacity_told(event)
-            case RoomGranted(epoch=epoch, block_count=block_count):
-                if driver.leaving is not None and driver.leaving.epoch == epoch:
-                    driver.leaving.limited(block_count)
-                else:
-                    restoring.room_is_granted(epoch, block_count)
+            case RoomGranted():
+                driver.room_granted(event)
             case RoomWithdrawn(epoch=epoch):
-                restoring.room_is_withdrawn(epoch)
+                driver.room_withdrawn(epoch)
             case LayerAsked():
-                restoring.layer_asked(event)
+                driver.layer_asked(event)
             case LayerArrived() | LayerChecked():
-                restoring.layer_news(event)
+                driver.layer_news(event)
             case MigrationOrdered() | MigrationTold() | KvLeft():
                 self._migrations.handle(event)
             case Woken():

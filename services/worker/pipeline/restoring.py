@@ -3,7 +3,7 @@
 `LayerLoading` makes the room and takes the layers back; here is what the group hears of it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.transition import Phase, TransitionKind
@@ -25,16 +25,9 @@ _PROMPT_BLOCKS = 0.5
 
 
 class Restoring:
-    def __init__(
-        self,
-        context: MemberContext,
-        capacities: Capacities,
-        layer_loading: LayerLoading,
-        *,
-        under_way: Callable[[], Transition | None],
-        drive: Callable[[Event], None],
-    ) -> None:
-        """`drive` tells the transition that is under way."""
+    """What it is asked to do returns the events that the transition is to be told."""
+
+    def __init__(self, context: MemberContext, capacities: Capacities, layer_loading: LayerLoading) -> None:
         self._context = context
         self._role = context.role
         self._links = context.links
@@ -42,8 +35,6 @@ class Restoring:
         self.layer_loading = self._layer_loading = layer_loading
         self._published = context.published
         self._memory = context.memory
-        self._under_way = under_way
-        self._drive = drive
         self._tell = context.answers.tell
         self._now = context.now
         self._limit: int | None = None  # leader: of the restore that is being prepared, not granted yet
@@ -64,15 +55,6 @@ class Restoring:
     @property
     def withdrawn_epoch(self) -> Epoch:
         return self._withdrawn_epoch
-
-    def poll(self, transition: Transition | None) -> None:
-        """Between two batches: what waits for room, or for the end of what is on its way."""
-        if self._role.leads and transition is not None and transition.plan.kind is TransitionKind.RESTORE:
-            self._lead(transition)
-        if self._layer_loading.wants_room:
-            self._take_room()
-        if self.undoing:
-            self._undo()
 
     # ------------------------------------------------------------ its begin
 
@@ -117,79 +99,85 @@ class Restoring:
 
     # ------------------------------------------------------------ room
 
-    def _lead(self, transition: Transition) -> None:
+    def lead(self, transition: Transition) -> Sequence[Event]:
+        """Between two batches: the leader limits its group, and grants room once nobody holds a block beyond that."""
         epoch = transition.epoch
+        if not self._role.leads or transition.plan.kind is not TransitionKind.RESTORE:
+            return ()
         if transition.phase in BEFORE_COMMIT and (why := self.why_too_long()):
-            self._drive(PreparationFailed(self._now(), epoch, why))
+            return [PreparationFailed(self._now(), epoch, why)]
         if not self._leads or transition.phase is not Phase.PREPARING or self._links.missing:
-            return
+            return ()
         if self._limit is None:
             self._limit = self._capacities.smallest_leaving
             self._capacities.limit(epoch, self._limit)
             self.limit_prompts()
-        if self._context.group_scheduler.settled:  # nobody holds or will take a block beyond the limit
-            self._leads = False
-            self.room_is_granted(epoch, self._limit)
+        if not self._context.group_scheduler.settled:
+            return ()
+        self._leads = False
+        return self.room_is_granted(transition, epoch, self._limit)
 
-    def room_is_granted(self, epoch: Epoch, block_count: int) -> None:
+    def room_is_granted(self, transition: Transition | None, epoch: Epoch, block_count: int) -> Sequence[Event]:
         """Told down the pipeline, behind all batches."""
         self._links.pass_down(Topic.ROOM, room_to_bytes(epoch, block_count))
         if epoch >= self._granted[0]:  # else it is of one that is over
             self._granted = (epoch, block_count)
-        self._take_room()
+        return () if transition is None else self._take_room(transition)
 
-    def room_is_withdrawn(self, epoch: Epoch) -> None:
+    def room_is_withdrawn(self, transition: Transition | None, epoch: Epoch) -> Sequence[Event]:
         """Follower: what it has from now on, it has for good, and the leader may count on it."""
         if self._role.leads:
             self._published.stale_total += 1
-            return
+            return ()
         self._pass_on_withdrawal(epoch)
-        transition = self._under_way()
-        if transition is not None and transition.epoch == epoch:
-            self._drive(PreparationFailed(self._now(), epoch, "the leader has given it up"))
+        if transition is not None and transition.epoch == epoch and transition.phase in BEFORE_COMMIT:
+            return [PreparationFailed(self._now(), epoch, "the leader has given it up")]
         if not self.undoing:  # else it is said then
             self._capacities.tell_leader(self._withdrawn_epoch)
+        return ()
 
     def _pass_on_withdrawal(self, epoch: Epoch) -> None:
         """Down the pipeline, behind the grant of room if there was one."""
         self._links.pass_on(Topic.ROOM_WITHDRAWN, epoch)
         self._withdrawn_epoch = max(self._withdrawn_epoch, epoch)
 
-    def _take_room(self) -> None:
-        transition, (epoch, block_count) = self._under_way(), self._granted
-        if transition is None or transition.epoch != epoch or transition.phase not in BEFORE_COMMIT:
-            return  # the leader's word may come before the planner's
+    def take_awaited_room(self, transition: Transition) -> Sequence[Event]:
+        """Between two batches: what was granted before the plan had come, or links were up."""
+        return self._take_room(transition) if self._layer_loading.wants_room else ()
+
+    def _take_room(self, transition: Transition) -> Sequence[Event]:
+        epoch, block_count = self._granted
+        if transition.epoch != epoch or transition.phase not in BEFORE_COMMIT:
+            return ()  # the leader's word may come before the planner's
         if not self._layer_loading.wants_room:  # the leader has committed already, and its group needs less
             self._layer_loading.shrink(block_count)
             self._memory.make_room_for_layers((), block_count=self._context.book.block_count)
         elif not self._links.missing:  # else peers could not be asked for layers
             self._layer_loading.make_room(block_count)
-            self._after_pull(transition)
+            return self._after_pull(transition)
+        return ()
 
     # ------------------------------------------------------------ layers
 
-    def layer_asked(self, event: LayerAsked) -> None:
-        link, transition = event.link, self._under_way()
+    def layer_asked(self, transition: Transition | None, event: LayerAsked) -> None:
+        link = event.link
         if transition is not None and transition.epoch == event.epoch and transition.phase in BEFORE_COMMIT:
             self._layer_loading.serve(link, event, self._role.layers)
         else:
             self._layer_loading.refuse(link, event)
 
-    def layer_news(self, event: LayerArrived | LayerChecked) -> None:
-        if not self._layer_loading.handle(event):
-            return
-        transition = self._under_way()
-        if transition is not None and transition.phase is Phase.PREPARING:
-            self._after_pull(transition)
+    def layer_news(self, transition: Transition | None, event: LayerArrived | LayerChecked) -> Sequence[Event]:
+        if not self._layer_loading.handle(event) or transition is None or transition.phase is not Phase.PREPARING:
+            return ()
+        return self._after_pull(transition)
 
-    def _after_pull(self, transition: Transition) -> None:
-        now_s = self._now()
+    def _after_pull(self, transition: Transition) -> Sequence[Event]:
         if self._layer_loading.failure:
-            self._drive(PreparationFailed(now_s, transition.epoch, self._layer_loading.failure))
-        elif self._layer_loading.complete:
-            self._drive(MemoryReady(now_s, transition.epoch))
-        else:
-            self._published.publish(transition)
+            return [PreparationFailed(self._now(), transition.epoch, self._layer_loading.failure)]
+        if self._layer_loading.complete:
+            return [MemoryReady(self._now(), transition.epoch)]
+        self._published.publish(transition)
+        return ()
 
     # ------------------------------------------------------------ its end
 
@@ -205,9 +193,9 @@ class Restoring:
             self._pass_on_withdrawal(plan.epoch)
             self.lift_limit()
 
-    def _undo(self) -> None:
-        """The burst is back: layers are given up again, once nothing writes into them any more."""
-        block_count = self._layer_loading.undo(self._role.layers)
+    def undo(self) -> None:
+        """Between two batches, after an abort: layers are given up again, once nothing writes into them any more."""
+        block_count = self._layer_loading.undo(self._role.layers) if self.undoing else None
         if block_count is not None:
             self.undoing = False
             self._context.grow_book(block_count)

@@ -8,7 +8,8 @@ import pytest
 from ballast.common.cost import CostModel
 from ballast.common.ids import GroupId, WorkerId
 from ballast.common.traffic import Pace, Traffic
-from services.planner.policy.compare import Comparison, Running, Targets, compare, compare_restore
+from services.planner.policy.candidates import Running
+from services.planner.policy.compare import Comparison, Targets, compare, compare_restore
 from services.planner.policy.drop import plan_of
 from services.planner.policy.fluid_model import Future, Kind, Machine, bubbles, look_ahead, token_s
 from services.planner.policy.snapshot import GroupState, InstanceState, ModelShape, Snapshot
@@ -233,6 +234,16 @@ def test_what_is_chosen_is_what_is_planned() -> None:
     )
     named = [group_id for merge in chosen.merges for group_id in merge]
     assert len(set(named)) == len(named)
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_of_an_odd_number_of_instances_none_is_left_out(count: int) -> None:
+    """With pairs alone the last instance would keep all its parameters, and wait for memory as before."""
+    snapshot = running(alone([f"w{i}" for i in range(count)], BLOCKS - 5), 24)
+    much = replace(LONG, queued_count=40 * count, queued_tokens=20_000 * count, minute_count=50 * count)
+    found = compare(snapshot, Running(256, 4), replace(much, minute_tokens=25_000 * count), PACE)
+    plan = plan_of(snapshot, found.chosen.merges, 1)
+    assert sum(len(group.members) for group in plan.groups) == count
 
 
 def test_unlike_machines_are_judged_by_their_own_pace_and_merged_with_their_like() -> None:

@@ -25,6 +25,7 @@ from services.worker.core.transition_messages import (
     LinksUp,
     MemoryReady,
     PeerLost,
+    PrepareRequested,
     ReleaseLost,
     Resume,
     RosterReceived,
@@ -51,7 +52,8 @@ PLAN = Plan(TransitionKind.RESTORE, Layout(OLD, LAYERS, (PIPELINE,), ""), Layout
 def prepared(me: WorkerId) -> Transition:
     transition = Transition(me, PLAN)
     others = tuple(name for name in NAMES if name != me)
-    assert transition.begin()[0] == ConnectLinks(NEW, others)
+    assert transition.handle(PrepareRequested(0.0, PLAN))[0] == ConnectLinks(NEW, others)
+    assert transition.handle(PrepareRequested(0.0, PLAN)) == []
     assert transition.handle(LinksUp(0.0, NEW)) + transition.handle(MemoryReady(0.0, NEW)) == []
     assert transition.phase is Phase.PREPARED
     return transition

@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.gateway import connections
+from ballast.service import http_connections as connections
+from ballast.service.http_server import HttpServer
 from services.gateway.app import Bounds, Door
 from services.gateway.endpoints import Call, Reply
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.server import HttpServer
 from tests.support.dispatchers import until
 
 PATH, STALL_S, HEAD_S = "/v1/completions", 0.3, 0.4

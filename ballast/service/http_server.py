@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 
 from ballast.common.errors import ConfigError
 from ballast.rpc.tls import CERTIFICATE, KEY
-from services.gateway.connections import BoundedProtocol
+from ballast.service.http_connections import BoundedProtocol
 
 _BACKLOG = 4096
 

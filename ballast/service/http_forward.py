@@ -1,0 +1,54 @@
+"""Hands a request on to another server as it is, and its answer back, piece by piece."""
+
+from collections.abc import AsyncGenerator, Mapping
+from typing import Final
+
+from starlette.types import Receive, Scope, Send
+
+from ballast.service.http_client import HttpClient
+
+# Of one connection, and so not handed on (RFC 9110, 7.6.1); `expect` was answered by the server that got it.
+_HOP: Final = frozenset(
+    {"connection", "expect", "host", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"}
+)
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+async def forward(
+    client: HttpClient, scope: Scope, receive: Receive, send: Send, added: Mapping[str, str] | None = None
+) -> int:
+    """The status of the answer. `added`: headers beside the client's.
+
+    Raises:
+        Unavailable: nothing was sent.
+        BrokenCall: it ended in the middle, before or after the answer had begun.
+        ClientGone: the client left before its body was whole.
+    """
+    headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+    headers = [(name, value) for name, value in headers if name.lower() not in _HOP] + list((added or {}).items())
+    query = scope.get("query_string", b"")
+    path = scope.get("raw_path", scope["path"].encode()).partition(b"?")[0].decode("latin-1")
+    target = f"{path}?{query.decode('latin-1')}" if query else path
+    has_body = any(name.lower() in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"])
+    body = _body(receive) if has_body else b""
+    async with client.call(scope["method"], target, headers, body) as response:
+        kept = [(name.encode(), value.encode("latin-1")) for name, value in response.headers if name not in _HOP]
+        await send({"type": "http.response.start", "status": response.status, "headers": kept})
+        async for piece in response.pieces():
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return response.status
+
+
+async def _body(receive: Receive) -> AsyncGenerator[bytes, None]:
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        if message.get("body"):
+            yield message["body"]
+        if not message.get("more_body", False):
+            return

@@ -1,0 +1,1 @@
+"""What the jobs service decides: no clock, no I/O."""

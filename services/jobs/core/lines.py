@@ -1,0 +1,147 @@
+"""Lines of input files: what is wrong with one, what is sent of it, and what its result looks like."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, NoReturn, cast
+
+from services.jobs.core.batch import Problem, State
+
+URLS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+_MAX_PROBLEMS: Final = 20  # that are told of one file
+_MAX_CUSTOM_ID: Final = 512
+_UNRUN: Final = {
+    State.EXPIRED: ("batch_expired", "the batch's window was over before this line had an answer"),
+    State.CANCELLED: ("batch_cancelled", "the batch was cancelled before this line had an answer"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Where a line is in its file, in bytes. `number` counts from 1, empty lines included."""
+
+    number: int
+    custom_id: str
+    offset: int
+    length: int
+
+
+class Checker:
+    """Takes the lines of a file one by one; `lines` are the good ones, `problems` the first that were found."""
+
+    def __init__(self, url: str, *, max_lines: int, max_line_bytes: int) -> None:
+        self.lines: list[Line] = []
+        self.problems: list[Problem] = []
+        self._url = url
+        self._max_lines = max_lines
+        self._max_line_bytes = max_line_bytes
+        self._seen: dict[str, int] = {}
+        self._number = 0
+        self._offset = 0
+
+    def take(self, raw: bytes) -> bool:
+        """One line, its end included. Whether more are wanted."""
+        self._number += 1
+        offset, self._offset = self._offset, self._offset + len(raw)
+        if not raw.strip():
+            return True
+        try:
+            self.lines.append(Line(self._number, self._check(raw), offset, len(raw)))
+        except _Wrong as wrong:
+            self.problems.append(Problem(wrong.code, wrong.why, wrong.param, self._number))
+        if len(self.lines) > self._max_lines:
+            why = f"the file has more than {self._max_lines} requests; cut it into several batches"
+            self.problems.append(Problem("too_many_requests", why, None, self._number))
+            return False
+        return len(self.problems) < _MAX_PROBLEMS
+
+    def end(self) -> None:
+        if not self.lines and not self.problems:
+            self.problems.append(Problem("empty_file", "the input file has no requests"))
+
+    def _check(self, raw: bytes) -> str:
+        if len(raw) > self._max_line_bytes:
+            raise _Wrong("line_too_large", f"the line has {len(raw)} bytes, at most {self._max_line_bytes} are taken")
+        given = parse(raw)
+        custom_id = given.get("custom_id")
+        if not isinstance(custom_id, str) or not 0 < len(custom_id) <= _MAX_CUSTOM_ID or not _is_text(custom_id):
+            why = f"must be a text of 1 to {_MAX_CUSTOM_ID} characters"
+            raise _Wrong("invalid_custom_id", why, "custom_id")
+        first = self._seen.setdefault(custom_id, self._number)
+        if first != self._number:
+            why = f"{custom_id!r} is that of line {first} already; each must be unique"
+            raise _Wrong("duplicate_custom_id", why, "custom_id")
+        if given.get("method") != "POST":
+            raise _Wrong("invalid_method", f"must be POST, got {_shown(given.get('method'))}", "method")
+        if given.get("url") != self._url:
+            why = f"must be the batch's endpoint {self._url}, got {_shown(given.get('url'))}"
+            raise _Wrong("invalid_url", why, "url")
+        body = given.get("body")
+        if not isinstance(body, dict):
+            raise _Wrong("invalid_body", "must be an object", "body")
+        if cast(dict[str, object], body).get("stream"):
+            raise _Wrong("invalid_body", "a batch has no streams; leave it out", "body.stream")
+        return custom_id
+
+
+class _Wrong(Exception):
+    def __init__(self, code: str, why: str, param: str | None = None) -> None:
+        super().__init__(why)
+        self.code, self.param = code, param
+        self.why = why if param is None else f"{param}: {why}"
+
+
+def parse(raw: bytes) -> dict[str, object]:
+    """The object of a line."""
+    try:
+        given: object = json.loads(raw.decode(), parse_constant=_no_constant)
+    except UnicodeDecodeError as error:
+        raise _Wrong("invalid_json_line", f"is not UTF-8: {error.reason} at byte {error.start}") from error
+    except RecursionError as error:
+        raise _Wrong("invalid_json_line", "is nested too deeply") from error
+    except ValueError as error:
+        raise _Wrong("invalid_json_line", f"is not valid JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise _Wrong("invalid_json_line", "must be an object")
+    return cast(dict[str, object], given)
+
+
+def request_of(raw: bytes) -> bytes:
+    """The body to send: the line's own, at class batch."""
+    body = dict(cast(Mapping[str, object], parse(raw)["body"]))
+    body.pop("service_tier", None)
+    return json.dumps({**body, "priority": "batch"}).encode()
+
+
+def answered(line_id: str, custom_id: str, status: int, request_id: str, body: object) -> str:
+    """The result of a line that has an answer, whatever it is."""
+    response = {"status_code": status, "request_id": request_id, "body": body}
+    return _dumps({"id": line_id, "custom_id": custom_id, "response": response, "error": None})
+
+
+def unanswered(line_id: str, custom_id: str, code: str, message: str) -> str:
+    error = {"code": code, "message": message}
+    return _dumps({"id": line_id, "custom_id": custom_id, "response": None, "error": error})
+
+
+def unrun(line_id: str, custom_id: str, outcome: State) -> str:
+    """The result of a line that has no answer when its batch ends."""
+    return unanswered(line_id, custom_id, *_UNRUN[outcome])
+
+
+def _dumps(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _is_text(text: str) -> bool:
+    """Not half of a surrogate pair, which JSON can say and UTF-8 cannot."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")

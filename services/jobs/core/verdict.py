@@ -1,0 +1,65 @@
+"""What follows from the answer to a line: it is kept as the result, or the line is sent again."""
+
+from dataclasses import dataclass
+from typing import Final
+
+_BUSY: Final = frozenset({429, 503})
+_IN_VAIN: Final = frozenset({408, 409, 425, 499})  # of the way there, not of the request
+_MOST_TRIES: Final = 5
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_NO_RIGHTS_PAUSE_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """The answer is the line's result."""
+
+    is_success: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """After that many seconds. `counts`: it is one of the tries that a line has."""
+
+    after_s: float
+    counts: bool
+    why: str
+
+
+Verdict = Keep | Again
+
+
+def of_answer(status: int, retry_after_s: float | None, failed_count: int) -> Verdict:
+    """`failed_count`: tries before this one that count."""
+    if 200 <= status < 300:
+        return Keep(is_success=True)
+    if status in _BUSY:
+        return Again(min(retry_after_s or _FIRST_PAUSE_S, _LONGEST_PAUSE_S), counts=False, why="busy")
+    if status in (401, 403):  # of this service's own token
+        return Again(_NO_RIGHTS_PAUSE_S, counts=False, why="no_rights")
+    if status == 504:  # our own deadline, which is the operator's
+        return Again(_FIRST_PAUSE_S, counts=False, why="deadline")
+    if status >= 500 or status in _IN_VAIN:
+        return _once_more(failed_count, "error") or Keep(is_success=False)
+    return Keep(is_success=False)
+
+
+def of_no_connection() -> Again:
+    """Nothing was sent: there is no gateway at the moment."""
+    return Again(_FIRST_PAUSE_S, counts=False, why="no_gateway")
+
+
+def of_timeout() -> Again:
+    """No answer within our own time."""
+    return Again(_FIRST_PAUSE_S, counts=False, why="deadline")
+
+
+def of_broken_call(failed_count: int) -> Again | None:
+    """The call ended in the middle. None: that was the last try."""
+    return _once_more(failed_count, "broken")
+
+
+def _once_more(failed_count: int, why: str) -> Again | None:
+    if failed_count + 1 >= _MOST_TRIES:
+        return None
+    return Again(min(_FIRST_PAUSE_S * 2**failed_count, _LONGEST_PAUSE_S), counts=True, why=why)

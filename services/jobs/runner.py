@@ -1,0 +1,379 @@
+"""Carries batches through: checks input files, sends lines, stores results, writes output files.
+
+Whatever it was doing when its process died is done anew: a check begins again, lines without a result are sent again,
+output files are written again.
+"""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Callable, Coroutine, Generator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, ParamSpec, TypeVar
+
+from ballast.common.errors import NotPossible, Unavailable
+from ballast.service.http_client import BrokenCall
+from ballast.service.logs import get_logger
+from ballast.service.tasks import keep_up, note_failure
+from services.jobs import metrics
+from services.jobs.core import verdict
+from services.jobs.core.batch import Batch, Problem, State
+from services.jobs.core.lines import Checker, Line, answered, request_of, unanswered, unrun
+from services.jobs.core.queue import Pick, Queue
+from services.jobs.core.verdict import Again, Keep
+from services.jobs.gateways import Gateways
+from services.jobs.store import Full, Result, Store, Upload
+
+_GROUP_S: Final = 0.05  # results of so long are one transaction
+_TICK_S: Final = 0.5  # how often windows are looked at
+_HOUSE_S: Final = 300.0
+_LINES_AT_ONCE: Final = 512  # that are read from the store
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Attempt = Callable[[], Coroutine[Any, Any, Any]]  # Any: as coroutines are typed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    in_flight: int
+    line_timeout_s: float
+    max_lines: int
+    max_line_bytes: int
+    keep_s: float
+    full_pause_s: float = 1.0  # between two looks whether there is room
+
+
+class Runner:
+    """Runs the batches of a store while `run` runs. `now_s` is the time on the wall, and never goes back."""
+
+    def __init__(self, store: Store, gateways: Gateways, rules: Rules, now_s: Callable[[], float]) -> None:
+        self.is_full = False
+        self.store = store
+        self.now_s = now_s
+        self._gateways = gateways
+        self._rules = rules
+        self._thread = ThreadPoolExecutor(1, "store")
+        self._queue = Queue(low=min(_LINES_AT_ONCE, rules.in_flight))
+        self._batches: dict[str, Batch] = {}  # that have not ended
+        self._changing = asyncio.Lock()  # of the above
+        self._calls: dict[str, set[asyncio.Task[None]]] = {}  # by batch
+        self._stages: dict[str, asyncio.Task[None]] = {}  # checks and endings under way
+        self._unsaved: list[tuple[Pick, Result]] = []
+        self._results_came = asyncio.Event()
+        self._wake = asyncio.Event()
+
+    async def stored(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """A call of the store, in its thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(call, *args, **kwargs))
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        for batch in await self.stored(self.store.open_batches):
+            self._take(batch)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(keep_up(self._save_results, "save results"))
+                tasks.create_task(keep_up(self._keep_house, "keep house"))
+                tasks.create_task(keep_up(partial(self._drive, tasks), "batches"))
+        finally:
+            self._thread.shutdown(wait=True)
+
+    async def add(self, batch: Batch) -> None:
+        """
+        Raises:
+            Full: nothing was taken.
+        """
+        async with self._changing:
+            await self.stored(self.store.add_batch, batch)
+            self._has_room()
+            self._take(batch)
+        self._wake.set()
+
+    async def cancel(self, batch_id: str, owner: str) -> Batch:
+        """
+        Raises:
+            NotFound, NotPossible, Full
+        """
+        if batch_id not in self._batches or self._batches[batch_id].owner != owner:
+            batch = await self.stored(self.store.batch, batch_id, owner)
+            raise NotPossible(f"batch {batch_id} is {batch.state} and cannot be cancelled")
+        try:
+            return await self._change(batch_id, lambda batch: batch.cancel(self.now_s()))
+        except KeyError as error:
+            raise NotPossible(f"batch {batch_id} has just ended") from error
+
+    # ------------------------------------------------------------------------------------------ driving
+
+    def _take(self, batch: Batch) -> None:
+        self._batches[batch.id] = batch
+        if batch.is_sending:
+            self._queue.open(batch.id, batch.owner)
+
+    async def _drive(self, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            self._wake.clear()
+            with self._noting_full():
+                await self._look(tasks)
+            await self._read_lines()
+            self._send(tasks)
+            self._show()
+            next_s = self._queue.next_s()
+            wait_s = _TICK_S if next_s is None else min(_TICK_S, max(0.0, next_s - _monotonic_s()))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._wake.wait()
+
+    async def _look(self, tasks: asyncio.TaskGroup) -> None:
+        """Moves each batch on as far as its lines and the time say, and begins what its state asks for."""
+        for batch_id in list(self._batches):
+            open_count = len(self._calls.get(batch_id, ()))
+            try:
+                batch = await self._change(batch_id, lambda one, calls=open_count: one.due(self.now_s(), calls=calls))
+            except KeyError:
+                continue  # it has ended meanwhile
+            if batch_id in self._stages:
+                continue
+            if batch.state is State.VALIDATING:
+                self._begin(tasks, batch_id, partial(self._check, batch))
+            elif batch.state is State.FINALIZING:
+                self._begin(tasks, batch_id, partial(self._end, batch_id))
+
+    def _begin(self, tasks: asyncio.TaskGroup, batch_id: str, stage: Attempt) -> None:
+        async def run() -> None:
+            try:
+                await keep_up(stage, "a batch")
+            finally:
+                self._stages.pop(batch_id, None)
+                self._wake.set()
+
+        self._stages[batch_id] = tasks.create_task(run(), name=f"stage of {batch_id}")
+
+    async def _change(self, batch_id: str, make: Callable[[Batch], Batch], lines: list[Line] | None = None) -> Batch:
+        """Stores what becomes of a batch, then lets it be so."""
+        async with self._changing:
+            old = self._batches[batch_id]
+            new = make(old)
+            if new == old:
+                return old
+            await self.stored(self.store.save_batch, new, self.now_s(), (new.is_sending and lines) or ())
+            self._has_room()
+            get_logger().info("batch", batch=batch_id, state=str(new.state))
+            if new.has_ended:
+                del self._batches[batch_id]
+            else:
+                self._take(new)
+        if not new.is_sending:
+            self._queue.close(batch_id)
+            for call in self._calls.get(batch_id, ()):
+                call.cancel()
+        self._wake.set()
+        return new
+
+    @contextlib.contextmanager
+    def _noting_full(self) -> Generator[None]:
+        """What found no room is tried again by whoever comes next."""
+        try:
+            yield
+        except Full as error:
+            if not self.is_full:
+                get_logger().error("no room for jobs", why=str(error))
+            self.is_full = True
+            metrics.IS_FULL.set(1)
+
+    def _has_room(self) -> None:
+        self.is_full = False
+        metrics.IS_FULL.set(0)
+
+    # ------------------------------------------------------------------------------------------ lines
+
+    async def _read_lines(self) -> None:
+        for batch_id, after in self._queue.wants():
+            self._queue.add(batch_id, await self.stored(self.store.open_lines, batch_id, after, _LINES_AT_ONCE))
+
+    def _send(self, tasks: asyncio.TaskGroup) -> None:
+        while self._outstanding < self._rules.in_flight:
+            pick = self._queue.pick(_monotonic_s())
+            if pick is None:
+                return
+            calls = self._calls.setdefault(pick.batch_id, set())
+            call = tasks.create_task(self._answer(pick), name=f"line {pick.line.number} of {pick.batch_id}")
+            calls.add(call)
+            call.add_done_callback(partial(self._call_ended, pick.batch_id))
+
+    @property
+    def _outstanding(self) -> int:
+        return sum(map(len, self._calls.values())) + len(self._unsaved)
+
+    def _call_ended(self, batch_id: str, call: asyncio.Task[None]) -> None:
+        calls = self._calls[batch_id]
+        calls.discard(call)
+        if not calls:
+            del self._calls[batch_id]
+        self._wake.set()
+
+    async def _answer(self, pick: Pick) -> None:
+        batch, line = self._batches[pick.batch_id], pick.line
+        line_id = f"batch_req_{secrets.token_hex(12)}"
+        status, request_id, body, why = 0, "", None, ""
+        try:
+            request = request_of(await asyncio.to_thread(self._read, batch.input_file_id, line))
+            async with asyncio.timeout(self._rules.line_timeout_s):
+                answer = await self._gateways.ask(batch.url, request)
+            status, request_id, body = answer.status, answer.request_id, answer.body
+            said = verdict.of_answer(status, answer.retry_after_s, pick.failed_count)
+        except Unavailable:
+            said = verdict.of_no_connection()
+        except TimeoutError:
+            said = verdict.of_timeout()
+        except BrokenCall as error:
+            why = str(error)
+            said = verdict.of_broken_call(pick.failed_count) or Keep(is_success=False)
+        except Exception as error:  # noqa: BLE001 - one line must not end the others
+            note_failure("a line", error)
+            why = f"the jobs service failed: {type(error).__name__}"
+            said = verdict.of_broken_call(pick.failed_count) or Keep(is_success=False)
+        if isinstance(said, Again):
+            metrics.RETRIES.labels(said.why).inc()
+            tried = replace(pick, failed_count=pick.failed_count + said.counts)
+            self._queue.again(tried, _monotonic_s() + said.after_s)
+            return
+        if status:
+            text = answered(line_id, line.custom_id, status, request_id, body)
+        else:
+            text = unanswered(line_id, line.custom_id, "server_error", why)
+        self._unsaved.append((pick, Result(batch.id, line.number, said.is_success, text)))
+        self._results_came.set()
+
+    def _read(self, file_id: str, line: Line) -> bytes:
+        with self.store.path(file_id).open("rb") as file:
+            file.seek(line.offset)
+            return file.read(line.length)
+
+    async def _save_results(self) -> None:
+        while True:
+            await self._results_came.wait()
+            await asyncio.sleep(self._rules.full_pause_s if self.is_full else _GROUP_S)
+            self._results_came.clear()
+            saving = list(self._unsaved)
+            if not saving:
+                continue
+            try:
+                with self._noting_full():
+                    await self._save(saving)
+            finally:
+                if self._unsaved:
+                    self._results_came.set()
+
+    async def _save(self, saving: list[tuple[Pick, Result]]) -> None:
+        async with self._changing:
+            counts = await self.stored(self.store.save_results, [result for _, result in saving], self.now_s())
+            del self._unsaved[: len(saving)]
+            for batch_id, (good, bad) in counts.items():
+                if batch_id in self._batches:
+                    self._batches[batch_id] = self._batches[batch_id].counted(good, bad)
+                metrics.LINES.labels("success").inc(good)
+                metrics.LINES.labels("failure").inc(bad)
+        for pick, _ in saving:
+            self._queue.ended(pick)
+        self._has_room()
+        self._wake.set()
+
+    # ------------------------------------------------------------------------------------------ begin and end
+
+    async def _check(self, batch: Batch) -> None:
+        checker = Checker(batch.url, max_lines=self._rules.max_lines, max_line_bytes=self._rules.max_line_bytes)
+        try:
+            await asyncio.to_thread(self._read_all, batch.input_file_id, checker)
+        except FileNotFoundError:
+            checker.problems.append(Problem("missing_file", f"file {batch.input_file_id} is gone"))
+
+        def decide(one: Batch) -> Batch:
+            if one.state is not State.VALIDATING:  # cancelled meanwhile
+                return one
+            if checker.problems:
+                return one.refused(tuple(checker.problems), self.now_s())
+            return one.checked(len(checker.lines), self.now_s())
+
+        await self._until_there_is_room(lambda: self._change(batch.id, decide, checker.lines))
+
+    def _read_all(self, file_id: str, checker: Checker) -> None:
+        most = self._rules.max_line_bytes
+        with self.store.path(file_id).open("rb") as file:
+            while raw := file.readline(most + 1):
+                if not checker.take(raw) or len(raw) > most:
+                    break
+        checker.end()
+
+    async def _end(self, batch_id: str) -> None:
+        """Writes the files of results once nothing of the batch is under way, and ends it."""
+        while self._is_under_way(batch_id):  # noqa: ASYNC110 - several things have to end
+            await asyncio.sleep(_GROUP_S)
+        await self._until_there_is_room(lambda: self._write_files(self._batches[batch_id]))
+
+    def _is_under_way(self, batch_id: str) -> bool:
+        return batch_id in self._calls or any(result.batch_id == batch_id for _, result in self._unsaved)
+
+    async def _write_files(self, batch: Batch) -> None:
+        uploads = [self._output(batch, name) for name in ("output", "error")]
+        try:
+            after = 0
+            while rows := await self.stored(self.store.results, batch.id, after, _LINES_AT_ONCE):
+                after = rows[-1][0]
+                texts: tuple[list[str], list[str]] = ([], [])
+                for _, custom_id, is_success, text in rows:
+                    line_id = f"batch_req_{secrets.token_hex(12)}"
+                    texts[not is_success].append(text or unrun(line_id, custom_id, batch.outcome))
+                for upload, lines in zip(uploads, texts, strict=True):
+                    if lines:
+                        await asyncio.to_thread(upload.write, "".join(f"{line}\n" for line in lines).encode())
+            files = [await asyncio.to_thread(one.commit) if one.bytes else None for one in uploads]
+            output, errors = (None if file is None else file.id for file in files)
+            async with self._changing:
+                ended = self._batches[batch.id].finished(output, errors, self.now_s())
+                await self.stored(
+                    self.store.end_batch, ended, self.now_s(), [file for file in files if file is not None]
+                )
+                self._has_room()
+                del self._batches[batch.id]
+        except BaseException:
+            for upload in uploads:
+                upload.abort()
+            raise
+        get_logger().info("batch", batch=batch.id, state=str(ended.state))
+
+    def _output(self, batch: Batch, name: str) -> Upload:
+        file_id, shown = f"file-{secrets.token_hex(12)}", f"{batch.id}_{name}.jsonl"
+        return self.store.new_file(file_id, batch.owner, "batch_output", shown, self.now_s())
+
+    async def _until_there_is_room(self, attempt: Attempt) -> None:
+        while True:
+            with self._noting_full():
+                await attempt()
+                return
+            await asyncio.sleep(self._rules.full_pause_s)
+
+    # ------------------------------------------------------------------------------------------ all else
+
+    async def _keep_house(self) -> None:
+        """Deletes what is too old."""
+        while True:
+            before_s = self.now_s() - self._rules.keep_s
+            for file_id in await self.stored(self.store.outdated_files, before_s):
+                await self.stored(self.store.delete_file, file_id)
+            with self._noting_full():
+                await self.stored(self.store.forget_batches, before_s)
+                self._has_room()
+            metrics.FILE_BYTES.set((await self.stored(self.store.usage)).file_bytes)
+            await asyncio.sleep(_HOUSE_S)
+
+    def _show(self) -> None:
+        metrics.BATCHES.set(len(self._batches))
+        metrics.OPEN_LINES.set(sum(one.total - one.completed - one.failed for one in self._batches.values()))
+        metrics.IN_FLIGHT.set(self._outstanding)
+
+
+def _monotonic_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,106 @@
+"""The life of a replica: while it has the lease it opens the folder and runs the batches, else it hands requests on."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from ballast.common.errors import BallastError
+from ballast.service.http_client import HttpClient
+from ballast.service.leadership import Floor, LeaderAddress
+from ballast.service.logs import get_logger
+from services.jobs.app import Desk
+from services.jobs.gateways import Gateways
+from services.jobs.runner import Rules, Runner
+from services.jobs.store import Fenced, Store
+
+_AGAIN_S: Final = 1.0
+
+Dial = Callable[[str], HttpClient]
+
+
+class Clock:
+    """The time on the wall as it was when this began, or when something was last stored, if that is later. From then on
+    it goes by a clock that nobody sets: windows pass as they should, and times of states are in order."""
+
+    def __init__(self, stored_s: float) -> None:
+        self._offset_s = max(time.time(), stored_s) - time.monotonic()
+
+    def now_s(self) -> float:
+        return time.monotonic() + self._offset_s
+
+
+class JobsShell:
+    def __init__(self, desk: Desk, folder: Path, gateways: Gateways, rules: Rules, floor: Floor) -> None:
+        self._desk = desk
+        self._folder = folder
+        self._gateways = gateways
+        self._rules = rules
+        self._floor = floor
+        self._token: int | None = None
+        self._changed = asyncio.Event()
+
+    def change_leadership(self, token: int | None) -> None:
+        """The lease's token, or None for standing by: what runs is stopped."""
+        self._token = token
+        self._desk.runner = None
+        self._changed.set()
+
+    async def run(self) -> None:
+        while True:
+            self._changed.clear()
+            token = self._token
+            if token is None:
+                await self._changed.wait()
+                continue
+            active = asyncio.create_task(self._lead(token), name="active")
+            changed = asyncio.create_task(self._changed.wait(), name="leadership")
+            try:
+                await asyncio.wait({active, changed}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                self._desk.runner = None
+                for task in (active, changed):
+                    task.cancel()
+                await asyncio.wait({active, changed})
+            if not active.cancelled() and (error := active.exception()) is not None:
+                if not isinstance(error, (BallastError, OSError)):
+                    raise error
+                get_logger().error("jobs cannot be run", folder=str(self._folder), why=str(error))
+                await asyncio.sleep(_AGAIN_S)
+
+    async def _lead(self, token: int) -> None:
+        try:
+            store = await asyncio.to_thread(Store, self._folder, token)
+        except Fenced:
+            # The state server has lost its memory: the lease is made anew with a higher token.
+            self._floor.fenced(await asyncio.to_thread(Store.last_epoch, self._folder))
+            raise
+        try:
+            runner = Runner(store, self._gateways, self._rules, Clock(store.last_s).now_s)
+            self._desk.runner = runner
+            await runner.run()
+        finally:
+            self._desk.runner = None
+            store.close()
+
+
+class Leader:
+    """A client of whoever has the lease."""
+
+    def __init__(self, address: LeaderAddress, own: str, dial: Dial) -> None:
+        self._address = address
+        self._own = own
+        self._dial = dial
+        self._client: tuple[str, HttpClient] | None = None
+
+    def __call__(self) -> HttpClient | None:
+        """None: there is none, or it is this replica, which does not know yet."""
+        current = self._address.current
+        if current is None or current == self._own:
+            return None
+        if self._client is None or self._client[0] != current:
+            if self._client is not None:
+                self._client[1].close()
+            self._client = current, self._dial(current)
+        return self._client[1]

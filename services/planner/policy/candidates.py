@@ -1,0 +1,326 @@
+"""Layouts that an overload chooses from: which groups merge, and what the fluid model needs to know of them (pure).
+
+Groups of as many stages on machines of like speed form a pool, ordered by load. A candidate merges groups of one pool
+or of two; in each merge those with most load meet those with least. All sums are differences of running totals, so
+that a candidate costs as much for a thousand groups as for two.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import add
+from typing import NamedTuple
+
+from ballast.common.ids import GroupId, WorkerId
+from services.planner.policy.fluid_model import Kind
+from services.planner.policy.merged import GroupPlan, group_plan
+from services.planner.policy.snapshot import GroupState, Snapshot, columns_of
+from services.planner.policy.split import Splitter, SplitTolerance
+
+MOST_STAGES = 8  # of a group that a comparison makes
+_LIKE_SPEED = 1.5  # machines are told apart by powers of this
+# A drop keeps what it moves from running: so long, or until the KV has come over a card of 200 Gbps in both directions.
+_STALL_S, _EXCHANGED_BYTES_PER_S = 0.3, 25e9
+_SAMPLED = 16  # merges of unlike members whose capacity is worked out; the others count as their mean
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """What runs on the groups of a snapshot together, and on what."""
+
+    max_running_count: int  # of an instance
+    waiting_count: int  # in workers' queues
+    slowness: Mapping[WorkerId, float] = field(default_factory=dict[WorkerId, float])  # of machines unlike the pace
+
+
+class _Sums(NamedTuple):
+    """Of some groups together."""
+
+    block_count: int = 0
+    running_count: int = 0
+    used_block_count: int = 0
+    uncomputed_tokens: int = 0
+
+    def plus(self, other: "_Sums", sign: int = 1) -> "_Sums":
+        return _Sums(*(mine + sign * its for mine, its in zip(self, other, strict=True)))
+
+
+class Pool:
+    """Groups with as many stages, of like machines: those with most load first, and sums of the first 0, 1, 2 .."""
+
+    def __init__(self, stages: int, groups: Sequence[GroupState], running: Running) -> None:
+        self.stages = stages
+        self.slowness = 1.0
+        if running.slowness and groups:
+            self.slowness = math.fsum(_slowness(group, running) for group in groups) / len(groups)
+        self.groups = groups
+        self.columns = columns = columns_of(groups)
+        self.order = sorted(range(len(groups)), key=columns.group_ids.__getitem__)
+        loads = list(map(add, columns.used, columns.waiting))
+        self.order.sort(key=loads.__getitem__, reverse=True)  # which keeps the order of names
+        summed = (columns.blocks, columns.running, columns.used, columns.uncomputed)  # as `_Sums` has them
+        self._sums = [list(accumulate(map(column.__getitem__, self.order), initial=0)) for column in summed]
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def between(self, first: int, last: int) -> _Sums:
+        """Sums of the groups [first, last) in the order of their load."""
+        return _Sums(*[column[last] - column[first] for column in self._sums])
+
+    def kind(self, sums: _Sums, group_count: int, block_tokens: int) -> Kind:
+        return Kind(
+            stages=self.stages,
+            group_count=group_count,
+            capacity_tokens=float(sums.block_count * block_tokens),
+            running_count=float(sums.running_count),
+            used_tokens=float(sums.used_block_count * block_tokens),
+            uncomputed_tokens=float(sums.uncomputed_tokens),
+            slowness=self.slowness,
+        )
+
+    @property
+    def label(self) -> str:
+        """How slow its machines are, where that tells it from other pools."""
+        return f" {self.slowness:.1f} x as slow" if self.slowness != 1.0 else ""
+
+
+def pools_of(groups: Sequence[GroupState], running: Running) -> list[Pool]:
+    stages = set(columns_of(groups).stages)
+    if not running.slowness and len(stages) == 1:
+        return [Pool(stages.pop(), groups, running)]
+    alike: dict[int, dict[int, list[GroupState]]] = {}
+    for group in groups:
+        speed = round(math.log(_slowness(group, running), _LIKE_SPEED)) if running.slowness else 0
+        alike.setdefault(len(group.members), {}).setdefault(speed, []).append(group)
+    return [
+        Pool(stages, pooled, running)
+        for stages, by_speed in sorted(alike.items())
+        for pooled in _no_loners([of for _, of in sorted(by_speed.items())])
+    ]
+
+
+def _slowness(group: GroupState, running: Running) -> float:
+    """The slowest stage sets the pace."""
+    return max([running.slowness.get(member.worker_id, 1.0) for member in group.members])
+
+
+def _no_loners(classes: Sequence[list[GroupState]]) -> list[list[GroupState]]:
+    """Machines of which there is one only are taken with the others, or nobody could merge with them."""
+    many = [groups for groups in classes if len(groups) > 1]
+    loners = [group for groups in classes if len(groups) == 1 for group in groups]
+    if not loners:
+        return many
+    largest = max(many, key=len) if many else loners
+    return [[*groups, *loners] if groups is largest else groups for groups in many] or [loners]
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """Groups of a pool in each of some merges: so many of those with most load, and so many of those with least."""
+
+    pool: Pool
+    heavy: int
+    light: int
+    heavy_from: int = 0  # as many groups at this end are taken by other merges of the candidate
+    light_from: int = 0
+
+    @property
+    def size(self) -> int:
+        return self.heavy + self.light
+
+    def sums(self, merge_count: int) -> _Sums:
+        first, last = self.heavy_from, len(self.pool) - self.light_from
+        heavy = self.pool.between(first, first + self.heavy * merge_count)
+        return heavy.plus(self.pool.between(last - self.light * merge_count, last))
+
+    def of(self, number: int, merge_count: int) -> Iterator[GroupState]:
+        """Its groups in one of the merges: the first has the most loaded one and the least loaded one."""
+        places = [self.heavy_from + number + merge_count * i for i in range(self.heavy)]
+        places += [-1 - self.light_from - number - merge_count * i for i in range(self.light)]
+        return (self.pool.groups[self.pool.order[place]] for place in places)
+
+
+@dataclass(frozen=True, slots=True)
+class _Merges:
+    """So many merges that are alike."""
+
+    count: int
+    shares: tuple[_Share, ...]
+
+    @property
+    def size(self) -> int:
+        """Groups that become one."""
+        return sum(share.size for share in self.shares)
+
+    @property
+    def stages(self) -> int:
+        return sum(share.pool.stages * share.size for share in self.shares)
+
+    def sums(self) -> _Sums:
+        sums = _Sums()
+        for share in self.shares:
+            sums = sums.plus(share.sums(self.count))
+        return sums
+
+    def merge(self, number: int) -> list[GroupState]:
+        return [group for share in self.shares for group in share.of(number, self.count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A layout that could be: of these merges; without any, the present one."""
+
+    name: str
+    parts: tuple[_Merges, ...] = ()
+
+    @property
+    def change_count(self) -> int:
+        """Groups that there are less."""
+        return sum(part.count * (part.size - 1) for part in self.parts)
+
+    @property
+    def merges(self) -> tuple[tuple[GroupId, ...], ...]:
+        """Groups that become one each."""
+        return tuple(tuple(g.group_id for g in part.merge(i)) for part in self.parts for i in range(part.count))
+
+
+NOTHING = Candidate("nothing")
+
+
+class Candidates:
+    """What the layout is made of, and what it could be."""
+
+    def __init__(self, snapshot: Snapshot, running: Running) -> None:
+        self.model = snapshot.model
+        self.pools = pools_of(snapshot.groups, running)
+        self._running = running
+        self._splitter = Splitter(snapshot.model, SplitTolerance(capacity=0.0))
+        self._groups = snapshot.groups
+        self._most_stages = min(MOST_STAGES, self.model.layer_count)
+
+    def all(self) -> list[Candidate]:
+        """Nothing; some pairs and fours of lone instances; all of them in groups of two, of three and in one; pipelines
+        with each other and with lone instances.
+        """
+        found = {NOTHING.name: NOTHING}
+        for candidate in (*self._of_lone_ones(), *self._of_pipelines()):
+            found.setdefault(candidate.name, candidate)
+        return list(found.values())
+
+    def _of_lone_ones(self) -> Iterator[Candidate]:
+        for pool in self.pools:
+            there = len(pool)
+            if pool.stages != 1:
+                continue
+            most = there // 2 if self._most_stages >= 2 else 0
+            counts = range(1, most + 1) if most <= 4 else sorted({most >> halvings for halvings in range(4)} - {0})
+            layouts = [[2] * count for count in counts]
+            if there >= 4:
+                layouts.append([4] * (there // 4))
+            if there >= 3:
+                layouts += [_even_sizes(there, size) for size in (2, 3, there)]
+            yield from (_grouped(pool, sizes) for sizes in layouts if max(sizes) <= self._most_stages)
+
+    def _of_pipelines(self) -> Iterator[Candidate]:
+        """Pairs of groups of which at least one is a pipeline: as many as there are, and of unlike pools also one."""
+        for i, short in enumerate(self.pools):
+            for long in self.pools[i:]:
+                if long.stages == 1 or short.stages + long.stages > self._most_stages:
+                    continue
+                if long is short:
+                    shares, counts = (_Share(long, 1, 1),), {len(long) // 2} - {0}
+                else:
+                    shares, counts = (_Share(long, 1, 0), _Share(short, 0, 1)), {1, min(len(long), len(short))}
+                label = long.label or short.label
+                for count in sorted(counts):
+                    merges = _Merges(count, shares)
+                    if self._can_merge(merges):
+                        yield Candidate(f"{count} of {long.stages} + {short.stages}{label}", (merges,))
+
+    def _can_merge(self, merges: _Merges) -> bool:
+        merged = ([m for group in merges.merge(i) for m in group.members] for i in range(merges.count))
+        return all(self._splitter.is_feasible(members) for members in merged)
+
+    def kinds(self, candidate: Candidate) -> list[Kind]:
+        tokens = self.model.block_tokens
+        found: list[Kind] = []
+        for pool in self.pools:
+            left, count = pool.between(0, len(pool)), len(pool)
+            for part in candidate.parts:
+                for share in part.shares:
+                    if share.pool is pool:
+                        left = left.plus(share.sums(part.count), -1)
+                        count -= share.size * part.count
+            if count:
+                found.append(pool.kind(left, count, tokens))
+        return [*found, *map(self._merged, candidate.parts)]
+
+    def _merged(self, part: _Merges) -> Kind:
+        """The longest stage sets the pace of a pipeline, and so does the slowest pool."""
+        sums, tokens = part.sums(), self.model.block_tokens
+        plans = self._plans(part)
+        blocks = sum(plan.block_count for plan in plans) * part.count / len(plans)
+        longest = max(member.last_layer - member.first_layer for plan in plans for member in plan.members)
+        slowness = max(share.pool.slowness for share in part.shares)
+        return Kind(
+            stages=part.stages,
+            group_count=part.count,
+            capacity_tokens=float(blocks * tokens),
+            running_count=float(sums.running_count),
+            used_tokens=float(sums.used_block_count * tokens),
+            uncomputed_tokens=float(sums.uncomputed_tokens),
+            slowness=slowness * longest * part.stages / self.model.layer_count,
+            stall_s=self._stall_s(part, sums),
+        )
+
+    def _plans(self, part: _Merges) -> list[GroupPlan]:
+        """Of its merges; where all memories are alike one says it for all, and else some of them do."""
+        budgets = {budget for share in part.shares for budget in share.pool.columns.budgets_bytes}
+        count = 1 if len(budgets) == 1 else min(_SAMPLED, part.count)
+        return [group_plan(part.merge(i * part.count // count), self._splitter) for i in range(count)]
+
+    def _stall_s(self, part: _Merges, sums: _Sums) -> float:
+        """Each group of a merge keeps its part of the layers of all that runs: it sends the rest, and gets as much."""
+        held_bytes = sums.used_block_count * self.model.block_bytes * self.model.layer_count
+        each_bytes = 2 * held_bytes * (1 - 1 / part.size) / (part.stages * part.count)
+        return max(_STALL_S, each_bytes / _EXCHANGED_BYTES_PER_S)
+
+    def dissolved(self, restored: Mapping[GroupId, Sequence[int]]) -> list[Kind]:
+        """Each member of these pipelines serves alone, and has its share of what runs there."""
+        pools = pools_of([group for group in self._groups if group.group_id not in restored], self._running)
+        gone = pools_of([group for group in self._groups if group.group_id in restored], self._running)
+        tokens = self.model.block_tokens
+        found = [pool.kind(pool.between(0, len(pool)), len(pool), tokens) for pool in pools]
+        blocks = [count for counts in restored.values() for count in counts]
+        sums = _Sums()
+        for pool in gone:
+            sums = sums.plus(pool.between(0, len(pool)))
+        alone = Pool(1, (), self._running).kind(sums._replace(block_count=sum(blocks)), len(blocks), tokens)
+        slow = [self._running.slowness.get(m.worker_id, 1.0) for pool in gone for g in pool.groups for m in g.members]
+        return [*found, replace(alone, slowness=math.fsum(slow) / len(slow))]
+
+
+def _even_sizes(there: int, size: int) -> list[int]:
+    """All of them in groups of `size`, and what is left shared out among these."""
+    groups = max(1, there // size)
+    each, larger = divmod(there, groups)
+    return [each + 1] * larger + [each] * (groups - larger)
+
+
+def _grouped(pool: Pool, sizes: Sequence[int]) -> Candidate:
+    """Lone instances in groups of these sizes, of which there are at most two kinds; the rest stays alone."""
+    parts, heavy, light = list[_Merges](), 0, 0
+    for size in sorted(set(sizes), reverse=True):
+        count = sizes.count(size)
+        share = _Share(pool, size // 2, size - size // 2, heavy, light)
+        heavy, light = heavy + share.heavy * count, light + share.light * count
+        parts.append(_Merges(count, (share,)))
+    return Candidate(" + ".join(_name(part.count, part.size) for part in parts) + pool.label, tuple(parts))
+
+
+def _name(count: int, size: int) -> str:
+    if size == 2:
+        return f"{count} pair{'s' if count > 1 else ''}"
+    return f"{count} of {size}"

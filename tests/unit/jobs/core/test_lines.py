@@ -1,0 +1,91 @@
+"""What is taken of an input file, and what results look like."""
+
+import json
+from typing import Any
+
+import pytest
+
+from services.jobs.core.batch import State
+from services.jobs.core.lines import Checker, answered, request_of, unrun
+
+URL = "/v1/chat/completions"
+
+
+def line(**changes: Any) -> bytes:
+    given = {"custom_id": "a", "method": "POST", "url": URL, "body": {"model": "m", "messages": []}, **changes}
+    return json.dumps({key: value for key, value in given.items() if value is not ...}).encode() + b"\n"
+
+
+def checked(*lines: bytes, max_lines: int = 10, max_line_bytes: int = 1000) -> Checker:
+    checker = Checker(URL, max_lines=max_lines, max_line_bytes=max_line_bytes)
+    for one in lines:
+        if not checker.take(one):
+            break
+    checker.end()
+    return checker
+
+
+def test_lines_are_found_again_by_their_place() -> None:
+    raw = [line(custom_id="a"), b"\n", b"  \r\n", line(custom_id="é"), line(custom_id="c").rstrip()]
+    checker = checked(*raw)
+    assert checker.problems == []
+    assert [one.number for one in checker.lines] == [1, 4, 5]
+    whole = b"".join(raw)
+    found = [json.loads(whole[one.offset : one.offset + one.length])["custom_id"] for one in checker.lines]
+    assert found == ["a", "é", "c"] == [one.custom_id for one in checker.lines]
+
+
+@pytest.mark.parametrize(
+    ("raw", "code", "says"),
+    [
+        (b"{", "invalid_json_line", "not valid JSON"),
+        (b"\xff\xfe", "invalid_json_line", "not UTF-8"),
+        (b"[" * 100_000, "invalid_json_line", "nested"),
+        (b"[1]", "invalid_json_line", "must be an object"),
+        (line(body={"x": float("nan")}), "invalid_json_line", "NaN"),
+        (line(custom_id=...), "invalid_custom_id", "1 to 512"),
+        (line(custom_id=""), "invalid_custom_id", "1 to 512"),
+        (line(custom_id="x" * 513), "invalid_custom_id", "1 to 512"),
+        (line(custom_id=7), "invalid_custom_id", "1 to 512"),
+        (line(custom_id="\ud800"), "invalid_custom_id", "1 to 512"),
+        (line(method="GET"), "invalid_method", "must be POST"),
+        (line(url="/v1/completions"), "invalid_url", "/v1/chat/completions, got"),
+        (line(body="text"), "invalid_body", "must be an object"),
+        (line(body={"stream": True}), "invalid_body", "no streams"),
+        (line(body={"text": "x" * 200_000}), "line_too_large", "at most 150000"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_number(raw: bytes, code: str, says: str) -> None:
+    checker = checked(line(custom_id="first"), raw, max_line_bytes=150_000)
+    [problem] = checker.problems
+    assert (problem.code, problem.line) == (code, 2)
+    assert says in problem.message
+
+
+def test_ids_are_unique_and_lines_are_bounded() -> None:
+    [twice] = checked(line(), line(custom_id="b"), line()).problems
+    assert (twice.line, twice.message) == (3, "custom_id: 'a' is that of line 1 already; each must be unique")
+    [many] = checked(*(line(custom_id=str(i)) for i in range(5)), max_lines=3).problems
+    assert (many.code, many.line) == ("too_many_requests", 4)
+    [nothing] = checked(b"\n", b" ").problems
+    assert (nothing.code, nothing.line) == ("empty_file", None)
+    assert len(checked(*[b"{"] * 100).problems) == 20
+
+
+def test_a_line_is_sent_at_class_batch_and_otherwise_as_it_is() -> None:
+    body = {"model": "m", "service_tier": "priority", "priority": "interactive", "extra": {"é": [1, None]}}
+    assert json.loads(request_of(line(body=body))) == {"model": "m", "priority": "batch", "extra": {"é": [1, None]}}
+
+
+def test_results_have_openais_form() -> None:
+    given = answered("id", "a", 400, "req", {"error": {"message": "no\nyes"}})
+    assert "\n" not in given
+    assert json.loads(given) == {
+        "id": "id",
+        "custom_id": "a",
+        "response": {"status_code": 400, "request_id": "req", "body": {"error": {"message": "no\nyes"}}},
+        "error": None,
+    }
+    for outcome, code in ((State.EXPIRED, "batch_expired"), (State.CANCELLED, "batch_cancelled")):
+        said = json.loads(unrun("id", "a", outcome))
+        assert (said["response"], said["error"]["code"]) == (None, code)

@@ -1,0 +1,284 @@
+"""Batches from file to file: through kills at every write, full disks, other processes, cancels and clocks."""
+
+import asyncio
+import errno
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ballast.common.errors import NotFound, NotPossible
+from services.jobs.core.batch import State
+from services.jobs.gateways import Answer
+from services.jobs.runner import Runner
+from services.jobs.store import Fenced, Full, Store, StoredFile
+from tests.support.jobs import (
+    RULES,
+    START_S,
+    ScriptedGateway,
+    batch,
+    ended,
+    expected,
+    line,
+    put_file,
+    results,
+    running,
+    until,
+)
+
+COUNT = 40
+
+
+def stored(folder: Path, before_write: Callable[[str], None] = lambda _: None, count: int = COUNT) -> Store:
+    store = Store(folder, 1, before_write)
+    put_file(store, [line(i) for i in range(count)])
+    store.add_batch(batch())
+    return store
+
+
+def test_every_line_gets_its_result_though_gateways_fail(tmp_path: Path) -> None:
+    async def check() -> None:
+        store = stored(tmp_path)
+        gateway = ScriptedGateway(1, fails=0.02)
+        async with running(store, gateway) as runner:
+            done = await ended(runner)
+        assert (done.state, done.total, done.completed, done.failed) == (State.COMPLETED, COUNT, 36, 4)
+        assert results(tmp_path, done) == expected(COUNT)
+        assert store.results("batch_1", 0, 10) == []  # the files have them
+        store.close()
+
+    asyncio.run(check())
+
+
+def test_a_process_killed_at_any_write_leaves_what_the_next_one_finishes(tmp_path: Path) -> None:
+    """The folder as it is just before each write of a whole job: from each of these another process goes on."""
+    folder, images = tmp_path / "whole", list[Path]()
+
+    def copy(what: str) -> None:
+        images.append(tmp_path / f"{len(images):03}-{what.replace(' ', '-')}")
+        shutil.copytree(folder, images[-1])
+
+    async def live(at: Path, store: Store) -> None:
+        async with running(store, ScriptedGateway(2)) as runner:
+            assert results(at, await ended(runner)) == expected(COUNT)
+        store.close()
+        left = {path.name for path in (at / "files").iterdir()}
+        done = Store(at, 3)
+        assert left == {file.id for file in done.files("", purpose=None, after=None, limit=9, newest_first=True)}
+        done.close()
+
+    asyncio.run(live(folder, stored(folder, copy)))
+    kinds = {image.name.partition("-")[2] for image in images}
+    assert kinds >= {"commit-save-results", "rename-a-file", "commit-end-a-batch", "save-a-batch", "sync-a-file"}
+    tried = 0
+    for image in images:
+        store = Store(image, 2)
+        try:
+            store.batch("batch_1", "")
+        except NotFound:  # its client got no answer
+            assert image <= next(one for one in images if one.name.endswith("commit-add-a-batch"))
+            store.close()
+            continue
+        asyncio.run(live(image, store))
+        tried += 1
+    assert tried > 10
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
+    """No write has room for a while, whichever comes first; the batch goes on when there is some."""
+    for first in range(3, 12):
+        folder, writes = tmp_path / str(first), 0
+
+        def refuse(_: str, first: int = first) -> None:
+            nonlocal writes
+            writes += 1
+            if first <= writes < first + 2:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        async def check(folder: Path = folder, refuse: Callable[[str], None] = refuse) -> None:
+            plain = stored(folder)
+            plain.close()
+            store = Store(folder, 1, lambda what: None if what.endswith(("take over", "gone")) else refuse(what))
+            async with running(store, ScriptedGateway(3)) as runner:
+                done = await ended(runner)
+                assert not runner.is_full
+            assert results(folder, done) == expected(COUNT)
+            store.close()
+
+        asyncio.run(check())
+        assert writes >= first
+
+
+def test_without_room_nothing_is_taken_and_it_is_said(tmp_path: Path) -> None:
+    def refuse(what: str) -> None:
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def check() -> None:
+        nonlocal full
+        store = Store(tmp_path, 1, refuse)
+        put_file(store, [line(0)])
+        full = True
+        async with running(store, ScriptedGateway()) as runner:
+            with pytest.raises(Full, match="No space left"):
+                await runner.add(batch())
+            upload = store.new_file("file-b", "", "batch", "b", START_S)
+            with pytest.raises(Full):
+                upload.write(b"x")
+            upload.abort()
+            full = False
+            await runner.add(batch())
+            await ended(runner)
+        assert len(list((tmp_path / "files").iterdir())) == 2
+        store.close()
+
+    full = False
+    asyncio.run(check())
+
+
+def test_who_was_taken_for_dead_writes_nothing_any_more(tmp_path: Path) -> None:
+    async def check() -> None:
+        first = stored(tmp_path)
+        gateway = ScriptedGateway(4, takes_s=0.02)
+        async with running(first, gateway) as asleep:
+            await until(asleep, lambda one: one.completed > 0)
+            second = Store(tmp_path, 2)
+            async with running(second, gateway) as awake:
+                done = await ended(awake)
+            assert results(tmp_path, done) == expected(COUNT)
+            with pytest.raises(Fenced, match="token 2"):
+                await asleep.add(batch("batch_2"))
+            with pytest.raises(Fenced):
+                Store(tmp_path, 1)
+        assert results(tmp_path, second.batch("batch_1", "")) == expected(COUNT)
+        second.close()
+        first.close()
+        assert Store.last_epoch(tmp_path) == 2
+
+    asyncio.run(check())
+
+
+def test_a_cancelled_batch_breaks_its_calls_off_and_keeps_what_it_has(tmp_path: Path) -> None:
+    async def check() -> None:
+        store = stored(tmp_path)
+        gateway = ScriptedGateway(5, takes_s=0.3)
+        async with running(store, gateway) as runner:
+            await until(runner, lambda one: one.completed > 0)
+            await asyncio.sleep(0.1)  # the next ones are under way
+            assert (await runner.cancel("batch_1", "")).state is State.CANCELLING
+            done = await ended(runner)
+            with pytest.raises(NotPossible, match="is cancelled"):
+                await runner.cancel("batch_1", "")
+            with pytest.raises(NotFound):
+                await runner.cancel("batch_1", "somebody")
+        assert done.state is State.CANCELLED
+        found = results(tmp_path, done)
+        assert found.keys() == expected(COUNT).keys()
+        kept = [status for status in found.values() if status in (200, 400)]
+        assert len(kept) == done.completed + done.failed
+        assert 0 < len(kept) < COUNT
+        assert set(found.values()) - {200, 400} == {"batch_cancelled"}
+        assert gateway.broken_off > 0
+        store.close()
+
+    asyncio.run(check())
+
+
+def test_a_window_that_is_over_ends_a_batch_and_a_clock_that_goes_on_ends_none(tmp_path: Path) -> None:
+    now_s = START_S
+
+    async def check() -> None:
+        nonlocal now_s
+        store = Store(tmp_path, 1)
+        put_file(store, [line(i) for i in range(COUNT)])
+        store.add_batch(batch(window_s=60.0))
+        async with running(store, ScriptedGateway(6, takes_s=0.2), now_s=lambda: now_s) as runner:
+            await until(runner, lambda one: one.completed > 0)
+            now_s += 60.0
+            done = await ended(runner)
+        assert done.state is State.EXPIRED
+        found = results(tmp_path, done)
+        assert found.keys() == expected(COUNT).keys()
+        assert "batch_expired" in found.values()
+        assert store.last_s == now_s
+        store.close()
+
+    asyncio.run(check())
+
+
+def test_a_bad_file_fails_its_batch_with_the_lines_number(tmp_path: Path) -> None:
+    async def check() -> None:
+        store = Store(tmp_path, 1)
+        put_file(store, [line(0), line(1), line(1)])
+        gateway = ScriptedGateway()
+        async with running(store, gateway) as runner:
+            await runner.add(batch())
+            failed = await ended(runner)
+            await runner.add(batch("batch_2", "file-none"))
+            gone = await ended(runner, "batch_2")
+        assert failed.state is State.FAILED
+        assert [(one.code, one.line) for one in failed.problems] == [("duplicate_custom_id", 3)]
+        assert [one.code for one in gone.problems] == ["missing_file"]
+        assert not gateway.asked
+        store.close()
+
+    asyncio.run(check())
+
+
+def test_keys_share_what_is_in_flight_and_calls_stay_within_their_bound(tmp_path: Path) -> None:
+    class Counting(ScriptedGateway):
+        now, most = 0, 0
+
+        async def ask(self, url: str, body: bytes) -> Answer:
+            self.now += 1
+            self.most = max(self.most, self.now)
+            try:
+                return await super().ask(url, body)
+            finally:
+                self.now -= 1
+
+    async def check() -> None:
+        store = Store(tmp_path, 1)
+        for owner, count in (("many", 120), ("few", 12)):
+            put_file(store, [line(i) for i in range(count)], f"file-{owner}", owner)
+        gateway = Counting(7, takes_s=0.02)
+        async with running(store, gateway) as runner:
+            await runner.add(batch("batch_many", "file-many", owner="many"))
+            await runner.add(batch("batch_few", "file-few", owner="few"))
+            await ended(runner, "batch_few", "few")
+            many = await runner.stored(store.batch, "batch_many", "many")
+            assert many.completed + many.failed < 80
+            await ended(runner, "batch_many", "many")
+        assert gateway.most == RULES.in_flight
+        store.close()
+
+    asyncio.run(check())
+
+
+def test_old_files_and_batches_go_and_files_in_use_stay(tmp_path: Path) -> None:
+    async def check() -> None:
+        store = Store(tmp_path, 1)
+        put_file(store, [line(0)])
+        put_file(store, [line(0)], "file-idle")
+        store.add_batch(batch(window_s=1e9))
+        gateway = ScriptedGateway(takes_s=0.3)
+        rules = replace(RULES, keep_s=100.0)
+        async with running(store, gateway, rules, now_s=lambda: START_S + 200.0) as runner:
+            await asyncio.sleep(0.1)
+            assert [one.id for one in _files(runner)] == ["file-in"]
+            await ended(runner)
+        async with running(store, gateway, rules, now_s=lambda: START_S + 900.0) as runner:
+            await asyncio.sleep(0.1)
+            assert _files(runner) == []
+            with pytest.raises(NotFound):
+                store.batch("batch_1", "")
+        assert list((tmp_path / "files").iterdir()) == []
+        store.close()
+
+    asyncio.run(check())
+
+
+def _files(runner: Runner) -> list[StoredFile]:
+    return runner.store.files("", purpose=None, after=None, limit=9, newest_first=True)
