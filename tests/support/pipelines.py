@@ -220,7 +220,7 @@ class Cluster:
         request.at, request.claim_at = (worker, key), None
         self.by_key[worker.worker_id, key] = request
         left_s = None if request.deadline_at_s is None else request.deadline_at_s - self.at_s
-        arrived = set(worker.core.group_scheduler.scheduler.arrived)
+        arrived = set(worker.core.group_scheduler.scheduler.suspended.arrived)
         self.feed(
             worker,
             Submitted(
@@ -403,7 +403,7 @@ class Cluster:
         """Where the KV of all sequences lies before layers move. A leader that follows frees KV without a request."""
         group_scheduler = group.leader.core.group_scheduler
         for sequence_id, token_count in group_scheduler.kv_tokens.items():
-            if sequence_id in group_scheduler.scheduler.arrived and not leads_on:
+            if sequence_id in group_scheduler.scheduler.suspended.arrived and not leads_on:
                 continue
             self.where[sequence_id] = self._holders(group, sequence_id)
             self.kv_tokens[sequence_id] = token_count
@@ -563,7 +563,10 @@ class Cluster:
 def _placements(group_scheduler: GroupScheduler) -> list[PlacementView]:
     """All that waits, runs or is suspended; KV without a request stays with its leader."""
     scheduler = group_scheduler.scheduler
-    running = (*scheduler.running, *(s for s in scheduler.suspended.values() if s.sequence_id not in scheduler.arrived))
+    running = (
+        *scheduler.running,
+        *(s for s in scheduler.suspended.values() if s.sequence_id not in scheduler.suspended.arrived),
+    )
     return [
         *(PlacementView(s.sequence_id, s.reserved_block_count, True) for s in running),
         *(PlacementView(s.sequence_id, scheduler.need(s), False) for s in scheduler.waiting),

@@ -159,9 +159,7 @@ class Arrivals:
     def _handed(self, at_s: float, arrival: _Arrival | None, handed: Handed) -> list[TargetCommand]:
         snapshot = handed.snapshot
         if arrival is None:
-            if (
-                self._over.get(handed.migration_id) is not _End.GIVEN_UP
-            ):  # twice, or forgotten
+            if self._over.get(handed.migration_id) is not _End.GIVEN_UP:  # twice, or forgotten
                 self.stale_total += 1
                 return []
             self._remember(handed.migration_id, _End.TAKEN)

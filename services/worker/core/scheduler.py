@@ -10,10 +10,6 @@ classes decide who is admitted first and who gives way when the cache is full.
 With several batches in flight, a sequence that is in one of them can be neither scheduled nor preempted. Who needs
 the block of such a one skips a batch; as it comes before its victim in the order of service, it is the first to get
 the block when the victim has landed.
-
-A suspended sequence keeps its reservation and is left alone, even if it ends meanwhile: its blocks are being written
-on the stages until `resume`, `lose` or `let_go` is called for it. One that waits for room on some stage has none
-until `take_blocks`. KV of a moved request may have `arrived` before the request: it gives way like what runs.
 """
 
 import bisect
@@ -29,6 +25,7 @@ from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import blocks_for
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.sequence import Sequence, SequenceState
+from services.worker.core.suspended import Suspended
 from services.worker.core.swapping import NOTHING, SwapOrders, SwapSpace
 from services.worker.policy.admission import AdmissionView, admits, most_prompt_tokens, reserved
 from services.worker.policy.batching import PrefillView, chunk_prefills
@@ -72,9 +69,7 @@ class Scheduler:
         self.stage_count = 1
         self.reserved_block_count = 0
         self.running: list[Sequence] = []  # in order of service
-        self.suspended: dict[SequenceId, Sequence] = {}  # those that have ended meanwhile are still among them
-        self.without_blocks: set[SequenceId] = set()  # suspended ones that have no reservation yet
-        self.arrived: set[SequenceId] = set()  # suspended ones that wait for their request alone
+        self.suspended = Suspended(limits.block_tokens, self._reserve)
         self._waiting: tuple[OrderedDict[SequenceId, Sequence], ...] = tuple(OrderedDict() for _ in PriorityClass)
         self.waiting_count = 0
         self.waiting_tokens = 0
@@ -283,12 +278,7 @@ class Scheduler:
                 self._reserve(sequence, -sequence.reserved_block_count)
                 self.swap.forget(sequence)
             case _:
-                self.let_go(sequence)
-
-    def let_go(self, sequence: Sequence) -> None:
-        """Nothing is written any more into the blocks of a suspended sequence, and it does not need them."""
-        self._leave_suspended(sequence)
-        self._reserve(sequence, -sequence.reserved_block_count)
+                self.suspended.let_go(sequence)
 
     def _reserve(self, sequence: Sequence, added_block_count: int) -> None:
         self.reserved_block_count += added_block_count
@@ -442,7 +432,7 @@ class Scheduler:
     @property
     def _candidates(self) -> list[Sequence]:
         """Sequences that may have to give way."""
-        return [*self.running, *(self.suspended[i] for i in sorted(self.arrived))] if self.arrived else self.running
+        return [*self.running, *self.suspended.kept] if self.suspended.arrived else self.running
 
     def _victim(self) -> Sequence:
         """The sequence, of all candidates, that gives way first."""
@@ -515,86 +505,39 @@ class Scheduler:
     def start_over(self, sequence: Sequence, at_s: float, why: str) -> None:
         """A running sequence, of which nothing is in flight, waits again, with nothing computed."""
         if sequence.snapshot is not None:
-            self.forget_kv(sequence, at_s, why)
+            self.suspended.forget_kv(sequence, at_s, why)
             return
         self.running.remove(sequence)
         self._recompute(sequence, at_s, why)
 
-    def forget_kv(self, kept: Sequence, at_s: float, why: str) -> None:
-        """KV whose request is not here is freed. The request will be computed again."""
-        self.let_go(kept)
-        kept.computed_tokens = 0
-        kept.move(SequenceState.WAITING, at_s, why)
-
     # ---------------------------------------------------------------- KV on its way
 
     def suspend(self, sequence: Sequence, at_s: float, *, waits: bool = False) -> None:
-        why = "its KV waits for room" if waits else "its KV travels"
-        if sequence.sequence_id in self.arrived:
-            self.arrived.remove(sequence.sequence_id)
-            sequence.note(at_s, why)
-        else:
+        """It runs, or is KV without a request."""
+        if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
-            sequence.move(SequenceState.SUSPENDED, at_s, why)
-            self.suspended[sequence.sequence_id] = sequence
-        if waits:
-            self.without_blocks.add(sequence.sequence_id)
-            self._reserve(sequence, -sequence.reserved_block_count)
-
-    def take_blocks(self, sequence: Sequence, at_s: float) -> None:
-        """There is room for a suspended sequence that has waited for it."""
-        self.without_blocks.remove(sequence.sequence_id)
-        self._reserve(sequence, blocks_for(sequence.token_count, self.block_tokens))
-        sequence.note(at_s, "its KV travels")
+        self.suspended.add(sequence, at_s, travels=True, waits=waits)
 
     def resume(self, sequence: Sequence, at_s: float) -> None:
-        if sequence.sequence_id in self.without_blocks:
-            raise InvariantViolation(f"{sequence.name} has its KV in no block", sequence.story())
-        if sequence.snapshot is not None:
-            self.arrived.add(sequence.sequence_id)
-            sequence.note(at_s, "its KV is complete, its request is not here")
-            return
-        self._leave_suspended(sequence)
-        self._run(sequence, 0, at_s, "its KV is complete")
+        """All its KV is here."""
+        if self.suspended.complete(sequence, at_s):
+            self._run(sequence, 0, at_s, "its KV is complete")
 
     def bind(self, kept: Sequence, request: Sequence, at_s: float) -> None:
-        """The request of that KV is here, under its id: it goes on at once if the KV is complete."""
-        self.suspended[kept.sequence_id] = request
-        request.move(SequenceState.SUSPENDED, at_s, "its KV is here, or on its way")
-        request.computed_tokens, request.on_stages = kept.computed_tokens, kept.on_stages
-        request.reserved_block_count, request.reserved_tokens = kept.reserved_block_count, kept.reserved_tokens
-        if kept.sequence_id in self.arrived:
+        """The request of that KV is here, under its id. Room is made afterwards, if need be, by `shed`."""
+        if self.suspended.bind(kept, request, at_s):
             self.resume(request, at_s)
-
-    def _leave_suspended(self, sequence: Sequence) -> None:
-        del self.suspended[sequence.sequence_id]
-        self.without_blocks.discard(sequence.sequence_id)
-        self.arrived.discard(sequence.sequence_id)
 
     def lose(self, sequence: Sequence, at_s: float) -> None:
         """It loses its KV, suspended or running."""
         if sequence.snapshot is not None:
-            self.forget_kv(sequence, at_s, "its KV is lost")
+            self.suspended.forget_kv(sequence, at_s, "its KV is lost")
             return
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
         else:
-            self._leave_suspended(sequence)
+            self.suspended.leave(sequence)
         self._recompute(sequence, at_s, "its KV is lost")
-
-    def adopt(self, sequence: Sequence, at_s: float, *, travels: bool, waits: bool) -> None:
-        """It comes with its KV, or its KV follows (`travels`), perhaps when there is room (`waits`). Room is made
-        afterwards, if need be, by `shed`.
-        """
-        why = "its KV waits for room" if waits else "its KV travels" if travels else "its KV is here"
-        sequence.move(SequenceState.SUSPENDED, at_s, f"adopted, {why}")
-        self.suspended[sequence.sequence_id] = sequence
-        if waits:
-            self.without_blocks.add(sequence.sequence_id)
-        else:
-            self._reserve(sequence, blocks_for(sequence.token_count, self.block_tokens))
-        if not (travels or waits):
-            self.arrived.add(sequence.sequence_id)
 
     # ---------------------------------------------------------------- inspector
 
@@ -609,6 +552,7 @@ class Scheduler:
         waiting = self.waiting
         held = [*self.running, *self.suspended.values(), *self.swap.holders]
         self.swap.check()
+        self.suspended.check()
         for what, have, want in (
             ("waiting_count", self.waiting_count, len(waiting)),
             ("waiting_tokens", self.waiting_tokens, sum(s.token_count for s in waiting)),
@@ -625,15 +569,5 @@ class Scheduler:
                 raise InvariantViolation(f"out of order: {[_order(s) for s in sequences]}")
         for sequence in self.running:
             sequence.check_running(self.block_tokens)
-        for sequence in self.suspended.values():
-            if sequence.state not in (SequenceState.SUSPENDED, SequenceState.ENDED):
-                raise InvariantViolation(f"{sequence.name} is among the suspended", sequence.story())
-            if sequence.reserved_block_count and sequence.sequence_id in self.without_blocks:
-                raise InvariantViolation(f"{sequence.name} waits for room and has some", sequence.story())
-            if sequence.sequence_id in self.arrived and sequence.snapshot is None:
-                raise InvariantViolation(f"{sequence.name} has all its KV and does not run", sequence.story())
-        if not self.without_blocks | self.arrived <= self.suspended.keys() or self.without_blocks & self.arrived:
-            waits, has = sorted(self.without_blocks), sorted(self.arrived)
-            raise InvariantViolation(f"{waits} wait for room, {has} for their requests, and not all are suspended")
         for sequence in waiting:
             sequence.check_waiting()

@@ -97,9 +97,7 @@ class Sequence:
         self.step_id = 0  # of the last batch that it took part in
         self.in_engine = False  # a batch of this leader has added it and none has removed it
         self.on_stages = False  # stages hold blocks for it, or know it: they have to be told when it goes
-        self.snapshot: SequenceSnapshot | None = (
-            None  # of KV whose request is not here yet
-        )
+        self.snapshot: SequenceSnapshot | None = None  # of KV whose request is not here yet
         self.may_overfill = False  # it had been let in before it came to the waiting line: the bound is for others
         self.first_token_at_s: float | None = None  # of this attempt
         self.preempted = False  # its dispatcher has been told that it waits, and not yet that it runs again
