@@ -159,7 +159,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("out/reproduce"))
     parser.add_argument("--only", metavar="NAMES", help=f"of {', '.join(_known())}")
     parser.add_argument("--trace", metavar="FILE", help="arrivals instead of the drawn ones; lengths stay")
-    parser.add_argument("--compute-fraction", type=float, metavar="X", help="of the GPU's peak (0.45)")
+    parser.add_argument("--compute-fraction", type=float, metavar="X", help="of the GPU's peak (0.72)")
     parser.add_argument("--rate-scale", type=float, default=1.0, metavar="X", help="times as many requests")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--write", action="store_true", help="puts the table of the runs in --out into docs/")

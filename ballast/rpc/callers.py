@@ -33,5 +33,10 @@ def caller() -> Caller:
     return _caller.get()
 
 
+def caller_name(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    """Whose share a call takes: the name of its token, or the address of its host where no token is asked for."""
+    return caller().name or context.peer().rpartition(":")[0]
+
+
 def set_caller(found: Caller) -> None:
     _caller.set(found)

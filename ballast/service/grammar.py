@@ -6,14 +6,16 @@ The state of a grammar follows from the tokens alone, so that a replay or a move
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from ballast.common.errors import ConfigError, InvalidRequest
 from ballast.common.sampling import Grammar, GrammarKind
+from ballast.service.grammar_bounds import check_bounds
 from ballast.service.one_of import narrowed
 
 if TYPE_CHECKING:  # exists in the type stubs only
@@ -21,6 +23,9 @@ if TYPE_CHECKING:  # exists in the type stubs only
 
 MOST_KEPT = 256  # compiled: most requests of an application share a few
 _SILENT = 0
+_TRIED_TOKENS = 4  # some grammars compile, and are too large from their second token on
+_MAX_WHY_CHARS = 300
+_DEAD_END = "NoExtensionBias"
 # Between two tokens of JSON. Without a bound a model may write nothing but blanks to the end of its length.
 _JSON_DEFAULTS: "JsonCompileOptions" = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,20}"}
 
@@ -33,27 +38,45 @@ class Grammars:
         tokenizer_file: tokenizer.json of the model.
         vocab_size: Of the model; may be larger than the tokenizer's. None: the tokenizer's.
         eos_token_ids: Tokens that end a sequence, which are allowed where a grammar may end. None: the tokenizer's.
+        most_kept: Compiled grammars that are remembered.
 
     Raises:
         ConfigError: the file is no tokenizer that llguidance can read.
     """
 
     def __init__(
-        self, tokenizer_file: Path, vocab_size: int | None = None, eos_token_ids: Sequence[int] | None = None
+        self,
+        tokenizer_file: Path,
+        vocab_size: int | None = None,
+        eos_token_ids: Sequence[int] | None = None,
+        most_kept: int = MOST_KEPT,
     ) -> None:
         eos = list(eos_token_ids) if eos_token_ids else None
         try:
             self._tokenizer = LLTokenizer(str(tokenizer_file), n_vocab=vocab_size, eos_token=eos)
         except (ValueError, RuntimeError, OSError) as error:
             raise ConfigError(str(tokenizer_file), f"is not a valid tokenizer: {error}") from error
+        self._threads = ThreadPoolExecutor(1, "grammars")  # its threads begin when there is something to do
         self._lock = threading.Lock()
+        self._most_kept = most_kept
         self._kept: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()  # the one that was asked for last is last
 
+    def ahead(self, grammar: Grammar) -> Future[Any]:
+        """Compiles it in a thread beside all others, one grammar at a time. Fails with InvalidRequest.
+        May be cancelled.
+        """
+        with self._lock:
+            if (found := self._kept.get(grammar)) is not None and found.done():
+                self._kept.move_to_end(grammar)
+                return found
+        return self._threads.submit(self._compile, grammar)
+
     def check(self, grammar: Grammar, token_ids: Sequence[int] = ()) -> None:
-        """Raises InvalidRequest, with what llguidance says, for a grammar that cannot be followed, or that these
-        tokens of an answer do not follow.
+        """Raises InvalidRequest, with what llguidance says, for a grammar that is too large, that cannot be followed,
+        or that these tokens of an answer do not follow.
         """
         matcher = self._compile(grammar)
+        self._try(grammar, matcher.deep_copy())
         if token_ids and (right := matcher.deep_copy().validate_tokens(list(token_ids))) < len(token_ids):
             why = f"token {right} of the answer so far does not follow the grammar"
             raise InvalidRequest("resumption.token_ids", why)
@@ -65,13 +88,23 @@ class Grammars:
             matcher.consume_tokens(list(token_ids))
         return matcher
 
+    def _try(self, grammar: Grammar, matcher: LLMatcher) -> None:
+        """A few tokens of an answer: a matcher finds out only then that it has to give up."""
+        for count in range(_TRIED_TOKENS):
+            mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+            if (why := why_given_up(matcher)) and (count == 0 or _DEAD_END not in matcher.get_error()):
+                raise InvalidRequest(f"sampling.grammar.{grammar.kind}", why)
+            if why or matcher.is_accepting() or matcher.is_stopped() or not mask.any():
+                return
+            matcher.consume_token(int(mask.argmax()))
+
     def _compile(self, grammar: Grammar) -> LLMatcher:
         with self._lock:
             found = self._kept.get(grammar)
             ours: Future[LLMatcher] = found or Future()
             self._kept[grammar] = ours
             self._kept.move_to_end(grammar)
-            if len(self._kept) > MOST_KEPT:
+            if len(self._kept) > self._most_kept:
                 self._kept.popitem(last=False)
         if found is not None:
             return found.result()
@@ -86,10 +119,23 @@ class Grammars:
         return ours.result()
 
     def _compiled(self, grammar: Grammar) -> LLMatcher:
+        check_bounds(grammar)
         matcher = LLMatcher(self._tokenizer, _text(grammar), log_level=_SILENT)
         if matcher.is_error():
-            raise InvalidRequest(f"sampling.grammar.{grammar.kind}", matcher.get_error().split("\n<state>")[0].strip())
+            raise InvalidRequest(f"sampling.grammar.{grammar.kind}", why_given_up(matcher))
         return matcher
+
+
+def why_given_up(matcher: LLMatcher) -> str:
+    """Why this matcher cannot go on; "" while it can. One that cannot allows the end of the answer and nothing else,
+    whatever the grammar says: it has to be asked after each mask and each token.
+    """
+    if not matcher.is_error():
+        return ""
+    why = matcher.get_error().split("\n<state>")[0].strip()
+    if why.startswith(_DEAD_END):
+        return "no text can follow here: the grammar allows none"
+    return why[:_MAX_WHY_CHARS] or "the grammar cannot be followed any further"
 
 
 def _text(grammar: Grammar) -> str:

@@ -212,6 +212,7 @@ async def _serve(
             await store.unregister()
     finally:
         await server.stop(0.0)
+        await encoder.close()
         shell.chronicle.write_the_rest()
 
 

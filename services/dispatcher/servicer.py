@@ -24,7 +24,7 @@ from ballast.common.errors import (
 )
 from ballast.common.ids import RequestId, WorkerId
 from ballast.common.sampling import FinishReason, SamplingParams
-from ballast.rpc.callers import caller
+from ballast.rpc.callers import caller, caller_name
 from ballast.rpc.codec import LAYOUT, LOAD, MODEL, PRIORITY, SAMPLING, finish_to_proto
 from ballast.rpc.deadline import remaining_s
 from ballast.service.otlp import Context as TraceContext
@@ -312,7 +312,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         output = resumption.token_ids if resumption is not None else ()
         self._check_token_ids("resumption.token_ids", output)
         if sampling.grammar is not None:
-            await self._encoder.check_grammar(sampling.grammar, output)
+            await self._encoder.check_grammar(sampling.grammar, output, caller_name(context))
         prompt = await self._encode_prompt(message)
         may_shorten = message.fit_max_tokens or not message.sampling.HasField("max_tokens")
         completed = self._complete(sampling, prompt, may_shorten=may_shorten)

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from ballast.common.errors import ConfigError, InvalidRequest
 from ballast.common.sampling import Grammar
-from ballast.service.grammar import Grammars
+from services.dispatcher.grammars import GrammarChecks
 from services.dispatcher.template import ChatTemplate, RenderingTooLong
 
 # A longer text is tokenized in a thread: that takes milliseconds, and only the batch call releases the GIL.
@@ -41,7 +41,7 @@ class PromptEncoder:
         variables = {name: _token_text(config.get(name)) for name in _SPECIAL_TOKENS if name in config}
         self._template = ChatTemplate(model, config, variables)
         self.token_bytes = TokenBytes(self._tokenizer)
-        self._grammars = Grammars(model / "tokenizer.json")
+        self._grammars = GrammarChecks(model / "tokenizer.json")
         self._longest_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
         self._huge = ThreadPoolExecutor(1, "huge texts")
 
@@ -83,10 +83,13 @@ class PromptEncoder:
         """Token ids that are not in the vocabulary are left out."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    async def check_grammar(self, grammar: Grammar, token_ids: Sequence[int] = ()) -> None:
+    async def check_grammar(self, grammar: Grammar, token_ids: Sequence[int], caller: str) -> None:
         """Raises InvalidRequest for a grammar that cannot be followed, or that these tokens of the answer do not
-        follow. In a thread: a large one takes a while."""
-        await asyncio.to_thread(self._grammars.check, grammar, token_ids)
+        follow; see `GrammarChecks.check`."""
+        await self._grammars.check(grammar, token_ids, caller)
+
+    async def close(self) -> None:
+        await self._grammars.close()
 
     async def _encode(self, field: str, text: str, longest: int | None, *, add_special_tokens: bool) -> Sequence[int]:
         if longest is not None and len(text) > longest * self._longest_token_chars:

@@ -10,8 +10,9 @@ import secrets
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import grpc.aio
 
@@ -40,6 +41,7 @@ from services.worker.metrics import LinkCollector, export
 from services.worker.pipeline.build import Instance, join, stage_core
 from services.worker.pipeline.context import BlockCopier
 from services.worker.pipeline.events import GrammarComes
+from services.worker.pipeline.grammars import CompileGrammar
 from services.worker.pipeline.planner_side import Transitions
 from services.worker.policy.lookahead import lookahead
 from services.worker.policy.microbatching import by_token_count
@@ -77,7 +79,7 @@ class Kit:
     cost: Callable[[], CostModel | None]  # of the stage that is executed: microbatches are formed by it
     costs: OnlineCost | None = None  # which is told what steps take
     copier: BlockCopier | None = None  # for what gives way, if KV is swapped
-    compile_grammar: Callable[[Grammar], None] | None = None  # ahead of the engine, which would stand still meanwhile
+    compile_grammar: CompileGrammar | None = None  # ahead of the engine, which would stand still meanwhile
     open_plane: Callable[[WorkerId, str, Hub, bytes | None], DataPlane] | None = (
         None  # another one than tensors travel over
     )
@@ -140,7 +142,7 @@ def load(settings: WorkerSettings, devices: Sequence[str] = ()) -> Kit:
     except BaseException:
         engine.close()
         raise
-    compile_grammar = engine.grammars.check if engine.grammars is not None else None
+    compile_grammar = engine.grammars.ahead if engine.grammars is not None else None
     device = describe(engine.memory.pool.backend.device)
     if ranked is None:
         return Kit(engine, costs.current, costs, copier, compile_grammar, device=device)
@@ -378,11 +380,11 @@ class WorkerProcess:
             stopping.cancel()
             taking.cancel()
 
-    def _grammar_comes(self, grammar: Grammar) -> None:
-        """Runs in a thread: the stage that follows the grammar compiles it, and this leader checks it meanwhile."""
+    def _grammar_comes(self, grammar: Grammar) -> Future[Any]:
+        """The stage that follows the grammar compiles it, and this leader checks it meanwhile."""
         self._shell.post_member(GrammarComes(grammar))
         assert self._compile_grammar is not None
-        self._compile_grammar(grammar)
+        return self._compile_grammar(grammar)
 
     def _make_server(self, worker_id: WorkerId, incarnation: Incarnation, exporter: Exporter | None) -> RpcServer:
         servicer = WorkerServicer(

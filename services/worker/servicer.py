@@ -4,13 +4,14 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import grpc.aio
 
 from ballast import __version__
-from ballast.common.errors import InvalidRequest, PeerViolation, StaleEpoch, Unavailable
+from ballast.common.errors import BallastError, InvalidRequest, PeerViolation, StaleEpoch, Unavailable
 from ballast.common.ids import Incarnation, RequestId, WorkerId
 from ballast.common.model import ModelInfo
 from ballast.common.sampling import FinishReason, Grammar
@@ -29,6 +30,7 @@ from services.worker.shell import Detokenizing, WorkerShell
 from services.worker.spans import RequestSpans
 
 _HELLO_TIMEOUT_S = 10.0
+_COMPILE_TIMEOUT_S = 15.0  # a dispatcher has found that it takes less; others may be compiled before it
 _ENDING = Mapper(Ending, pb.Ending)
 
 # Any: grpc.aio has no better type for the context's messages.
@@ -79,10 +81,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         detokenizer: Callable[[NewSequence], Detokenizing],
         transitions: TransitionPort,
         clock: StageClock,
-        compile_grammar: Callable[[Grammar], None] | None = None,
+        compile_grammar: Callable[[Grammar], Future[Any]] | None = None,
         spans: RequestSpans | None = None,
     ) -> None:
-        """`compile_grammar`: called in a thread before the engine gets a request with a grammar, and remembers it."""
+        """`compile_grammar`: begins before the engine gets a request with a grammar, beside all that runs here."""
         self._spans = spans or RequestSpans(None, identity.worker_id)
         self._transitions = transitions
         self._clock = clock
@@ -219,31 +221,65 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         )
 
     async def _read(self, stream: OutputStream, requests: AsyncIterator[pb.AttachRequest]) -> None:
-        """Passes messages on until the dispatcher closes its side; a broken message closes the stream."""
+        """Passes messages on until the dispatcher closes its side; a broken message closes the stream. Requests whose
+        grammar is being compiled are passed by those behind them, and by their own aborts."""
+        compiling: dict[int, asyncio.Task[None]] = {}  # by handle
         try:
             async for request in requests:
                 match request.WhichOneof("message"):
                     case "submit":
-                        await self._submit(stream, request.submit)
+                        await self._submit(stream, request.submit, compiling)
                     case "abort":
-                        key = SequenceKey(stream.stream_id, request.abort.handle)
+                        handle = request.abort.handle
+                        if (task := compiling.pop(handle, None)) is not None and task.cancel():
+                            stream.put_ending(Ending(handle, FinishReason.CANCELLED), self._shell.load())
+                            continue
+                        key = SequenceKey(stream.stream_id, handle)
                         await self._shell.post(Aborted(time.monotonic(), key))
                     case what:
                         raise PeerViolation("dispatcher", f"{what} in the middle of the stream")
         finally:
+            for task in compiling.values():
+                task.cancel()
             stream.close()
 
-    async def _submit(self, stream: OutputStream, submit: pb.Submit) -> None:
+    async def _submit(self, stream: OutputStream, submit: pb.Submit, compiling: dict[int, asyncio.Task[None]]) -> None:
+        def invalid(why: str) -> None:
+            ending = Ending(submit.handle, FinishReason.ERROR, error=why, invalid=True)
+            stream.put_ending(ending, self._shell.load())
+
+        async def compile_first(event: Submitted, compiled: Future[Any]) -> None:
+            try:
+                async with asyncio.timeout(_COMPILE_TIMEOUT_S):
+                    await asyncio.wrap_future(compiled)
+                del compiling[submit.handle]  # an abort goes to the engine from here on
+                await self._shell.post(event)
+            except InvalidRequest as error:
+                invalid(str(error))
+            except TimeoutError:
+                invalid(f"sampling.grammar: was not compiled within {_COMPILE_TIMEOUT_S:g} s")
+            except BallastError as error:
+                stream.close(error)
+            finally:
+                compiling.pop(submit.handle, None)
+
         try:
             event = self._submitted(stream.stream_id, submit)
-            if event.sampling.grammar is not None and self._compile_grammar is not None:
-                await asyncio.to_thread(self._compile_grammar, event.sampling.grammar)
         except InvalidRequest as error:
-            ending = Ending(submit.handle, FinishReason.ERROR, error=str(error), invalid=True)
-            stream.put_ending(ending, self._shell.load())
+            invalid(str(error))
             return
         self._spans.submitted(event, submit.traceparent)
-        await self._shell.post(event)
+        grammar = event.sampling.grammar
+        if grammar is None or self._compile_grammar is None:
+            await self._shell.post(event)
+        elif len(compiling) >= self._max_waiting_count:
+            why = f"{len(compiling)} grammars wait to be compiled"
+            stream.put_ending(Ending(submit.handle, None, error=why, refused=True), self._shell.load())
+        elif (compiled := self._compile_grammar(grammar)).done() and compiled.exception() is None:
+            await self._shell.post(event)
+        else:
+            coming = compile_first(replace(event, overtaken=True), compiled)
+            compiling[submit.handle] = asyncio.create_task(coming, name=f"grammar-{submit.handle}")
 
     def _submitted(self, stream_id: int, submit: pb.Submit) -> Submitted:
         now_s = time.monotonic()

@@ -253,7 +253,7 @@ class WorkerShell:
         now_s = time.monotonic()
         for stream_id, handle in turn.seen_handles.items():
             if stream := self._streams.get(stream_id):
-                stream.seen_handle = handle
+                stream.seen_handle = max(handle, stream.seen_handle)  # see `Submitted.overtaken`
         if turn.seen_handles and self._requests_came is not None:
             self._requests_came(report)
         for emit in turn.emits:

@@ -317,3 +317,18 @@ def test_tools_are_called_as_asked(ai: OpenAI) -> None:
     )
     assert none.choices[0].message.tool_calls is None
     assert none.choices[0].message.content == f"Let me see. {written}"
+
+
+@pytest.mark.parametrize("count", [5, 3000])
+def test_an_answer_is_one_of_many_choices(ai: OpenAI, count: int) -> None:
+    choices = [f"w{i}" for i in range(count - 3)] + ["a.b*c", "[x] {1,2}", "船 & ~/\n"]
+    options: Any = {"extra_body": {"structured_outputs": {"choice": choices}}}
+    for seed in range(3):
+        answer = ai.chat.completions.create(model=MODEL, messages=MESSAGES, seed=seed, temperature=1.5, **options)
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.choices[0].message.content in choices
+
+
+def test_a_grammar_that_nothing_follows_is_refused(ai: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="no text can follow"):
+        ai.chat.completions.create(model=MODEL, messages=MESSAGES, response_format=as_format({"$ref": "#"}))

@@ -171,7 +171,7 @@ async def test_a_grammar_is_compiled_beside_the_engine_that_follows_it(
         last = cluster.workers["w2"].engine.grammars
     [(where, thread)] = compiled
     assert where is last
-    assert thread.startswith("layers")
+    assert thread.startswith("grammars")
 
 
 async def test_a_member_that_closes_its_links_in_order_is_lost_to_the_group(model_dir: Path) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +106,9 @@ class Alone:
 
 
 @contextlib.asynccontextmanager
-async def worker(model_dir: Path, compile_grammar: Callable[[Grammar], None] | None = None) -> AsyncGenerator[Served]:
+async def worker(
+    model_dir: Path, compile_grammar: Callable[[Grammar], Future[Any]] | None = None
+) -> AsyncGenerator[Served]:
     """A channel to a worker whose steps take 5 ms. Any bug that the server reports fails the test."""
     bugs: list[InvariantViolation] = []
     async with running_shell(model_dir, slow) as shell:
@@ -380,7 +383,7 @@ def test_a_grammar_is_compiled_before_the_engine_gets_it(model: Path, monkeypatc
         return pb.Submit(handle=handle, prompt_token_ids=(9, 8, 7), sampling=SAMPLING.message(sampling))
 
     async def story() -> None:
-        async with asyncio.timeout(120), worker(model, lambda grammar: made[0].check(grammar)) as served:
+        async with asyncio.timeout(120), worker(model, lambda grammar: made[0].ahead(grammar)) as served:
             attached = await Attached.open(served.channel)
             await attached.send(submit(1, "[a-z]{30}"))
             await attached.send(submit(2, "[a-z]{30}"))
@@ -391,4 +394,32 @@ def test_a_grammar_is_compiled_before_the_engine_gets_it(model: Path, monkeypatc
 
     asyncio.run(story())
     assert len(threads) == 2
-    assert "engine" not in threads
+    assert all(thread.startswith("grammars") for thread in threads)
+
+
+async def test_requests_and_aborts_pass_those_whose_grammar_is_being_compiled(model: Path) -> None:
+    begun = [Future[None](), Future[None]()]
+    left = iter(begun)
+
+    def submit(handle: int) -> pb.Submit:
+        sampling = SamplingParams(temperature=0.0, max_tokens=4, grammar=Grammar(GrammarKind.REGEX, "[a-z]{30}"))
+        return pb.Submit(handle=handle, prompt_token_ids=(9, 8, 7), sampling=SAMPLING.message(sampling))
+
+    async with asyncio.timeout(60), worker(model, lambda _: next(left)) as served:
+        attached = await Attached.open(served.channel)
+        await attached.send(submit(1))
+        await attached.send(submit(2))
+        await attached.submit(3, 10)
+        [three] = await attached.ended(3)
+        assert len(three.token_ids) == 10
+        await attached.call.write(pb.AttachRequest(abort=pb.Abort(handle=2)))
+        [two] = await attached.ended(2)
+        assert two.reason is FinishReason.CANCELLED
+        assert begun[1].cancelled()
+        begun[0].set_result(None)
+        [one] = await attached.ended(1)
+        assert len(one.token_ids) == 4
+        await attached.submit(3, 10)  # the handle was given before
+        await attached.submit(4, 1)
+        await attached.ended(4)
+        assert len(attached.heard[3].token_ids) == 0

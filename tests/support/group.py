@@ -203,7 +203,7 @@ class GroupWorker:
             transport=place.transport,
             advertise_host="127.0.0.1",
             copier=self.copier,
-            compile_grammar=self.engine.grammars.check if self.engine.grammars is not None else None,
+            compile_grammar=self.engine.grammars.ahead if self.engine.grammars is not None else None,
             runner=cast(Any, Paced(self.engine.runner, sizes.step_s)) if sizes.step_s else None,
         )
 
@@ -503,7 +503,8 @@ def _occupied(worker: GroupWorker) -> bool:
 def _left(worker: GroupWorker) -> str:
     ids, member, group = worker.book.sequence_ids, worker.member, worker.core.group_scheduler
     scheduler = group.scheduler
-    driver, restoring, home = member._driver, member._restoring, member._layer_loading
+    driver, home = member._driver, member._layer_loading
+    restoring = driver._restoring
     transition = driver.transition
     open_ = transition and (transition.phase, transition._is)
     return (

@@ -167,6 +167,8 @@ class StageResult(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     EXECUTE_S_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    ERROR_ROWS_FIELD_NUMBER: _builtins.int
+    ERRORS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     execute_s: _builtins.float
     error: _builtins.str
@@ -179,6 +181,12 @@ class StageResult(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_cluster_pb2.Logprobs]: ...
+    @_builtins.property
+    def error_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Indices into token_ids of those that are none, and why their sequences end."""
+
+    @_builtins.property
+    def errors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -188,10 +196,12 @@ class StageResult(_message.Message):
         logprobs: _abc.Iterable[_cluster_pb2.Logprobs] | None = ...,
         execute_s: _builtins.float = ...,
         error: _builtins.str = ...,
+        error_rows: _abc.Iterable[_builtins.int] | None = ...,
+        errors: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "execute_s", b"execute_s", "logprob_rows", b"logprob_rows", "logprobs", b"logprobs", "step_id", b"step_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "error_rows", b"error_rows", "errors", b"errors", "execute_s", b"execute_s", "logprob_rows", b"logprob_rows", "logprobs", b"logprobs", "step_id", b"step_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,6 +1,7 @@
 """What a client demands of the form of an answer -> a grammar."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -48,12 +49,16 @@ def _structured(given: Mapping[str, Any]) -> Grammar:
         case {"regex": str() as regex}:
             return Grammar(GrammarKind.REGEX, regex)
         case {"choice": [*choices]} if choices and all(isinstance(choice, str) for choice in choices):
-            return Grammar(GrammarKind.LARK, "start: " + " | ".join(map(_lark_text, cast(Sequence[str], choices))))
+            return Grammar(GrammarKind.REGEX, "|".join(map(_literal, cast(Sequence[str], choices))))
         case {"grammar": str() as grammar}:
             return Grammar(GrammarKind.LARK, grammar)
         case _:
             raise invalid("structured_outputs", "needs one of json, json_object, regex, choice and grammar")
 
 
-def _lark_text(text: str) -> str:
-    return json.dumps(text)
+_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
+
+
+def _literal(text: str) -> str:
+    """As a regular expression: thousands of these are one lexeme, and as alternatives of a grammar too many."""
+    return _SPECIAL.sub(r"\\\g<0>", text)

@@ -397,10 +397,11 @@ class WorkerCore:
 
     def _submit(self, group_scheduler: GroupScheduler, event: Submitted) -> None:
         stream = self._request_table.streams.get(event.key.stream_id)
-        if stream is None or event.key.handle <= stream.seen_handle:
+        handle = event.key.handle
+        if stream is None or handle in stream.live or (handle <= stream.seen_handle and not event.overtaken):
             self._stale_events_total += 1
             return
-        stream.seen_handle = event.key.handle
+        stream.seen_handle = max(handle, stream.seen_handle)
         kept, waits = self._handovers.kept(event.request_id), self._handovers.may_wait(event)
         moves = kept is not None or waits
         # What moves may run in a larger group than this one is now.
@@ -500,11 +501,13 @@ class WorkerCore:
         self._count_step(event.at_s)
         at_s, token_ids, logprobs, ended = event.at_s, result.token_ids, result.logprobs, SequenceState.ENDED
         plain: dict[int, tuple[list[int], list[int]]] = {}  # stream -> handles, a token for each
-        index = 0
+        errors, index = dict(result.errors), 0
         for sequence, computed_tokens, samples in in_flight_batch.shares:
             if sequence.state is not ended:
                 sequence.computed_tokens = computed_tokens
-                if samples:
+                if samples and errors and index in errors:
+                    self._request_table.end(sequence, at_s, FinishReason.ERROR, errors[index], invalid=True)
+                elif samples:
                     output = sequence.output_token_ids
                     if (
                         len(output) + 1 < sequence.stop.watched_from

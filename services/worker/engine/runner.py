@@ -87,8 +87,10 @@ class ModelRunner:
             rows = [SampleRow(s.sequence_id, s.first_position + len(s.token_ids)) for s in batch.slices if s.samples]
             logits_RV = self._model.logits(hidden_TD.index_select(0, sample_rows_R))
             sampled = self._sampler.sample(rows, logits_RV) if rows else None
-        token_ids, logprobs = (sampled.token_ids, sampled.logprobs) if sampled else ((), ())
-        return StepResult(batch.step_id, token_ids, logprobs, time.perf_counter() - started_s)
+        elapsed_s = time.perf_counter() - started_s
+        if sampled is None:
+            return StepResult(batch.step_id, (), (), elapsed_s)
+        return StepResult(batch.step_id, sampled.token_ids, sampled.logprobs, elapsed_s, errors=sampled.errors)
 
     def compute(
         self, packed: PackedStep, hidden_TD: torch.Tensor | None, first_layer: int, last_layer: int

@@ -38,6 +38,7 @@ class SampleRow:
 class Sampled:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...]
+    errors: tuple[tuple[int, str], ...] = ()  # rows whose grammar cannot be followed any further, and why
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +140,16 @@ class Sampler:
             if sequence.history is not None:
                 sequence.history.apply(logits_V)
         token_ids = self._choose(rows, sequences, logits_RV)
-        for sequence, token_id in zip(sequences, token_ids, strict=True):
+        errors: list[tuple[int, str]] = []
+        for i, (sequence, token_id) in enumerate(zip(sequences, token_ids, strict=True)):
             if sequence.history is not None:
                 sequence.history.add(token_id)
             if sequence.grammar is not None:
                 sequence.grammar.add(token_id)
+                if sequence.grammar.error:
+                    errors.append((i, sequence.grammar.error))
         logprobs = [raw_logprobs[i].of(token) if i in raw_logprobs else None for i, token in enumerate(token_ids)]
-        return Sampled(tuple(token_ids), tuple(logprobs))
+        return Sampled(tuple(token_ids), tuple(logprobs), tuple(errors))
 
     def _raw_logprobs(self, logits_V: torch.Tensor, count: int) -> "_Ranked":
         """Before anything is changed: `logits_V` is about to be."""

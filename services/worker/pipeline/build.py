@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from ballast.common.ids import WorkerId
-from ballast.common.sampling import Grammar
 from services.worker.core.blocks import BlockBook
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.worker import WorkerCore
 from services.worker.pipeline.background import Threads
 from services.worker.pipeline.context import BlockCopier, Environment, StageEngine
+from services.worker.pipeline.grammars import CompileGrammar
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.links import Links
 from services.worker.pipeline.member import GroupMember
@@ -95,7 +95,7 @@ def join(
     open_plane: Callable[[Hub, bytes | None], DataPlane] | None = None,
     transport: str = "auto",
     secret: bytes | None = None,
-    compile_grammar: Callable[[Grammar], None] | None = None,
+    compile_grammar: CompileGrammar | None = None,
 ) -> Membership:
     """Opens the data plane. The shell closes it when its engine thread ends. `costs` is told what stages take.
     `copier`: needed if the core's limits let it swap.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple
 
 from ballast.common.ids import WorkerId
 from ballast.common.sampling import Grammar
@@ -96,7 +96,7 @@ class Environment:
     post: Callable[[MemberEvent], None]  # to be handled by the engine thread
     links: Callable[[Plane, Role, Now, Callable[[MemberEvent], None]], Links]
     copier: BlockCopier | None = None  # needed if the core's limits let it swap
-    compile_grammar: Callable[[Grammar], None] | None = None  # None: the engine follows none
+    compile_grammar: Callable[[Grammar], Future[Any]] | None = None  # None: none is followed
     watch: Callable[[], StageWatch] | None = None  # makes one; None: what the engine has run is over
 
 

@@ -1,8 +1,8 @@
 """Grammars of requests, compiled by who will follow them before their sequences come.
 
-Compiling takes 0.1 s for the largest ones, and in the engine's thread every batch of the last stage would wait for it.
-The leader compiles as well, to check them, before it takes the request in: most of the time the last stage is done by
-then. If it is not, it waits for what is under way; what it was not told of it compiles when it comes.
+Compiling takes up to seconds, and in the engine's thread every batch of the last stage would wait for it. The leader
+compiles as well, to check them, before it takes the request in: most of the time the last stage is done by then. If it
+is not, it waits for what is under way; what it was not told of it compiles when it comes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ballast.common.ids import Epoch
 from ballast.common.sampling import Grammar
@@ -19,26 +19,24 @@ from services.worker.links.traffic import TrafficClass
 from services.worker.pipeline.wire import Topic, grammar_to_bytes
 
 if TYPE_CHECKING:
-    from services.worker.pipeline.context import Background
     from services.worker.pipeline.links import Links
     from services.worker.pipeline.role import Role
 
 _MOST_WAITING = 32
+# Begins to compile one, in a thread beside all others; what is compiled already is remembered.
+CompileGrammar: TypeAlias = Callable[[Grammar], Future[Any]]  # Any: of what the engine keeps
 
 
 class GrammarsAhead:
-    """Grammars that one member compiles ahead. `compile_grammar` remembers what it has compiled."""
+    """Grammars that one member compiles ahead."""
 
-    def __init__(
-        self, role: Role, links: Links, background: Background, compile_grammar: Callable[[Grammar], None]
-    ) -> None:
+    def __init__(self, role: Role, links: Links, compile_grammar: CompileGrammar) -> None:
         self._role = role
         self._links = links
-        self._background = background
         self._compile = compile_grammar
         self._told: OrderedDict[Grammar, None] = OrderedDict()  # those that the last stage knows, oldest first
         self._told_in = Epoch(0)
-        self._waiting: list[Future[None]] = []
+        self._waiting: list[Future[Any]] = []
 
     def comes(self, grammar: Grammar) -> None:
         """A request with it is about to be taken in by this leader, or by that of this last stage."""
@@ -54,7 +52,7 @@ class GrammarsAhead:
         """What is wrong with it the leader says."""
         self._waiting = [job for job in self._waiting if not job.done()]
         if len(self._waiting) < _MOST_WAITING:
-            self._waiting.append(self._background.submit(self._compile, grammar))
+            self._waiting.append(self._compile(grammar))
 
     def _tell(self, grammar: Grammar) -> None:
         """Once: the last stage keeps as many."""

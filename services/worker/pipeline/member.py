@@ -79,8 +79,8 @@ class GroupMember:
         self._role = role = Role(me, memory.kv.shape.layer_count)
         self._links = links = environment.links(environment.plane, role, now, environment.post)
         self._answers = answers = Answers(core, self.run)
-        compile_grammar, background = environment.compile_grammar, environment.background
-        self._grammars = None if compile_grammar is None else GrammarsAhead(role, links, background, compile_grammar)
+        compile_grammar = environment.compile_grammar
+        self._grammars = None if compile_grammar is None else GrammarsAhead(role, links, compile_grammar)
         self._rescue: Rescue | None = None  # a member of the group is gone
         self._is_awake = True  # `poll` may find something to do
         pace = environment.plane.pace

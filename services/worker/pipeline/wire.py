@@ -136,6 +136,8 @@ def result_to_bytes(result: StepResult) -> bytes:
         logprob_rows=rows,
         logprobs=[logprobs_to_proto(logprobs) for logprobs in result.logprobs if logprobs is not None],
         execute_s=result.execute_s,
+        error_rows=[row for row, _ in result.errors],
+        errors=[why for _, why in result.errors],
     ).SerializeToString()
 
 
@@ -151,7 +153,8 @@ def result_from_bytes(data: bytes) -> StepResult | tuple[int, str]:
     logprobs: list[TokenLogprobs | None] = [None] * len(message.token_ids)
     for row, entry in zip(message.logprob_rows, message.logprobs, strict=True):
         logprobs[row] = logprobs_from_proto(entry)
-    return StepResult(message.step_id, tuple(message.token_ids), tuple(logprobs), message.execute_s)
+    errors = tuple(zip(message.error_rows, message.errors, strict=True))
+    return StepResult(message.step_id, tuple(message.token_ids), tuple(logprobs), message.execute_s, errors=errors)
 
 
 def victim_to_proto(victim: Victim) -> pb.Victim:

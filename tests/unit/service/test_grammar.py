@@ -73,6 +73,52 @@ def test_what_cannot_be_followed_is_refused(grammars: Grammars, kind: GrammarKin
     assert caught.value.field == f"sampling.grammar.{kind}"
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "why"),
+    [
+        (GrammarKind.JSON_SCHEMA, '{"$ref": "#"}', "no text can follow"),
+        (GrammarKind.LARK, "start: /[^\\s\\S]/", "no text can follow"),
+        (GrammarKind.LARK, "start: " + " | ".join(f'"w{i}"' for i in range(3000)), "max is 2000"),
+        (
+            GrammarKind.LARK,
+            "start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(60)) + '\nr60: "a"',
+            "Too many items",
+        ),
+    ],
+)
+def test_what_compiles_and_cannot_be_followed_is_refused(
+    grammars: Grammars, kind: GrammarKind, text: str, why: str
+) -> None:
+    """A matcher that gives up allows the end of the answer, as if all were said."""
+    with pytest.raises(InvalidRequest, match=why):
+        grammars.check(Grammar(kind, text))
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        ({"properties": {str(i): {} for i in range(2001)}}, "an object's properties: 2,001 entries"),
+        ({"anyOf": [{"const": i} for i in range(2001)]}, "anyOf: 2,001 alternatives, and at most 2,000"),
+        ({"type": "array", "minItems": 10**6}, "minItems: 1,000,000 repetitions"),
+        ({"type": "string", "pattern": "a{1000000}"}, "1,000,000 repetitions"),
+    ],
+)
+def test_bounds_are_said_with_what_was_counted(grammars: Grammars, schema: object, why: str) -> None:
+    with pytest.raises(InvalidRequest, match=why):
+        grammars.check(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+
+
+def test_deep_nesting_and_many_properties_in_all_are_refused(grammars: Grammars) -> None:
+    deep = '{"type":"array","items":' * 120 + "{}" + "}" * 120
+    grammars.check(Grammar(GrammarKind.JSON_SCHEMA, '{"type":"array","items":' * 60 + "{}" + "}" * 60))
+    for text in (deep.replace('"items":', '"items":{"anyOf":[', 1).replace("}", "]}}", 1), "[" * 100_000):
+        with pytest.raises(InvalidRequest):
+            grammars.check(Grammar(GrammarKind.JSON_SCHEMA, text))
+    objects = {f"o{i}": {"properties": {f"p{j}": {} for j in range(200)}} for i in range(101)}
+    with pytest.raises(InvalidRequest, match="20,301 properties, and at most 20,000"):
+        grammars.check(Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"properties": objects})))
+
+
 def test_tokens_of_an_answer_that_do_not_follow_are_refused(grammars: Grammars) -> None:
     tokens = walk(grammars, SCHEMA, 1)[:-1]
     grammars.check(SCHEMA, tokens)

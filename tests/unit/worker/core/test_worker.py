@@ -366,6 +366,20 @@ def test_text_is_asked_for_only_where_somebody_needs_it() -> None:
     assert execute.text_wanted == (False, True, True)
 
 
+def test_a_token_that_its_grammar_does_not_allow_ends_its_sequence_and_no_other() -> None:
+    made = driver()
+    for _ in range(2):
+        made.submit(prompt(3), greedy(5))
+    made.want_batch()
+    step_id = made.executed[-1].batch.step_id
+    result = StepResult(step_id, (1, 2), (None, None), 0.0, errors=((0, "Too many items"),))
+    [emit] = [command for command in made.core.handle(StepDone(0.0, result, ("a", "b"))) if isinstance(command, Emit)]
+    [ending] = emit.endings
+    assert (ending.finish_reason, ending.error, ending.invalid) == (FinishReason.ERROR, "Too many items", True)
+    assert emit.token_ids == (2,)
+    made.core.check()
+
+
 # ---------------------------------------------------------------- our own mistakes
 
 

@@ -1,17 +1,20 @@
 import math
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from ballast.common.errors import InvariantViolation
-from ballast.common.sampling import SamplingParams
+from ballast.common.sampling import Grammar, GrammarKind, SamplingParams
+from ballast.service.grammar import Grammars
 from services.worker.core.batch import NewSequence
 from services.worker.engine.native.library import Kernels, RowParameters, native_kernels
 from services.worker.engine.random_numbers import uniforms
 from services.worker.engine.sampler import Sampled, Sampler, SampleRow, draw, keep_best, keep_best_at_once
 from tests.support.engine import KERNELS, NEEDS_NATIVE
+from tools.model.tokenizer import train_tokenizer
 
 VOCAB = 300
 EOS = 2
@@ -307,3 +310,22 @@ def test_logits_that_are_no_numbers_give_some_token(value: float, dtype: torch.d
         logits_RV = torch.zeros(len(given), VOCAB, dtype=dtype)
         logits_RV[:, broken] = value
         assert all(0 <= token < VOCAB for token in at_once(native, logits_RV, given, np.full(len(given), 0.7)))
+
+
+def test_a_grammar_that_gives_up_is_an_error_of_its_row_alone(tmp_path: Path) -> None:
+    """Its matcher would allow the end of the answer, as if all were said."""
+    file = tmp_path / "tokenizer.json"
+    train_tokenizer(VOCAB, qwen=False).save(str(file))
+    made = Sampler(VOCAB, [EOS], torch.device("cpu"), Grammars(file, VOCAB, [EOS]), _kernels)
+    deep = "start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(60)) + '\nr60: "a"'
+    texts = (Grammar(GrammarKind.LARK, 'start: "a" "b" "c"'), Grammar(GrammarKind.LARK, deep))
+    gone = Grammar(GrammarKind.REGEX, "(")
+    for number, grammar in enumerate((*texts, gone, None)):
+        made.add(NewSequence(number, (5, 6), (), SamplingParams(temperature=0.0, grammar=grammar)))
+    sampled = made.sample([SampleRow(number, 2) for number in range(4)], logits(1, 4))
+    why = dict(sampled.errors)
+    assert set(why) == {1, 2}
+    assert "Too many items" in why[1]
+    assert "unclosed group" in why[2]
+    ended = made.sample([SampleRow(0, 3), SampleRow(1, 3)], logits(2, 2))
+    assert [row for row, _ in ended.errors] == [1]

@@ -1,0 +1,39 @@
+"""A process that checks grammars for a dispatcher, which kills it if one takes too long.
+
+Reads lines of JSON, [kind, text, token_ids], and answers each with [] or with [field, why] of what is wrong.
+"""
+
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+
+from ballast.common.errors import InvalidRequest
+from ballast.common.sampling import Grammar, GrammarKind
+from ballast.service.grammar import Grammars
+
+MOST_MEMORY = 4 << 30
+_MOST_KEPT = 16
+_POLITENESS = 5  # tokens of answers go first
+
+
+def main() -> None:
+    os.nice(_POLITENESS)
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+    grammars = Grammars(Path(sys.argv[1]), most_kept=_MOST_KEPT)
+    for line in sys.stdin.buffer:
+        kind, text, token_ids = json.loads(line)
+        fault: list[str] = []
+        try:
+            grammars.check(Grammar(GrammarKind(kind), text), token_ids)
+        except InvalidRequest as error:
+            fault = [error.field, error.why]
+        except (MemoryError, RecursionError) as error:
+            fault = [f"sampling.grammar.{kind}", f"is too large to be compiled: {type(error).__name__}"]
+        sys.stdout.buffer.write(json.dumps(fault).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Checks of grammars in processes of their own: one that compiles for too long is killed, and nobody else waits.
+
+One grammar at a time for each caller, so that a caller with many large ones holds up himself. What was found is
+remembered. Processes begin when they are needed, and end with this one: their input does.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+from ballast.common.errors import InvalidRequest, Overloaded
+from ballast.common.sampling import Grammar
+from ballast.service.logs import get_logger
+
+_PROCESSES = 2
+_MOST_KEPT = 1024  # verdicts
+_MOST_WAITING_OF_ONE = 256
+_WAIT_S = 15.0
+_START_S = 30.0  # of a process, until it has read the tokenizer
+_RETRY_S = 1.0
+_LINE_BYTES = 1 << 16
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
+
+
+class GrammarChecks:
+    """Used in one event loop. Call `close` in the end.
+
+    Args:
+        tokenizer_file: tokenizer.json of the model.
+        deadline_s: A grammar that takes longer is refused.
+    """
+
+    def __init__(self, tokenizer_file: Path, deadline_s: float = 5.0) -> None:
+        self._file = tokenizer_file
+        self._deadline_s = deadline_s
+        self._found: OrderedDict[Grammar, InvalidRequest | None] = OrderedDict()
+        self._turns: dict[str, asyncio.Lock] = {}
+        self._waiting: Counter[str] = Counter()
+        self._processes: list[Process] = []  # those that live, and a few that have just ended
+        self._free: list[Process] = []
+        self._places = asyncio.Semaphore(_PROCESSES)
+        self._running: set[asyncio.Task[InvalidRequest | None]] = set()
+
+    async def check(self, grammar: Grammar, token_ids: Sequence[int], caller: str) -> None:
+        """
+        Raises:
+            InvalidRequest: it cannot be followed, takes too long to compile, or these tokens do not follow it.
+            Overloaded: too many grammars of this caller wait.
+        """
+        if token_ids or grammar not in self._found:
+            fault = await self._in_turn(grammar, token_ids, caller)
+        else:
+            self._found.move_to_end(grammar)
+            fault = self._found[grammar]
+        if fault is not None:
+            raise InvalidRequest(fault.field, fault.why)
+
+    async def close(self) -> None:
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        for process in self._processes:
+            _kill(process)
+        for process in list(self._processes):
+            await process.wait()
+
+    async def _in_turn(self, grammar: Grammar, token_ids: Sequence[int], caller: str) -> InvalidRequest | None:
+        if self._waiting[caller] >= _MOST_WAITING_OF_ONE:
+            raise Overloaded(f"{self._waiting[caller]} grammars of this caller wait to be compiled", _RETRY_S)
+        turn = self._turns.setdefault(caller, asyncio.Lock())
+        self._waiting[caller] += 1
+        try:
+            async with asyncio.timeout(_WAIT_S):
+                await turn.acquire()
+        except TimeoutError:
+            why = f"other grammars of this caller have been compiled for {_WAIT_S:g} s, one at a time"
+            raise Overloaded(why, _RETRY_S) from None
+        finally:
+            self._waiting[caller] -= 1
+            if not self._waiting[caller]:
+                del self._waiting[caller]
+        # A client that leaves does not end it: the turn is not over before the process is free.
+        task = asyncio.create_task(self._run(grammar, token_ids), name="grammar")
+        self._running.add(task)
+
+        def over(_: object) -> None:
+            self._running.discard(task)
+            turn.release()
+            if caller not in self._waiting and not turn.locked():
+                self._turns.pop(caller, None)
+
+        task.add_done_callback(over)
+        return await asyncio.shield(task)
+
+    async def _run(self, grammar: Grammar, token_ids: Sequence[int]) -> InvalidRequest | None:
+        if not token_ids and grammar in self._found:
+            return self._found[grammar]
+        async with self._places:
+            try:
+                fault = await self._ask(grammar, token_ids)
+            except TimeoutError:  # not remembered: perhaps this machine is busy
+                why = f"takes more than {self._deadline_s:g} s to compile ({len(grammar.text):,} characters)"
+                get_logger().warning("grammar refused", why=why)
+                return InvalidRequest(f"sampling.grammar.{grammar.kind}", why)
+        if not token_ids:
+            self._found[grammar] = fault
+            if len(self._found) > _MOST_KEPT:
+                self._found.popitem(last=False)
+        return fault
+
+    async def _ask(self, grammar: Grammar, token_ids: Sequence[int]) -> InvalidRequest | None:
+        question = json.dumps([grammar.kind, grammar.text, list(token_ids)]).encode() + b"\n"
+        process = self._free.pop() if self._free else await self._begin()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                process.stdin.write(question)
+                await process.stdin.drain()
+                answer = await process.stdout.readline()
+        except (OSError, asyncio.CancelledError):  # a TimeoutError is an OSError
+            _kill(process)
+            raise
+        if not answer:  # it is out of memory, or of stack
+            _kill(process)
+            get_logger().warning("a process that compiled a grammar has ended", status=await process.wait())
+            return InvalidRequest(f"sampling.grammar.{grammar.kind}", "is too large to be compiled")
+        self._free.append(process)
+        return InvalidRequest(*fault) if (fault := json.loads(answer)) else None
+
+    async def _begin(self) -> Process:
+        command = (sys.executable, "-m", "services.dispatcher.grammar_process", str(self._file))
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=PIPE,
+            stdout=PIPE,
+            limit=_LINE_BYTES,
+            env=os.environ | _ONE_THREAD,
+            start_new_session=True,  # a signal from a terminal is this process's business
+        )
+        self._processes = [one for one in self._processes if one.returncode is None] + [process]
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b'["regex", "", []]\n')  # answered when it is ready
+        try:
+            async with asyncio.timeout(_START_S):
+                ready = await process.stdout.readline()
+        except TimeoutError:
+            ready = b""
+        except asyncio.CancelledError:
+            _kill(process)
+            raise
+        if not ready:
+            _kill(process)
+            raise ChildProcessError(f"{' '.join(command)} ended with status {await process.wait()}")
+        return process
+
+
+def _kill(process: Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    if process.stdin is not None:
+        process.stdin.close()

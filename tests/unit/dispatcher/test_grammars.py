@@ -1,0 +1,128 @@
+"""Grammars are checked beside everything else: a large one costs its own caller, and nobody else."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from ballast.common.errors import InvalidRequest, Overloaded
+from ballast.common.sampling import Grammar, GrammarKind
+from services.dispatcher import grammars as module
+from services.dispatcher.grammars import GrammarChecks
+from tools.model.tokenizer import train_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("grammars") / "tokenizer.json"
+    train_tokenizer(600, qwen=False).save(str(path))
+    return path
+
+
+@asynccontextmanager
+async def checks(tokenizer_file: Path, deadline_s: float = 30.0) -> AsyncGenerator[GrammarChecks]:
+    made = GrammarChecks(tokenizer_file, deadline_s)
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+def regex(text: str) -> Grammar:
+    return Grammar(GrammarKind.REGEX, text)
+
+
+def large(name: str) -> Grammar:
+    """Takes half a second and more."""
+    objects = {
+        f"{name}{i}": {
+            "type": "object",
+            "properties": {f"q{j}": {"type": "string", "maxLength": 9} for j in range(100)},
+        }
+        for i in range(60)
+    }
+    schema = {"type": "object", "properties": objects, "required": list(objects)}
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+
+
+async def test_what_is_wrong_is_said_each_time(tokenizer_file: Path) -> None:
+    async with checks(tokenizer_file) as made:
+        for _ in range(2):
+            await made.check(regex("[ab]{3}"), (), "one")
+            with pytest.raises(InvalidRequest, match="unclosed group") as caught:
+                await made.check(regex("(ab"), (), "one")
+            assert caught.value.field == "sampling.grammar.regex"
+        with pytest.raises(InvalidRequest, match="does not follow the grammar"):
+            await made.check(regex("[ab]{3}"), (599,), "one")
+
+
+async def test_one_that_takes_too_long_is_refused_and_its_process_is_killed(
+    tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[int] = []
+    kill = module._kill
+
+    def seen(process: asyncio.subprocess.Process) -> None:
+        killed.append(process.pid)
+        kill(process)
+
+    monkeypatch.setattr(module, "_kill", seen)
+    async with checks(tokenizer_file, 0.1) as made:
+        with pytest.raises(InvalidRequest, match=r"takes more than 0.1 s to compile"):
+            await made.check(large("p"), (), "one")
+        assert len(killed) == 1
+        made._deadline_s = 30.0
+        await made.check(regex("a"), (), "one")
+
+
+async def test_a_caller_with_many_large_ones_holds_up_himself(tokenizer_file: Path) -> None:
+    async with checks(tokenizer_file) as made:
+        await asyncio.gather(made.check(regex("x"), (), "a"), made.check(regex("y"), (), "b"))  # both processes begin
+        flood = [asyncio.create_task(made.check(large(f"p{i}_"), (), "many")) for i in range(6)]
+        await asyncio.sleep(0.05)
+        began_s = time.monotonic()
+        for i in range(5):
+            await made.check(regex(f"a{i}"), (), "few")
+        took_s = time.monotonic() - began_s
+        still = sum(not task.done() for task in flood)
+        await asyncio.gather(*flood)
+        assert still >= 4, f"five small grammars of another caller took {took_s:.1f} s"
+
+
+async def test_a_client_that_leaves_does_not_give_its_caller_another_turn(tokenizer_file: Path) -> None:
+    async with checks(tokenizer_file) as made:
+        await made.check(regex("x"), (), "one")
+        first = asyncio.create_task(made.check(large("p"), (), "one"))
+        await asyncio.sleep(0.05)
+        first.cancel()
+        second = asyncio.create_task(made.check(regex("b"), (), "one"))
+        await asyncio.sleep(0.05)
+        assert not second.done()
+        await second
+        assert large("p") in made._found
+
+
+async def test_too_many_that_wait_are_refused(tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_WAITING_OF_ONE", 2)
+    async with checks(tokenizer_file) as made:
+        waiting = [asyncio.create_task(made.check(regex(f"c{i}"), (), "one")) for i in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="2 grammars of this caller"):
+            await made.check(regex("d"), (), "one")
+        await made.check(regex("d"), (), "another")
+        await asyncio.gather(*waiting)
+        assert not made._turns
+
+
+async def test_a_process_that_dies_refuses_its_grammar_and_no_other(tokenizer_file: Path) -> None:
+    async with checks(tokenizer_file) as made:
+        await made.check(regex("x"), (), "one")
+        made._free[0].kill()
+        await made._free[0].wait()
+        with pytest.raises((InvalidRequest, OSError)):
+            await made.check(regex("y"), (), "one")
+        await made.check(regex("y1"), (), "one")
