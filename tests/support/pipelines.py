@@ -367,7 +367,7 @@ class Cluster:
             self.settle_handovers(group)
             self._end(group)
         for group in groups:
-            self._note_kv(group, leads_on=group.leader is new_leader)
+            self._note_kv(group)
             if group.leader is not new_leader:
                 merged.handovers += self._hand_over(group, HandOver(0.0, new_leader.worker_id)).values()
                 self.feed(group.leader, RoleChanged(0.0, leads=False))
@@ -381,7 +381,7 @@ class Cluster:
         """Every member on its own again, with a share of the sequences."""
         self.settle_handovers(group)
         self._end(group)
-        self._note_kv(group, leads_on=True)
+        self._note_kv(group)
         members = [MemberView(w.worker_id, w.blocks_with(LAYERS), self.limits.max_running_count) for w in group.members]
         placed = {
             s: w
@@ -399,12 +399,9 @@ class Cluster:
             self._take_layers(one, [range(LAYERS)])
         return alone
 
-    def _note_kv(self, group: Group, *, leads_on: bool) -> None:
-        """Where the KV of all sequences lies before layers move. A leader that follows frees KV without a request."""
-        group_scheduler = group.leader.core.group_scheduler
-        for sequence_id, token_count in group_scheduler.kv_tokens.items():
-            if sequence_id in group_scheduler.scheduler.suspended.arrived and not leads_on:
-                continue
+    def _note_kv(self, group: Group) -> None:
+        """Where the KV of all sequences lies before layers move."""
+        for sequence_id, token_count in group.leader.core.group_scheduler.kv_tokens.items():
             self.where[sequence_id] = self._holders(group, sequence_id)
             self.kv_tokens[sequence_id] = token_count
 
@@ -511,7 +508,7 @@ class Cluster:
             self.tell_capacity(group)
 
     def _round(self) -> bool:
-        busy = False
+        busy = followed = False
         for group in list(self.groups):
             self.settle_handovers(group)
             for sequence_id, layer in self.travelling(group):
@@ -529,12 +526,12 @@ class Cluster:
         for request in self.requests:
             if request.is_open and request.at is None:
                 self.follow(request, self.groups[0].leader)
-                busy = True
+                followed = True
         if busy:
             return True
         if not any(request.is_open for request in self.requests):
             return False
-        self.pass_time(1.0)  # somebody waits for a sequence that nobody has
+        self.pass_time(0.1 if followed else 1.0)  # what was refused comes again, or what is waited for does not come
         return True
 
     def follow(self, request: Request, otherwise: Worker) -> None:
@@ -561,12 +558,9 @@ class Cluster:
 
 
 def _placements(group_scheduler: GroupScheduler) -> list[PlacementView]:
-    """All that waits, runs or is suspended; KV without a request stays with its leader."""
+    """All that waits, runs or is suspended."""
     scheduler = group_scheduler.scheduler
-    running = (
-        *scheduler.running,
-        *(s for s in scheduler.suspended.values() if s.sequence_id not in scheduler.suspended.arrived),
-    )
+    running = (*scheduler.running, *scheduler.suspended.values())
     return [
         *(PlacementView(s.sequence_id, s.reserved_block_count, True) for s in running),
         *(PlacementView(s.sequence_id, scheduler.need(s), False) for s in scheduler.waiting),

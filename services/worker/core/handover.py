@@ -5,6 +5,8 @@ tokens, kept by request id. Whichever comes first waits for the other, for a lim
 """
 
 from array import array
+from collections import OrderedDict
+from dataclasses import replace
 from zlib import crc32
 
 from ballast.common.errors import InvariantViolation
@@ -26,6 +28,7 @@ class Handovers:
     def __init__(self, limits: WorkerLimits, request_table: RequestTable) -> None:
         self._limits = limits
         self._request_table = request_table
+        self._moved_on: OrderedDict[RequestId, WorkerId] = OrderedDict()  # KV that has left before its request came
         self.stale_total = 0
         self.adopted_total = 0
         self.moved_total = 0
@@ -33,27 +36,37 @@ class Handovers:
     # ---------------------------------------------------------------- going
 
     def hand_over(self, group_scheduler: GroupScheduler, event: HandOver) -> HandedOver:
+        table, at_s = self._request_table, event.at_s
         moving = group_scheduler.sequences
         if isinstance(event.to, str):
-            for kept in self._request_table.kept.sequences:
-                self.free(group_scheduler, kept, event.at_s, "its group goes on elsewhere")
-            moving = [*group_scheduler.sequences, *self._request_table.waiting_for_kv.sequences]
-        group_scheduler.hand_over(event.at_s, None if isinstance(event.to, str) else event.to)
+            moving += table.waiting_for_kv.sequences
+        group_scheduler.hand_over(at_s, None if isinstance(event.to, str) else event.to)
         packed: dict[WorkerId, list[SequenceSnapshot]] = {}
         for sequence in sorted(moving, key=lambda s: s.sequence_id):
             to = event.to if isinstance(event.to, str) else event.to.get(sequence.sequence_id)
             if to is None:
                 continue
-            if sequence.state is SequenceState.SUSPENDED or sequence.state is SequenceState.ENDED:
+            if sequence.sequence_id in group_scheduler.suspended_ids:
                 raise InvariantViolation(f"{sequence.name} is handed over while its KV travels", sequence.story())
             if event.by_tokens:
-                group_scheduler.give_up(sequence, event.at_s, f"goes to {to}")
-            packed.setdefault(to, []).append(snapshot_of(sequence, event.at_s))
-            self._request_table.outbox.moved(sequence.key, to)
-            self._request_table.move_out(sequence, event.at_s, f"moved to {to}")
-            self.moved_total += 1
+                group_scheduler.give_up(sequence, at_s, f"goes to {to}")
+            packed.setdefault(to, []).append(snapshot_of(sequence, at_s))
+            if sequence.snapshot is None:
+                table.outbox.moved(sequence.key, to)
+                table.move_out(sequence, at_s, f"moved to {to}")
+                self.moved_total += 1
+            else:
+                table.kept.discard(sequence)
+                group_scheduler.give_away(sequence)
+                sequence.move(SequenceState.ENDED, at_s, f"moved to {to}")
+                self._moved_on[sequence.request_id] = to
+                if len(self._moved_on) > self._limits.max_moving_count:
+                    self._moved_on.popitem(last=False)
             if event.frees:
                 group_scheduler.batches_in_flight.forget(sequence)
+        if isinstance(event.to, str):
+            for kept in table.kept.sequences:
+                self.free(group_scheduler, kept, at_s, "its group goes on elsewhere")
         return HandedOver(tuple((to, tuple(snapshots)) for to, snapshots in sorted(packed.items())))
 
     def move_over(self, source: GroupScheduler, target: GroupScheduler, event: MovedOver) -> None:
@@ -96,6 +109,7 @@ class Handovers:
             self.stale_total += 1
             return
         self.adopted_total += 1
+        self._moved_on.pop(snapshot.request_id, None)
         if earlier is not None:
             self.free(group_scheduler, earlier, at_s, "the request was handed over twice")
         kept = _without_request(snapshot, at_s)
@@ -123,6 +137,13 @@ class Handovers:
         kept.move(SequenceState.ENDED, at_s, why)
 
     # ---------------------------------------------------------------- requests come
+
+    def follow(self, event: Submitted) -> bool:
+        """Whether its KV has been here and has gone on: its dispatcher is told to follow it."""
+        to = self._moved_on.pop(event.request_id, None) if event.expects_handover else None
+        if to is not None:
+            self._request_table.outbox.moved(event.key, to)
+        return to is not None
 
     def may_wait(self, event: Submitted) -> bool:
         return event.expects_handover and len(self._request_table.waiting_for_kv) < self._limits.max_moving_count
@@ -183,6 +204,8 @@ class Handovers:
 
 
 def snapshot_of(sequence: Sequence, at_s: float) -> SequenceSnapshot:
+    if sequence.snapshot is not None:  # its request has not come here
+        return replace(sequence.snapshot, age_s=at_s - sequence.arrival[0])
     count = sequence.computed_tokens if sequence.on_stages else 0
     return SequenceSnapshot(
         sequence_id=sequence.sequence_id,

@@ -402,6 +402,8 @@ class WorkerCore:
             self._stale_events_total += 1
             return
         stream.seen_handle = max(handle, stream.seen_handle)
+        if self._handovers.follow(event):
+            return
         kept, waits = self._handovers.kept(event.request_id), self._handovers.may_wait(event)
         moves = kept is not None or waits
         # What moves may run in a larger group than this one is now.

@@ -1,5 +1,7 @@
 """Stories of requests that go from one leader to the next: the request by its dispatcher, its KV by the leader."""
 
+from dataclasses import replace
+
 import pytest
 
 from ballast.common.errors import InvariantViolation
@@ -323,13 +325,25 @@ def test_kv_without_a_request_gives_way_like_what_runs() -> None:
     assert leader.core.load(leader.at_s, MEMORY).waiting_count == 1
 
 
-def test_a_second_drop_frees_kv_without_a_request_or_sends_it_along() -> None:
+def test_a_second_drop_sends_kv_without_a_request_along() -> None:
     _, snapshots = handed_over(steps=3)
-    sequence_id = snapshots[0].sequence_id
     leader = Leader(ordinal=2)
     leader.adopt(snapshots)
-    assert leader.hand_over(WorkerId("w3")) == ()
-    assert (leader.core.kept_count, reserved(leader), leader.book.used_count) == (0, 0, 0)
+    leader.at_s += 1.0
+    (moved,) = leader.hand_over(WorkerId("w3"))
+    assert moved == replace(snapshots[0], age_s=snapshots[0].age_s + 1.0)
+    assert (leader.core.kept_count, reserved(leader), leader.core.totals.moved) == (0, 0, 0)
+    late = leader.submit("r", output=OUTPUT, expects=True)
+    assert leader.heard(late)[2] == Ending(late.handle, None, moved_to="w3"), "its dispatcher follows"
+    third = Leader(ordinal=3)
+    third.adopt((moved,))
+    third.submit("r", output=OUTPUT, expects=True)
+    assert third.step() == [moved.sequence_id]
+
+
+def test_kv_without_a_request_travels_to_other_stages_of_its_leader() -> None:
+    _, snapshots = handed_over(steps=3)
+    sequence_id = snapshots[0].sequence_id
     leader = Leader(ordinal=2)
     leader.adopt(snapshots)
     assert leader.core.group_scheduler.kv_tokens == {sequence_id: 5}
