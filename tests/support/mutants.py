@@ -17,18 +17,21 @@ from typing import Any
 from ballast.common.ids import Epoch
 from ballast.rpc.fencing import Fence
 from services.planner.core import transition as planner_transition
+from services.planner.core.evictions import Suspects
 from services.planner.core.membership import Membership
 from services.planner.core.stages import Stage
 from services.planner.core.transition import Coordinator
 from services.worker.core.arrivals import Arrivals
 from services.worker.core.mover import Mover
 from services.worker.core.transition import Transition
+from services.worker.core.transition_messages import PeerLost
 from services.worker.emulation.phantom import Phantom
 from services.worker.pipeline import stage_runner
 from services.worker.pipeline.driver import TransitionDriver
 from services.worker.pipeline.handover import Handover
 from services.worker.pipeline.planner_side import Transitions
 from services.worker.pipeline.restoring import Restoring
+from sim.dispatcher import DispatcherNode
 from tests.support.cluster_campaign import story
 
 _TIMEOUT_S = 3600.0
@@ -113,6 +116,10 @@ def _forgets_early(dissolve: Any) -> Any:
     return dissolved
 
 
+def _deaf_to_losses(handle: Any) -> Any:
+    return lambda self, event: [] if isinstance(event, PeerLost) else handle(self, event)
+
+
 def _leader_only(landed: Any) -> Any:
     """A sequence that comes into a pipeline runs when its leader's stage has its KV."""
 
@@ -122,6 +129,16 @@ def _leader_only(landed: Any) -> Any:
         return landed(self, at_s, migration_id, stage, span)
 
     return one
+
+
+def _without_minority_rule(gone: Any) -> Any:
+    """Who answers neither monitor nor planner is gone, though it may be these that are cut off."""
+    return lambda self, _, groups, left: gone(self, 1 << 30, groups, left)
+
+
+def _silence_is_death(_: Any) -> Any:
+    """R1: whom the monitor does not hear is gone, whatever it answers to the planner."""
+    return lambda self, *_: [(w, suspect.incarnation, suspect.why) for w, suspect in sorted(self._by_id.items())]
 
 
 MUTANTS: Mapping[str, tuple[Patch, ...]] = {
@@ -140,8 +157,11 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "two-owners": (_instead(Handover, "_hand_over", _kept_too),),
     "withdrawal-untold": (_instead(Restoring, "_pass_on_withdrawal", _untold),),
     "prepared-for-ever": (_instead(Transitions, "_watch", _nothing),),
-    "peer-loss-ignored": (_instead(Transition, "_peer_lost", lambda _: lambda *_: []),),
+    "peer-loss-ignored": (_instead(Transition, "handle", _deaf_to_losses),),
     "early-roster-lost": (_instead(TransitionDriver, "_dissolve", _forgets_early),),
+    "silence-is-death": (_instead(Suspects, "gone", _silence_is_death),),
+    "minority-rule-gone": (_instead(Suspects, "gone", _without_minority_rule),),
+    "stream-not-made-anew": (_instead(DispatcherNode, "_connect_again", _nothing),),  # R11
     "unfenced": (_instead(Fence, "take", _nothing),),
 }
 

@@ -3,13 +3,14 @@
 import asyncio
 import errno
 import shutil
+import sqlite3
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ballast.common.errors import NotFound, NotPossible
+from ballast.common.errors import NotFound, NotPossible, Unavailable
 from services.jobs.core.batch import State
 from services.jobs.gateways import Answer
 from services.jobs.runner import Runner
@@ -27,6 +28,7 @@ from tests.support.jobs import (
     running,
     until,
 )
+from tests.support.waiting import soon
 
 COUNT = 40
 
@@ -160,6 +162,19 @@ def test_who_was_taken_for_dead_writes_nothing_any_more(tmp_path: Path) -> None:
     asyncio.run(check())
 
 
+def test_who_holds_the_lock_is_waited_for_and_named(tmp_path: Path) -> None:
+    """A process that was stopped in the middle of a write."""
+    first = stored(tmp_path)
+    first.close()
+    stuck = sqlite3.connect(tmp_path / "jobs.sqlite", isolation_level=None)
+    stuck.execute("BEGIN IMMEDIATE")
+    with pytest.raises(Unavailable, match="another process writes"):
+        Store(tmp_path, 2, busy_timeout_s=0.1)
+    stuck.execute("ROLLBACK")
+    Store(tmp_path, 2, busy_timeout_s=0.1).close()
+    stuck.close()
+
+
 def test_a_cancelled_batch_breaks_its_calls_off_and_keeps_what_it_has(tmp_path: Path) -> None:
     async def check() -> None:
         store = stored(tmp_path)
@@ -181,6 +196,24 @@ def test_a_cancelled_batch_breaks_its_calls_off_and_keeps_what_it_has(tmp_path: 
         assert 0 < len(kept) < COUNT
         assert set(found.values()) - {200, 400} == {"batch_cancelled"}
         assert gateway.broken_off > 0
+        store.close()
+
+    asyncio.run(check())
+
+
+def test_answers_that_came_just_before_a_cancel_are_in_the_files(tmp_path: Path) -> None:
+    """They wait for their transaction when the batch begins to end."""
+
+    async def check() -> None:
+        store = stored(tmp_path)
+        gateway = ScriptedGateway(8)
+        async with running(store, gateway) as runner:
+            await soon(lambda: gateway.asked.total() >= RULES.in_flight)
+            await asyncio.sleep(0.01)  # they have answers
+            await runner.cancel("batch_1", "")
+            done = await ended(runner)
+        kept = [status for status in results(tmp_path, done).values() if status in (200, 400)]
+        assert RULES.in_flight <= len(kept) == done.completed + done.failed
         store.close()
 
     asyncio.run(check())
