@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ballast.common.ids import DispatcherId, Incarnation, WorkerId
 from ballast.common.layout import Place
@@ -146,14 +146,20 @@ class Reporting(Protocol):
     def load(self) -> LoadReport: ...
 
 
+class Monitors(NamedTuple):
+    """As a worker knows them."""
+
+    leader: Callable[[], MonitorNode | None]  # as found in the state server, where the worker looks again and again
+    by_name: Mapping[str, MonitorNode]  # all that it has heard of: asked where that one does not lead or answer
+
+
 class Reporter:
     """A worker's reports to the monitor that leads."""
 
     def __init__(
         self,
         site: Site,
-        leader: Callable[[], MonitorNode | None],
-        monitors: Mapping[str, MonitorNode],
+        monitors: Monitors,
         instance: m.Instance,
         worker: Reporting,
         *,
@@ -162,15 +168,12 @@ class Reporter:
         place: Callable[[], Place | None] = lambda: None,
         pace: Pace | None = None,
     ) -> None:
-        """`leader`: as the worker finds it, which looks in the state server again and again. `monitors`: all that it
-        has heard of, which it asks where that one does not lead or does not answer.
-        """
         self._name = instance.worker_id
         self._place, self._pace = place, pace
         self._instance = instance
         self._ended = False
         self._clock = clock = site.clock
-        self._leader, self._monitors = leader, monitors
+        self._leader, self._monitors = monitors
         self._worker = worker
         self._delays = site.delays
         self._lines = site.lines

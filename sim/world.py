@@ -40,7 +40,7 @@ from sim.instance import Instance
 from sim.lines import Lines
 from sim.links import SimLinks, SimPlane, Wires
 from sim.memory import Geometry, SimMemory
-from sim.monitoring import MonitorNode, Reporter, share_traffic
+from sim.monitoring import MonitorNode, Monitors, Reporter, share_traffic
 from sim.network import Endpoint, Network
 from sim.pages import HugePages
 from sim.planning import Peer, PlannerNode
@@ -254,8 +254,7 @@ class World:
         address = f"{worker_id}:1"
         reporter = Reporter(
             self._site,
-            partial(self._leading_monitor, worker_id),
-            self.monitors,
+            Monitors(partial(self._leading_monitor, worker_id), self.monitors),
             Announcement(worker_id, incarnation, address, self.model_info, address),
             instance,
             interval_s=rules.report_interval_s,
