@@ -322,6 +322,7 @@ class ClusterStatus:
         state_server_reachable: Whether the state server answered last time.
         planner_address: host:port of the active planner; empty while the dispatcher knows of none.
         recent: How its requests have fared lately.
+        kept_out: Workers that are put into no group for now, and why.
     """
 
     dispatcher_id: str
@@ -341,6 +342,7 @@ class ClusterStatus:
     state_server_reachable: bool
     planner_address: str = ""
     recent: RecentTimes = RecentTimes()
+    kept_out: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def groups(self) -> tuple[GroupStatus, ...]:

@@ -157,7 +157,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         core, model = self._shell.core, self._shell.model
-        layout = core.fleet.layout
+        layout, kept_out = core.fleet.layout, await self._planner.kept_out()
         return pb.GetStatusResponse(
             dispatcher_id=self._identity.dispatcher_id,
             version=__version__,
@@ -180,6 +180,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
                 generated_tokens_total=core.relayed_token_count,
                 replays_total=core.replay_count,
             ),
+            kept_out=kept_out,
         )
 
     async def DescribeRequest(self, request: pb.DescribeRequestRequest, context: Context) -> pb.DescribeRequestResponse:

@@ -9,12 +9,11 @@ An epoch never goes back and is never used twice: a state server that has lost t
 epoch. The number of a write whose outcome is unknown counts as used. A new leader that finds the layout lost
 cannot know the last epochs of the one before: it waits for the monitor's snapshot and goes on from the number of
 seconds in its token, which no earlier leader can have reached. Only if all planners and the state server are lost at
-once do epochs begin anew; those of transitions go on from the highest that an instance says it has heard of, as it
-would take part in no lower one. The groups are then made again from what their members say (`claims`).
+once do epochs begin anew; those of transitions go on from the highest that an instance has heard of. The groups are
+then made again from what their members say (`claims`).
 
-Transitions (drop, restore) are the conductor's. While one is not decided, the layout stays as it is; joins and losses
-are written afterwards. Of a pipeline that has lost a member the others leave the layout with it: they hold only some
-layers, and come back once they have all of them.
+While a transition (the conductor's) is not decided, the layout stays as it is; joins and losses are written afterwards.
+Of a pipeline that has lost a member the others leave the layout too, and come back once they have all layers.
 """
 
 import math
@@ -27,6 +26,7 @@ from ballast.common.model import ModelInfo
 from services.planner.core.claims import newer, rebuild
 from services.planner.core.conductor import Conductor, ConductorRules, LayoutContext
 from services.planner.core.drains import Drains
+from services.planner.core.kept_out import KeptOut
 from services.planner.core.membership import Membership, difference
 from services.planner.core.messages import (
     AnswerDrain,
@@ -108,14 +108,15 @@ class PlannerCore:
     _plan_at_s: float = math.inf  # when to plan; inf: nothing has changed
     _timer_at_s: float = math.inf
     _why_lost: dict[WorkerId, str] = field(default_factory=dict[WorkerId, str])  # since the last layout
-    # Instances that say they are something else than the layout has them for, since when; see `_compare`.
-    _inconsistent_since_s: dict[WorkerId, float] = field(default_factory=dict[WorkerId, float])
+    _inconsistent_since_s: dict[WorkerId, float] = field(default_factory=dict[WorkerId, float])  # see `_compare`
     _inconsistent_in: Layout = NO_LAYOUT  # the layout that all were compared with last
+    kept_out: KeptOut = field(init=False)
     _grouped: dict[WorkerId, Group] = field(default_factory=dict[WorkerId, Group])  # by its members
 
     def __post_init__(self) -> None:
         self._drains = Drains(self.rules.max_drains)
         self.conductor = Conductor(self.rules.transitions)
+        self.kept_out = KeptOut(self.membership)
 
     @property
     def active(self) -> bool:
@@ -258,6 +259,7 @@ class PlannerCore:
         self.in_flight = None
 
     def _written(self, layout: Layout, event: WriteSettled) -> list[Command]:
+        self.kept_out.regrouped(self.layout, layout, self.conductor.age_s, event.at_s)
         self.layout_model, self.partial = self.membership.model, self._in_flight_partial
         self.layout, self.conductor.failed = layout, ()
         self._stored_epoch, self._read_at_s = layout.epoch, event.at_s + self.rules.verify_interval_s
@@ -459,9 +461,7 @@ class PlannerCore:
         if self.conductor.busy or not self.membership.complete:
             return
         for worker_id, since_s in self._inconsistent_since_s.items():
-            if (
-                since_s != -math.inf and at_s >= since_s + self.rules.disagree_s
-            ):  # as `_inconsistent_at_s` has it, to the bit
+            if -math.inf < since_s and since_s + self.rules.disagree_s <= at_s:  # to the bit as `_inconsistent_at_s`
                 self._inconsistent_since_s[worker_id] = -math.inf
                 self._note_lost(worker_id, "it says that it is not what the layout has it for")
         self._replan(at_s)
@@ -506,7 +506,7 @@ class PlannerCore:
             return []
         left_over = [self.membership.known[w].placeable for w, _ in partial]
         stranded = tuple(p.member(0, self._layer_count()) for p in left_over if not p.draining)
-        context = LayoutContext(self.layout, self.layout_model, self._next_epoch(), stranded)
+        context = LayoutContext(self.layout, self.layout_model, self._next_epoch(), stranded, self.kept_out)
         commands = self.conductor.begin_completion(context, at_s, cause_id)
         if not commands and not self.conductor.busy and self.conductor.wants_to_begin:
             commands = self.conductor.begin(context, at_s, cause_id)
