@@ -12,7 +12,6 @@ what is generated.
 
 import argparse
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,10 +19,10 @@ from pathlib import Path
 
 from ballast.common.errors import BallastError, ConfigError
 from benchmarks.quoting import quote
+from tools.bench.plot import plot_result
 from tools.bench.policies import COMPARED
-from tools.bench.report import text_table
-from tools.bench.results import BenchResult
-from tools.bench.study import Study, WorkloadStudy, read_study
+from tools.bench.study import Study, read_study
+from tools.bench.summary import side_by_side, text_table
 from tools.cli.main import main as ballast
 from tools.model.tiny import make_preset
 
@@ -70,7 +69,6 @@ class Part:
 
     name: str
     commands: dict[str, Command]
-    shown: tuple[str, ...]  # kinds of figures that the page has
 
 
 def parts(traces: Path | None) -> list[Part]:
@@ -84,8 +82,8 @@ def parts(traces: Path | None) -> list[Part]:
         long["workers-2-real"] = Command(2, 160, f"twice:{traces / SPIKE}+burstgpt", restores)
     slow_links = ("--ablation", "--set", "worker.link_bytes_per_s=50000000")
     return [
-        Part("comparison", compared, ("latency", "time")),
-        Part("ablation", {"workers-2": Command(2, 14, "spike", slow_links)}, ("ablation",)),
+        Part("comparison", compared),
+        Part("ablation", {"workers-2": Command(2, 14, "spike", slow_links)}),
         Part(
             "sweep",
             {
@@ -93,10 +91,9 @@ def parts(traces: Path | None) -> list[Part]:
                 "degrees": Command(4, 12, "spike", ("--policies", _DEGREES), 1),
                 "calm": Command(2, 10, "answers", ("--policies", _KNOBS), 1, ("--demand", "0.3", "--peak", "1.01")),
             },
-            ("degrees",),
         ),
-        Part("long", long, ("run",)),
-        Part("extreme", {"workers-2": Command(2, 13, "extreme:spike", ("--policies", _KNOBS), 2)}, ("extreme",)),
+        Part("long", long),
+        Part("extreme", {"workers-2": Command(2, 13, "extreme:spike", ("--policies", _KNOBS), 2)}),
     ]
 
 
@@ -113,7 +110,7 @@ def run_part(part: Part, out: Path, *, plan_only: bool) -> int:
 
 
 def write(out: Path, page: Path, figures: Path, of: Sequence[Part]) -> list[str]:
-    """The parts that were written."""
+    """Puts tables and figures of the results into the page. Returns the parts that were written."""
     written: list[str] = []
     for part in of:
         folders = sorted(path.parent for path in (out / part.name).rglob("plan.json"))
@@ -126,19 +123,12 @@ def write(out: Path, page: Path, figures: Path, of: Sequence[Part]) -> list[str]
 
 
 def _section(part: Part, folder: Path, root: Path, figures: Path, page: Path) -> str:
-    name = "-".join(folder.relative_to(root).parts)
-    study, drawn = read_study(folder), folder / "plot"
-    if status := ballast(["bench", "plot", "--results", str(folder), "--out", str(drawn)]):
-        raise ConfigError(str(folder), f"could not be drawn: status {status}")
-    figures.mkdir(parents=True, exist_ok=True)
+    name, study = "-".join(folder.relative_to(root).parts), read_study(folder)
     lines = [text_table(study).strip(), "", _where(study)]
     for workload in study.workloads:
-        for kind in part.shown:
-            source = drawn / f"{workload.name}-{kind}.png"
-            if source.exists():
-                target = figures / f"{part.name}-{name}-{source.name}"
-                shutil.copyfile(source, target)
-                lines += ["", f"![{workload.name}: {kind}]({os.path.relpath(target, page.parent)})"]
+        figure = figures / f"{part.name}-{name}-{workload.name}.png"
+        plot_result(side_by_side(workload), figure)
+        lines += ["", f"![{workload.name}]({os.path.relpath(figure, page.parent)})"]
     return "\n".join(lines)
 
 
@@ -146,27 +136,17 @@ def _where(study: Study) -> str:
     sample = study.workloads[0].sample
     machine, model, cluster = sample.environment, sample.model, sample.config.cluster
     settings = ", ".join(f"{name} {value}" for name, value in cluster.items() if "." in name) or "shipped settings"
-    loads = "; ".join(_load(workload) for workload in study.workloads)
+    loads = "; ".join(
+        f"{workload.name}: {(trace := workload.sample.trace).request_count} requests over {trace.span_s:.0f} s,"
+        f" lengths {trace.describe_lengths()}"
+        for workload in study.workloads
+    )
     return (
         f"{study.files} runs on {machine.cpu}, {machine.core_count} cores, Python {machine.python}, commit"
         f" {(machine.git_commit or 'unknown')[:7]}{' with changes' if machine.git_dirty else ''}. {cluster['workers']}"
         f" workers; {model.architecture} of {model.parameter_count / 1e6:.1f} million parameters, {model.dtype};"
         f" {settings}. {loads}."
     )
-
-
-def _load(workload: WorkloadStudy) -> str:
-    trace = workload.sample.trace
-    return (
-        f"{workload.name}: {trace.request_count} requests over {trace.span_s:.0f} s, lengths"
-        f" {trace.describe_lengths()}, forecast KV demand {_forecast(workload.sample):.0%} of capacity"
-    )
-
-
-def _forecast(sample: BenchResult) -> float:
-    if sample.comparison is None:
-        raise ConfigError(sample.trace.source, "was not replayed by `bench overload`")
-    return sample.comparison.forecast_demand_fraction
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -33,33 +33,40 @@ class Roofline:
         gpu = cluster.gpu
         gpus, layers = model.gpus_per_instance, model.layer_count
         flops_per_s = gpu.flops_per_s * timings.compute_fraction * gpus
+        attention_flops_per_s = gpu.flops_per_s * timings.attention_fraction * gpus
+        weights_per_s = gpu.memory_bytes_per_s * timings.weights_fraction * gpus
         bytes_per_s = gpu.memory_bytes_per_s * timings.bandwidth_fraction * gpus
         active = (model.active_parameter_count or model.parameter_count) - model.other_parameter_count
         experts_bytes = model.expert_parameter_count * ELEMENT_BYTES / layers
         head_count = model.other_parameter_count / 2  # the other half is the embedding, which is looked up
-        collective_s = collective_token_s = 0.0
+        fixed_s = _measured(gpu.layer_floor_s, timings.layer_floor_s)
+        row_s = timings.row_passes * model.hidden_size * ELEMENT_BYTES / gpu.memory_bytes_per_s  # every GPU, all of it
         if gpus > 1:
             link = gpu.scale_up_bytes_per_s if gpus <= cluster.gpus_per_host else gpu.nic_bytes_per_s
             sent_bytes = 2 * (gpus - 1) / gpus * model.hidden_size * ELEMENT_BYTES  # of an all-reduce around a ring
-            collective_s = 2 * timings.collective_latency_s
-            collective_token_s = 2 * sent_bytes / (link * timings.collective_fraction)
+            fixed_s += 2 * _measured(gpu.collective_latency_s, timings.collective_latency_s)
+            row_s += 2 * sent_bytes / (link * _measured(gpu.collective_fraction, timings.collective_fraction))
         self.costs = RooflineCosts(
             token_s=2 * active / layers / flops_per_s,
-            pair_s=4 * model.attention_width / flops_per_s,
+            pair_s=4 * model.attention_width / attention_flops_per_s,
             context_s=model.kv_elements_per_token_layer * ELEMENT_BYTES / bytes_per_s,
-            dense_s=(model.layer_parameter_bytes - experts_bytes) / bytes_per_s,
-            experts_s=experts_bytes / bytes_per_s,
+            dense_s=(model.layer_parameter_bytes - experts_bytes) / weights_per_s,
+            experts_s=experts_bytes / weights_per_s,
             idle_share=1.0 - model.experts_per_token / model.experts_per_layer if model.experts_per_layer else 1.0,
-            head_s=head_count * ELEMENT_BYTES / bytes_per_s,
+            head_s=head_count * ELEMENT_BYTES / weights_per_s,
             head_token_s=2 * head_count / flops_per_s,
             stage_s=timings.step_overhead_s,
             sequence_s=timings.sequence_overhead_s,
-            collective_s=collective_s,
-            collective_token_s=collective_token_s,
+            fixed_s=fixed_s,
+            row_s=row_s,
         )
 
     def work(self, batch: Batch) -> Work:
         return self.costs.work(batch.slices)
+
+
+def _measured(figure: float | None, otherwise: float) -> float:
+    return otherwise if figure is None else figure
 
 
 def fitted(execution: ExecutionModel, layer_count: int) -> CostModel:

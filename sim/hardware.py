@@ -28,6 +28,10 @@ class Gpu(_Entry):
     nic_bytes_per_s: float = Field(gt=0)  # for what comes and goes together
     host_bytes_per_s: float = Field(gt=0)  # from host memory
     gpus_per_host: int = Field(ge=1)
+    # Measured, where somebody has; None: as in timings.yaml
+    layer_floor_s: float | None = Field(None, ge=0)
+    collective_latency_s: float | None = Field(None, ge=0)
+    collective_fraction: float | None = Field(None, gt=0, le=1)
     source: str
 
 
@@ -78,7 +82,11 @@ class Timings(_Entry):
     """See catalogue/timings.yaml."""
 
     compute_fraction: float
+    attention_fraction: float
+    weights_fraction: float
     bandwidth_fraction: float
+    layer_floor_s: float
+    row_passes: float
     step_overhead_s: float
     sequence_overhead_s: float
     collective_latency_s: float

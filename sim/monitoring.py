@@ -178,7 +178,8 @@ class Reporter:
         self._told_at_s = -math.inf
         self._hastens = False
         clock.after(first_s, self._label, self._come_back)
-        clock.every(interval_s, self._label, self._report, first_s=first_s + site.delays.rpc_s)
+        self._interval_s = interval_s
+        clock.after(first_s + site.delays.rpc_s, self._label, self._report_regularly)
 
     # ------------------------------------------------------------ streams
 
@@ -214,6 +215,15 @@ class Reporter:
         self._say(lambda _, stream_id, now_s: m.Announced(now_s, self._cause, stream_id, self._instance, place))
 
     # ------------------------------------------------------------ reports
+
+    def _report_regularly(self) -> None:
+        self._report()
+        self._clock.after(max(self._interval_s, self._least_s), self._label, self._report_regularly)
+
+    @property
+    def _least_s(self) -> float:
+        """Seconds between two reports that the monitor asks for."""
+        return 0.0 if self._monitor is None else self._monitor.core.least_report_interval_s
 
     def _report(self) -> None:
         """It was sent a moment ago, and says what was then."""
@@ -253,7 +263,7 @@ class Reporter:
         if self._told is None or self._hastens or not load.has_jumped(self._told):
             return
         self._hastens = True
-        wait_s = self._told_at_s + HASTY_REPORT_S - self._clock.now_s
+        wait_s = self._told_at_s + max(HASTY_REPORT_S, self._least_s) - self._clock.now_s
         self._clock.after(max(0.0, wait_s), self._label, self._hasten)
 
     def _hasten(self) -> None:

@@ -36,8 +36,6 @@ from services.monitor.policy.pressure import Overload, Relief, ScaleAdvice
 from services.monitor.shell import MonitorShell, ReportStream, Row
 
 _GOODBYE_PROOF_S = 0.05
-_REPORTS_PER_S = 150.0  # of all together, as far as the lease allows: each takes a millisecond, both sides counted
-_REPORTS_PER_LEASE = 4
 _MOST_INT64 = (1 << 63) - 1
 
 # Any: the message types of a call do not matter to its context.
@@ -78,9 +76,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
 
     def _answer(self) -> pb.ReportResponse:
         core = self._shell.core
-        lease_s = core.rules.lease_s
-        least_s = min(len(core.entries) / _REPORTS_PER_S, lease_s / _REPORTS_PER_LEASE)
-        return pb.ReportResponse(lease_s=lease_s, least_interval_s=least_s)
+        return pb.ReportResponse(lease_s=core.rules.lease_s, least_interval_s=core.least_report_interval_s)
 
     def _take(self, request: pb.ReportRequest, stream: ReportStream, instance: Instance | None) -> Instance:
         """Gives whoever has announced itself. Raises InvalidRequest: the message makes no sense."""

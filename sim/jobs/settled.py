@@ -68,13 +68,13 @@ def capacity_tokens(model: ModelSpec, cluster: Cluster, timings: Timings) -> flo
 def settled(model: ModelSpec, cluster: Cluster, timings: Timings, load: Load) -> Settled:
     costs, layers = Roofline(model, cluster, timings).costs, model.layer_count
     capacity = capacity_tokens(model, cluster, timings)
-    prompts = load.rate_per_s * _prompt_s(costs, layers, load.input_tokens)
+    prompts = load.rate_per_s * prompt_s(costs, layers, load.input_tokens)
     if prompts >= 1.0:
         return Settled(prompts, math.inf, math.inf, capacity)
     demand, token_s = 0.0, 0.0
     for _ in range(_ROUNDS):
         running = load.rate_per_s * load.output_tokens * token_s if token_s else 1.0
-        layer_s = max(costs.dense_s, running * costs.token_s) + costs.collective_s + demand * costs.context_s
+        layer_s = costs.dense_work_s(running) + demand * costs.context_s
         token_s = (costs.stage_s + running * costs.sequence_s + layers * layer_s + costs.head_s) / (1.0 - prompts)
         wanted = load.rate_per_s * token_s * (load.product + load.square / 2)
         if wanted > _ENDLESS * capacity:
@@ -83,8 +83,9 @@ def settled(model: ModelSpec, cluster: Cluster, timings: Timings, load: Load) ->
     return Settled(prompts, demand, token_s, capacity)
 
 
-def _prompt_s(costs: RooflineCosts, layers: int, tokens: float) -> float:
-    return tokens * (costs.token_s + costs.collective_token_s + tokens / 2 * costs.pair_s) * layers
+def prompt_s(costs: RooflineCosts, layers: int, tokens: float) -> float:
+    """A prompt alone, computed at the full rate: what it takes at least."""
+    return tokens * (costs.token_s + costs.row_s + tokens / 2 * costs.pair_s) * layers
 
 
 def peak_demand(model: ModelSpec, cluster: Cluster, timings: Timings, phases: Sequence[tuple[float, Load]]) -> float:
@@ -93,10 +94,10 @@ def peak_demand(model: ModelSpec, cluster: Cluster, timings: Timings, phases: Se
     capacity = capacity_tokens(model, cluster, timings)
     running = held = most = 0.0
     for seconds, load in phases:
-        prompts = load.rate_per_s * _prompt_s(costs, layers, load.input_tokens)
+        prompts = load.rate_per_s * prompt_s(costs, layers, load.input_tokens)
         kept = (load.product + load.square / 2) / (load.input_tokens + load.output_tokens)  # of answers, while KV stays
         for _ in range(int(seconds / _STEP_S)):
-            layer_s = max(costs.dense_s, running * costs.token_s) + costs.collective_s + held * costs.context_s
+            layer_s = costs.dense_work_s(running) + held * costs.context_s
             step_s = costs.stage_s + running * costs.sequence_s + layers * layer_s + costs.head_s
             tokens = _STEP_S * max(_LEAST_SHARE, 1.0 - prompts) / step_s  # of each request
             came = _STEP_S * load.rate_per_s
@@ -120,7 +121,7 @@ def prompt_share(model: ModelSpec, cluster: Cluster, timings: Timings, trace: Tr
         return 0.0
     costs, instances = Roofline(model, cluster, timings).costs, cluster.gpu_count // model.gpus_per_instance
     at_s = np.array([r.arrival_s for r in trace.requests])
-    each_s = [_prompt_s(costs, model.layer_count, r.input_tokens) for r in trace.requests]
+    each_s = [prompt_s(costs, model.layer_count, r.input_tokens) for r in trace.requests]
     total_s = np.concatenate([[0.0], np.cumsum(each_s)])
     until = np.searchsorted(at_s, at_s + PEAK_S, "left")
     return float(np.max(total_s[until] - total_s[:-1])) / (PEAK_S * instances)

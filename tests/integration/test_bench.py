@@ -76,7 +76,7 @@ def test_a_comparison_is_planned_run_continued_and_drawn(tmp_path: Path) -> None
     ]
     done = run("tools.cli.main", "bench", "plot", "--results", str(out), "--out", str(tmp_path / "plot"))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "plot" / "report.html").exists()
+    assert (tmp_path / "plot" / "comparison.json").exists()
 
 
 @pytest.mark.timeout(TIMEOUT_S + 10)

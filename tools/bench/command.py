@@ -11,13 +11,13 @@ from ballast.common.addresses import default_address
 from ballast.common.arguments import figure_file, output_file, size
 from ballast.common.errors import BallastError
 from tools.bench.overload_command import Emulate, add_overload_parser
-from tools.bench.plot_command import add_plot_parser
 from tools.bench.progress import open_console
 from tools.bench.records import Outcome
 from tools.bench.replay import ReplayOptions
 from tools.bench.results import STANDARD_OUTPUT, BenchResult, write_result
 from tools.bench.session import ReplayJob, replay_on
 from tools.bench.style import require_matplotlib
+from tools.bench.summary import add_plot_parser
 from tools.bench.table import render
 from tools.bench.timeline import write_timeline
 from tools.bench.traces import read_trace

@@ -118,7 +118,7 @@ def _size(result: BenchResult, drop: PolicyResult, other: PolicyResult) -> str:
     if not isinstance(gpus, int) or span_s <= 0.0:
         return ""
     least = math.ceil(gpus * max(1.0, min(drop.duration_s, other.duration_s) / span_s))
-    return f"It takes about {max(least, gpus + 1)} GPUs or more; `ballast sim --find-gpus` tells how many."
+    return f"It takes about {max(least, gpus + 1)} GPUs or more; `ballast size` tells how many."
 
 
 def _worth(drop: PolicyResult, other: PolicyResult) -> str:

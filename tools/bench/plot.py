@@ -12,7 +12,6 @@ import numpy as np
 
 from ballast.common.errors import ConfigError
 from ballast.common.extras import lacking
-from tools.bench.capacity import settled_capacity
 from tools.bench.records import Outcome
 from tools.bench.results import BenchResult, PolicyResult
 from tools.bench.style import BLUE, GREEN, GREY, MIB, ORANGE, RC, VERMILION
@@ -20,6 +19,8 @@ from tools.bench.style import BLUE, GREEN, GREY, MIB, ORANGE, RC, VERMILION
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_REPORT_S = 0.2  # until all workers have reported their capacity after a transition
+_WIDE, _NARROW = 6.0, 4.4  # inches of a column, where there are up to two and more
 _FAILURE_MARKS = {Outcome.REFUSED: "refused", Outcome.DEADLINE: "over its deadline", Outcome.FAILED: "failed"}
 
 
@@ -38,7 +39,7 @@ def plot_result(result: BenchResult, path: Path) -> None:
         raise lacking("--plot", "matplotlib", "bench") from error
     with mpl.rc_context(RC):
         count = len(result.policies)
-        figure = Figure(figsize=(max(8.0, 6.0 * count), 10.0), layout="constrained")
+        figure = Figure(figsize=(max(8.0, (_WIDE if count <= 2 else _NARROW) * count), 10.0), layout="constrained")
         axes: list[list[Axes]] = figure.subplots(4, count, sharex=True, sharey="row", squeeze=False).tolist()
         end_s = max((1.0, *(policy.duration_s for policy in result.policies.values())))
         for column, (name, policy) in enumerate(result.policies.items()):
@@ -104,6 +105,26 @@ def merged_spans(policy: PolicyResult) -> list[Span]:
         else:
             spans.append((begins_s.get(series.epoch[index], series.at_s[index]), end_s, name))
     return spans
+
+
+def settled_capacity(policy: PolicyResult) -> tuple[list[float], list[int]]:
+    """Instants and bytes of the KV capacity, without samples from within a transition.
+
+    While layers are dropped or loaded, a leader reports what the smallest of its stages is sure to have: often less
+    than before and after.
+    """
+    spans = [
+        (t.at_s, t.at_s + t.duration_s + _REPORT_S)
+        for t in policy.transitions
+        if t.kind is not None and t.duration_s is not None
+    ]
+    series = policy.series
+    settled = [
+        (at_s, capacity_bytes)
+        for at_s, capacity_bytes in zip(series.at_s, series.kv_capacity_bytes, strict=True)
+        if not any(begin_s <= at_s <= end_s for begin_s, end_s in spans)
+    ]
+    return [at_s for at_s, _ in settled], [capacity_bytes for _, capacity_bytes in settled]
 
 
 def _name_groups(axis: "Axes", spans: list[Span]) -> None:
@@ -185,4 +206,4 @@ def _draw_load(axis: "Axes", policy: PolicyResult) -> None:
 
 
 def _legend_above(axis: "Axes") -> None:
-    axis.legend(loc="lower right", bbox_to_anchor=(1.0, 0.98), ncols=6, borderaxespad=0.0, handlelength=1.6)
+    axis.legend(loc="lower right", bbox_to_anchor=(1.0, 0.98), ncols=3, borderaxespad=0.0, handlelength=1.6)

@@ -22,7 +22,8 @@ class Slo:
             raise ConfigError("--slo-share", f"must be above 0 and at most 1, got {self.share:g}")
 
     def met_by(self, request: RequestResult) -> bool:
-        if request.outcome is not Outcome.FINISHED or request.first_token_s is None:
+        """By its first token and its steps: whether it has ended when the clock stops is not asked."""
+        if request.outcome not in (Outcome.FINISHED, Outcome.CANCELLED) or request.first_token_s is None:
             return False
         slow = self.tpot_s is not None and request.tpot_s is not None and request.tpot_s > self.tpot_s
         return not slow and request.first_token_s - request.planned_s <= self.ttft_s

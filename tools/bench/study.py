@@ -8,7 +8,7 @@ from statistics import median
 
 from ballast.common.errors import ConfigError
 from tools.bench.records import Outcome
-from tools.bench.results import SLO_SCALES, BenchResult, ComparisonFacts, PolicyResult, RequestResult, read_result
+from tools.bench.results import BenchResult, ComparisonFacts, PolicyResult, RequestResult, read_result
 
 OURS = "drop"  # all others are baselines
 
@@ -88,9 +88,6 @@ class WorkloadStudy:
         """Share of requests over `scale` times the reference, or not served."""
         return Spread.of([violation_share(result, self.reference, scale) for result in contestant.results])
 
-    def violation_curve(self, contestant: Contestant) -> list[Spread]:
-        return [self.violations(contestant, scale) for scale in SLO_SCALES]
-
     def demand_fraction(self, contestant: Contestant) -> Spread:
         """Average KV demand until the last arrival, as a share of un-dropped capacity."""
         span_s = self.sample.trace.span_s
@@ -102,11 +99,6 @@ class Study:
     workloads: tuple[WorkloadStudy, ...]
     files: int
     incomplete: tuple[Path, ...] = field(default=())
-
-    @property
-    def labels(self) -> list[tuple[str, str]]:
-        """(label, policy) of all contestants, in order of appearance."""
-        return list(dict.fromkeys((c.label, c.policy) for w in self.workloads for c in w.contestants))
 
 
 def read_study(folder: Path) -> Study:
@@ -156,12 +148,6 @@ def is_violation(request: RequestResult, reference: Reference, scale: float) -> 
 def violation_share(result: PolicyResult, reference: Reference, scale: float) -> float | None:
     counted = [r for r in result.requests if r.outcome is not Outcome.CANCELLED]
     return sum(is_violation(r, reference, scale) for r in counted) / len(counted) if counted else None
-
-
-def first_violation_s(result: PolicyResult, reference: Reference, scale: float) -> float | None:
-    """Arrival of the first request whose TTFT violates the SLO, or that is not served."""
-    ttft_only = Reference(reference.ttft_s, None, reference.ttft_policy, "")
-    return min((r.planned_s for r in result.requests if is_violation(r, ttft_only, scale)), default=None)
 
 
 def _mean_demand(result: PolicyResult, span_s: float, undropped_kv_bytes: int) -> float | None:

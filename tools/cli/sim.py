@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from ballast.common.arguments import figure_file, output_file
 from ballast.common.errors import ConfigError
-from sim.hardware import find_gpu, gpus, models
+from sim.hardware import gpus, models
 from sim.jobs.scenarios import job_of
 from sim.jobs.simulation import simulate
 from sim.scenario import Scenario, make_scenario, read_scenario
@@ -63,9 +63,6 @@ def add_parser(subparsers: Commands) -> None:
         metavar="NxGPU",
         help="8xA800: eight GPUs; 2x8xH800: two servers of eight; 8xmine.yaml: of your own (docs/gpus.md)",
     )
-    parser.add_argument(
-        "--gpu", metavar="NAME", help="with --find-gpus: of which kind, or FILE.yaml (their number is what is found)"
-    )
     parser.add_argument("--policy", metavar="NAMES", help="what to compare (recompute,drop)")
     parser.add_argument("--scenario", type=Path, metavar="FILE", help="YAML with all of this; flags change it")
     parser.add_argument("--rate-scale", type=float, metavar="X", help="times as many requests, in the same pattern")
@@ -97,12 +94,12 @@ def run(args: argparse.Namespace) -> int:
         require_matplotlib("--plot")
     scenario, console = _scenario(args), open_console(stderr=args.json == STANDARD_OUTPUT)
     slo = whatif.slo_of(args)
-    if args.find_gpus or args.sweep is not None:
-        with _Display(console, None) as display:
+    if args.sweep is not None:
+        with RunDisplay(console, None) as display:
             whatif.run(args, scenario, console, display)
         return 0
     job = job_of(scenario, check_every=args.check_every)
-    with _Display(console, len(job.trace.requests)) as display:
+    with RunDisplay(console, len(job.trace.requests)) as display:
         result = simulate(job, time.time(), display)
     if args.json is not None:
         write_result(args.json, result)
@@ -122,13 +119,6 @@ def _scenario(args: argparse.Namespace) -> Scenario:
     changes = {name: getattr(args, name) for name in _FIELDS if getattr(args, name) is not None}
     if args.trace is not None:
         changes["trace"] = args.trace
-    if args.gpu is not None:
-        if args.cluster is not None or not args.find_gpus:
-            raise ConfigError(
-                "--gpu", "belongs to --find-gpus, which finds their number; otherwise give --cluster 8xGPU"
-            )
-        find_gpu(args.gpu, "--gpu")  # raises in the flag's name
-        changes["cluster"] = f"1x{args.gpu}"
     if args.policy is not None:
         changes["policies"] = tuple(name.strip() for name in args.policy.split(",") if name.strip())
     told = {"description": ""}
@@ -144,11 +134,11 @@ def _scenario(args: argparse.Namespace) -> Scenario:
 @dataclass
 class _Task:
     name: str
-    number: int
+    id: TaskID
 
 
-class _Display:
-    """How far the simulation has come: a bar on a terminal, a line on standard error for each run elsewhere."""
+class RunDisplay:
+    """How far simulations have come: bars on a terminal, a line on standard error for each run elsewhere."""
 
     def __init__(self, console: Console, request_count: int | None) -> None:
         """`request_count` None: it differs from run to run."""
@@ -167,9 +157,9 @@ class _Display:
             transient=True,
             disable=not console.is_terminal,
         )
-        self._task: _Task | None = None
+        self._tasks: dict[str, _Task] = {}  # policy -> its run
 
-    def __enter__(self) -> "_Display":
+    def __enter__(self) -> "RunDisplay":
         self._bar.start()
         return self
 
@@ -177,10 +167,12 @@ class _Display:
         self._bar.stop()
 
     def __call__(self, policy: str, ended_count: int, at_s: float) -> None:
-        if self._task is None or self._task.name != policy:
-            self._task = _Task(policy, self._bar.add_task(policy, total=self._request_count))
+        key = policy.partition(",")[0]
+        task = self._tasks.get(key)
+        if task is None or task.name != policy:
+            if task is not None:
+                self._bar.remove_task(task.id)
+            task = self._tasks[key] = _Task(policy, self._bar.add_task(policy, total=self._request_count))
             if not self._console.is_terminal:
                 print(f"simulating {policy} ...", file=sys.stderr, flush=True)
-        self._bar.update(
-            self._bar.task_ids[self._task.number], completed=ended_count, description=f"{policy} at {at_s:.0f} s"
-        )
+        self._bar.update(task.id, completed=ended_count, description=f"{policy} at {at_s:.0f} s")

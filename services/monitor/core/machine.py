@@ -62,6 +62,8 @@ TICK_S = 0.1  # between two looks at everything: a tenth of what is looked ahead
 _TYPICAL = Chunk(1000, 128)  # that machines are compared by
 # So many times as fast or as slow is another kind, as stages and what is learnt differ by less; and no kind at all.
 _UNLIKE, _MISTAKEN = 1.25, 30.0
+_REPORTS_PER_S = 150.0  # of all together, as far as the lease allows: each takes a millisecond, both sides counted
+_REPORTS_PER_LEASE = 4
 LEAST_LOOK_S = 0.02  # between two looks at the demand of all, however it jumps
 
 
@@ -122,6 +124,11 @@ class MonitorCore:
         self.pressure = Pressure(self.rules.pressure)
         self.wanted = Wanted(self.rules.pressure.relief_threshold_fraction)
         self._backlogs = Backlogs(self.rules.backlog_lease_s)
+
+    @property
+    def least_report_interval_s(self) -> float:
+        """Seconds between two reports of one worker, at least: what is asked of all of them."""
+        return min(len(self.entries) / _REPORTS_PER_S, self.rules.lease_s / _REPORTS_PER_LEASE)
 
     @property
     def active(self) -> bool:

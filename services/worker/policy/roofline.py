@@ -1,9 +1,11 @@
 """How long a stage takes for a batch on a machine of which a data sheet is known, and no measurement.
 
-The parameters of a layer are read once for each batch, or its tokens are computed, whichever takes longer; attention is
+The parameters of a layer are read once for each batch while its tokens are computed; around the point where both take
+equally long neither hides the other wholly, so they are added as the legs of a right-angled triangle are. Attention is
 bound by computing for chunks of a prompt and by reading KV for decodes.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -47,8 +49,8 @@ class RooflineCosts:
     head_token_s: float
     stage_s: float
     sequence_s: float
-    collective_s: float = 0.0
-    collective_token_s: float = 0.0
+    fixed_s: float = 0.0  # whatever the batch: launches of the layer's kernels, and latencies of its all-reduces
+    row_s: float = 0.0  # of a token, added: norms, activations, residuals, and its bytes in the all-reduces
 
     def work(self, parts: Iterable[Part]) -> Work:
         tokens = context = sampled = sequences = 0
@@ -68,12 +70,16 @@ class RooflineCosts:
         """The same, of so many sequences that get one token each and read so many altogether."""
         return self._sum(count, count, count, 0.0 + context * self.context_s)
 
-    def _sum(self, tokens: int, sampled: int, sequences: int, attention_s: float) -> Work:
+    def dense_work_s(self, tokens: float) -> float:
+        """One layer without attention, for a batch of so many tokens."""
         weights_s = self.dense_s
         if self.experts_s:
             weights_s += self.experts_s * (1.0 - self.idle_share**tokens)
-        layer_s = max(weights_s, tokens * self.token_s) + attention_s
-        layer_s += self.collective_s + tokens * self.collective_token_s
+        computed_s = tokens * self.token_s
+        return math.sqrt(weights_s * weights_s + computed_s * computed_s) + self.fixed_s + tokens * self.row_s
+
+    def _sum(self, tokens: int, sampled: int, sequences: int, attention_s: float) -> Work:
+        layer_s = self.dense_work_s(tokens) + attention_s
         head_s = max(self.head_s, sampled * self.head_token_s) if sampled else 0.0
         return Work(layer_s, head_s, self.stage_s + sequences * self.sequence_s)
 

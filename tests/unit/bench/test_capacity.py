@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 from tests.unit.bench.samples import bursty_run, dropped_run
-from tools.bench.capacity import settled_capacity
+from tools.bench.plot import settled_capacity
 from tools.bench.results import policy_result
 
 

@@ -44,4 +44,4 @@ def test_results_come_into_the_page(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "| drop | 1 |" in made
     assert "7 runs on a cpu, 2 cores, Python 3.11, commit unknown" in made
     (figure,) = figures.iterdir()
-    assert f"![extreme-spiky: extreme](figures/{figure.name})" in made
+    assert f"![extreme-spiky](figures/{figure.name})" in made

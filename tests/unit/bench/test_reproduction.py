@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from ballast.common.errors import ConfigError
-from benchmarks.reproduce import SCENARIOS
-from benchmarks.reproduction import BURST_AT_S, CLAIMS, Claim, Line, table
+from benchmarks.reproduce import BURST_AT_S, CLAIMS, SCENARIOS, Claim, Line, table
 from sim.hardware import find_cluster, find_model, timings
 from sim.jobs.settled import Load, peak_demand, settled
 from sim.jobs.simulation import SimJob, instance_count, specs_of

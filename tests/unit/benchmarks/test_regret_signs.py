@@ -3,7 +3,7 @@
 from array import array
 from dataclasses import asdict, replace
 
-from benchmarks.regret_signs import came, judged, told, without
+from benchmarks.regret_signs import judged, outcome, signs_text, without
 from services.planner.policy.fluid_model import Prediction
 from sim.jobs.simulation import specs_of, world_of
 from sim.results import RequestRecord
@@ -17,15 +17,15 @@ def record(arrival_s: float, *token_times_s: float) -> RequestRecord:
 
 def test_what_waits_at_the_first_instant_or_comes_until_the_second_is_judged() -> None:
     before, waiting, late = record(0.0, 1.0, 2.0, 4.0, 9.0), record(1.0, 6.0), record(8.0, 8.5)
-    assert came([before, waiting, late], 3.0, 7.0, 20.0) == Prediction(5.0, 3.0, 2.0)
+    assert outcome([before, waiting, late], 3.0, 7.0, 20.0) == Prediction(5.0, 3.0, 2.0)
 
 
 def test_what_is_never_served_has_waited_till_the_end() -> None:
-    assert came([record(0.0, 1.0, 4.0), record(2.0)], 3.0, 7.0, 20.0) == Prediction(18.0, 17.0, 3.0)
+    assert outcome([record(0.0, 1.0, 4.0), record(2.0)], 3.0, 7.0, 20.0) == Prediction(18.0, 17.0, 3.0)
 
 
 def test_where_nothing_came_nothing_is_said() -> None:
-    assert came([record(0.0, 1.0, 2.0)], 3.0, 7.0, 20.0) is None
+    assert outcome([record(0.0, 1.0, 2.0)], 3.0, 7.0, 20.0) is None
 
 
 def test_without_a_drop_the_run_is_the_same_until_then_and_drops_nothing() -> None:
@@ -45,12 +45,12 @@ def test_without_a_drop_the_run_is_the_same_until_then_and_drops_nothing() -> No
     found = judged(run, other, drop)
     assert found is not None
     assert found["gain"] > 0.0
-    assert "the sign as predicted in 1 (100%" in told([{"cell": "c", "draw": 0, **found}])[-2]
+    assert "the sign as predicted in 1 (100%" in signs_text([{"cell": "c", "draw": 0, **found}])[-2]
 
 
 def test_changes_of_which_no_difference_was_predicted_have_no_sign() -> None:
     one = {"cell": "c", "draw": 0, "change": "give back 1", "at_s": 1.0, "with": asdict(Prediction(1.0, 1.0, 0.1))}
     one["without"] = asdict(Prediction(2.0, 1.0, 0.1))
-    lines = told([{**one, "gain": 0.7, "predicted_gain": 0.01}])
+    lines = signs_text([{**one, "gain": 0.7, "predicted_gain": 0.01}])
     assert lines[-2].startswith("predicted to differ by more than a tenth: 0 changes")
     assert lines[-1].startswith("predicted to differ by less: 1 changes, 1 did")

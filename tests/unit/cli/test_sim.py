@@ -79,6 +79,7 @@ scale_up_bytes_per_s: 300.0e+9
 nic_bytes_per_s: 25.0e+9
 host_bytes_per_s: 25.0e+9
 gpus_per_host: 8
+layer_floor_s: 0.000053
 """
 
 
@@ -97,9 +98,9 @@ def test_a_gpu_of_ones_own_is_a_file(trace: Path, tmp_path: Path, capsys: pytest
     known, same, less = (p50_tpot_s(f"2x{name}") for name in ("A100-40G", own, fast))
     assert known == same > less > 0.0
     capsys.readouterr()
-    find = ("--find-gpus", "--gpu", str(own), "--model", "llama-2-13b", "--slo-ttft-s", "60", "--limit", "5")
-    assert main(["sim", "--trace", str(trace), *find]) == 0
-    assert "With drop 1 own keeps it" in " ".join(capsys.readouterr().out.split())
+    find = ("--gpu", str(own), "--model", "llama-2-13b", "--slo-ttft-s", "60", "--limit", "5")
+    assert main(["size", str(trace), *find]) == 0
+    assert "With dropping, 1 own keeps it" in " ".join(capsys.readouterr().out.split())
     assert catalogue_machine(str(own), "llama-2-13b").name == "1 x own"
     assert emulated_model(tmp_path / "model", str(own), Path("llama-2-13b")).machine.name == "1 x own"
 
@@ -163,6 +164,6 @@ def test_requests_that_were_cut_to_the_models_length_are_told_of(
 ) -> None:
     trace = tmp_path / "long.csv"
     trace.write_text("arrival_s,input_tokens,output_tokens\n0,100000,10\n1,100,10\n")
-    find = ("--find-gpus", "--gpu", "A100-40G", "--model", "llama-2-13b", "--slo-ttft-s", "60")
-    assert main(["sim", "--trace", str(trace), *find]) == 0
+    find = ("--gpu", "A100-40G", "--model", "llama-2-13b", "--slo-ttft-s", "60")
+    assert main(["size", str(trace), *find]) == 0
     assert "1 request is longer than the model takes and was cut" in " ".join(capsys.readouterr().out.split())

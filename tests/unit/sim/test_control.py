@@ -67,3 +67,32 @@ def test_a_jump_of_the_demand_is_reported_at_once(monkeypatch: pytest.MonkeyPatc
     assert len(hasty) == 3
     assert all(later - sooner >= HASTY_REPORT_S - 1e-9 for (sooner, _), (later, _) in pairwise(hasty))
     monitor.core.check()
+
+
+def test_a_large_cluster_reports_as_seldom_as_the_real_monitor_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 instances: each every 64/150 s instead of every 0.1 s, when all have announced themselves."""
+    clock, heard = Clock(), list[float]()
+
+    class Worker:
+        crashed = paused = False
+
+        def load(self) -> LoadReport:
+            return load_report(10)
+
+    site = Site(clock, DELAYS, Lines(clock), StateServer(clock, DELAYS))
+    monitor = MonitorNode(site, production_rules(WorkerSize()).monitor, 1.0, lambda worker, life: True)
+    feed = monitor.feed
+
+    def listening(event: Event) -> None:
+        if isinstance(event, LoadReported) and event.stream_id == 1:
+            heard.append(clock.now_s)
+        feed(event)
+
+    monkeypatch.setattr(monitor, "feed", listening)
+    for number in range(64):
+        instance = Instance(WorkerId(f"w{number}"), Incarnation(1), f"w{number}:1", model_info())
+        Reporter(site, lambda: monitor, instance, Worker(), interval_s=0.1, first_s=0.0)
+    while clock.now_s < 5.0:
+        clock.step()
+    later = [at_s for at_s in heard if at_s > 1.0]
+    assert [b - a for a, b in pairwise(later)] == pytest.approx([64 / 150] * (len(later) - 1))

@@ -1,0 +1,343 @@
+"""The fewest GPUs that keep a goal on a trace, for each policy.
+
+A search begins where closed forms say: prompts alone take so much computing, and the KV of those that run so much
+memory. From there it goes up or down in growing steps and halves the rest. A run ends as soon as it is certain that too
+many requests have missed the goal, or that nothing about any of them is open.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from multiprocessing import get_context
+from multiprocessing.queues import Queue
+from queue import Empty
+
+import numpy as np
+
+from ballast.common.errors import ConfigError
+from sim.cost import Roofline
+from sim.hardware import Cluster, ModelSpec, Timings
+from sim.jobs.settled import capacity_tokens, prompt_s
+from sim.jobs.simulation import SimJob, specs_of, world_of
+from sim.results import Outcome, RequestRecord
+from tools.bench.slo import Slo
+from tools.bench.traces import Trace, TraceRequest
+
+DROP = "drop"
+_PATIENCE_S = 60.0  # after the last arrival and its goal: for steps, where they have one
+_WINDOWS_S = (1.0, 5.0, 15.0, 30.0, 60.0, 120.0, 300.0, 900.0)
+_LOOK_S = 0.2  # between two looks at what other processes say
+_USED = 0.8  # of the memory, by the first guess: arrivals are not even
+
+Progress = Callable[[str, int, int, float], None]  # policy, GPUs, requests ended, instant of the trace
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One number of GPUs, tried."""
+
+    gpu_count: int
+    keeps: bool
+    met_share: float  # of all requests; where the run ended early, of those at most
+    ended_early_s: float | None  # instant of the trace at which it was certain that the goal is missed
+    ttft_p50_s: float | None
+    ttft_p99_s: float | None
+    tpot_p50_s: float | None
+    drop_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """What a policy needs."""
+
+    policy: str
+    gpu_count: int | None  # None: not even the most that were allowed
+    runs: tuple[Run, ...]  # by number of GPUs
+
+    @property
+    def answer(self) -> Run | None:
+        return next((run for run in self.runs if run.gpu_count == self.gpu_count), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Instances, from closed forms."""
+
+    prompts: int  # fewer cannot compute the prompts in time, whatever the policy: a bound
+    memory: float  # of KV that is wanted at the peak, in parts of one instance's memory: a guess
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    columns: tuple[Column, ...]
+    bounds: Bounds
+    span_s: float
+    request_count: int
+    cut_count: int  # requests that were cut to what the model takes
+
+
+def size(job: SimJob, slo: Slo, most_gpus: int, progress: Progress | None = None, *, processes: int = 1) -> Size:
+    """The fewest GPUs for each policy of the job.
+
+    Args:
+        most_gpus: That are tried.
+        processes: That search beside each other, one for each policy.
+
+    Raises:
+        ConfigError: not even one instance may be had, there is no request, or as `simulate`.
+    """
+    each = job.model.gpus_per_instance
+    if most_gpus < each:
+        raise ConfigError("--max-gpus", f"one instance of {job.model.name} takes {each} GPUs, got {most_gpus}")
+    if not job.trace.requests:
+        raise ConfigError("--trace", "has no request")
+    specs_of(job)  # raises before anything is run
+    bounds = bounds_of(job.trace, job.model, job.cluster, job.timings, slo)
+    searches = [partial(_search, replace(job, policies=(p,)), slo, most_gpus // each, bounds) for p in job.policies]
+    told = progress or _silent
+    if min(processes, len(searches)) < 2:
+        columns = [search(told) for search in searches]
+    else:
+        columns = _beside_each_other(searches, told, processes)
+    return Size(tuple(columns), bounds, job.trace.span_s, len(job.trace.requests), job.trace.clamped_count)
+
+
+def _silent(policy: str, gpu_count: int, ended_count: int, at_s: float, /) -> None:
+    pass
+
+
+# ---------------------------------------------------------------- closed forms
+
+
+def bounds_of(trace: Trace, model: ModelSpec, cluster: Cluster, timings: Timings, slo: Slo) -> Bounds:
+    costs, layers = Roofline(model, cluster, timings).costs, model.layer_count
+    each_s = np.array([prompt_s(costs, layers, r.input_tokens) for r in trace.requests])
+    spared_s = float(np.sort(each_s)[::-1][: _spared(len(each_s), slo)].sum())  # may miss the goal: the longest ones
+    at_s = np.array([r.arrival_s for r in trace.requests])
+    total_s = np.concatenate([[0.0], np.cumsum(each_s)])
+    prompts = 1
+    for window_s in (*_WINDOWS_S, trace.span_s):
+        until = np.searchsorted(at_s, at_s + window_s, "right")
+        densest_s = float(np.max(total_s[until] - total_s[:-1])) - spared_s
+        prompts = max(prompts, math.ceil(densest_s / (window_s + slo.ttft_s)))
+    return Bounds(prompts, _memory(trace.requests, model, cluster, timings))
+
+
+def _spared(count: int, slo: Slo) -> int:
+    """Requests that may miss the goal."""
+    return math.floor(count * (1.0 - slo.share) + 1e-9)
+
+
+def _memory(requests: Sequence[TraceRequest], model: ModelSpec, cluster: Cluster, timings: Timings) -> float:
+    """KV that is wanted at the peak, where steps take what they do with a memory that is nearly full."""
+    costs, layers = Roofline(model, cluster, timings).costs, model.layer_count
+    capacity = capacity_tokens(model, cluster, timings)
+    mean = sum(r.input_tokens + r.output_tokens / 2 for r in requests) / len(requests)
+    running, held = max(1.0, _USED * capacity / mean), _USED * capacity
+    step_s = costs.stage_s + running * costs.sequence_s + costs.head_s
+    step_s += layers * (costs.dense_work_s(running) + held * costs.context_s)
+    changes: list[tuple[float, float]] = []
+    for r in requests:
+        tokens = r.input_tokens + r.output_tokens / 2
+        changes += [(r.arrival_s, tokens), (r.arrival_s + r.output_tokens * step_s, -tokens)]
+    return max(accumulate(tokens for _, tokens in sorted(changes))) / capacity
+
+
+def first_guess(bounds: Bounds, policy: str, model: ModelSpec, cluster: Cluster, timings: Timings) -> int:
+    """Instances to begin with: dropping halves what parameters take."""
+    wanted = bounds.memory / _USED
+    if policy.split(":")[0] == DROP:
+        whole = cluster.gpu.memory_bytes * timings.memory_fraction * model.gpus_per_instance
+        share = min(0.95, model.parameter_bytes / whole)
+        wanted *= (1.0 - share) / (1.0 - share / 2)
+    return max(1, bounds.prompts, math.ceil(wanted))
+
+
+# ---------------------------------------------------------------- the search
+
+
+def _search(job: SimJob, slo: Slo, most: int, bounds: Bounds, progress: Progress) -> Column:
+    (policy,), each = job.policies, job.model.gpus_per_instance
+    tried: dict[int, Run] = {}
+
+    def keeps(instances: int) -> bool:
+        if instances not in tried:
+            told = partial(progress, policy, instances * each)
+            sized = replace(job, cluster=job.cluster.model_copy(update={"gpu_count": instances * each}))
+            tried[instances] = attempt(sized, slo, told)
+        return tried[instances].keeps
+
+    guess = first_guess(bounds, policy, job.model, job.cluster, job.timings)
+    found = fewest(keeps, min(most, guess), bounds.prompts, most)
+    runs = tuple(run for _, run in sorted(tried.items()))
+    return Column(policy, None if found is None else found * each, runs)
+
+
+def fewest(keeps: Callable[[int], bool], guess: int, least: int, most: int) -> int | None:
+    """The fewest that keep the goal, if more never do worse; None: not even `most`. Below `least` none is asked."""
+    least = min(least, most)
+    step = max(1, guess // 8)
+    if keeps(guess):
+        short, enough = least - 1, guess
+        while enough > least:
+            below = max(least, enough - step)
+            if not keeps(below):
+                short = below
+                break
+            enough, step = below, 2 * step
+    else:
+        short, enough = guess, guess
+        while True:
+            if short == most:
+                return None
+            enough = min(most, short + step)
+            if keeps(enough):
+                break
+            short, step = enough, 2 * step
+    while enough - short > 1:
+        middle = (short + enough) // 2
+        short, enough = (short, middle) if keeps(middle) else (middle, enough)
+    return enough
+
+
+# ---------------------------------------------------------------- one run
+
+
+class Judge:
+    """Counts who keeps the goal while a run goes on: by first tokens and steps, not by having ended."""
+
+    def __init__(self, slo: Slo, records: Iterable[RequestRecord]) -> None:
+        self._slo = slo
+        self._coming = list(reversed(list(records)))
+        self._open: list[RequestRecord] = []
+        self._count = len(self._coming)
+        self.met_count = self.missed_count = 0
+
+    @property
+    def fails(self) -> bool:
+        """Too many have missed it, whatever comes."""
+        return self.missed_count > _spared(self._count, self._slo)
+
+    @property
+    def met_share(self) -> float:
+        """At most, while something is open."""
+        return 1.0 - self.missed_count / self._count
+
+    def look(self, now_s: float) -> bool:
+        """Takes in what has come until now. Whether nothing can change the verdict any more."""
+        while self._coming and self._coming[-1].arrival_s <= now_s:
+            self._open.append(self._coming.pop())
+        still: list[RequestRecord] = []
+        for record in self._open:
+            kept = self._kept(record, now_s)
+            if kept is None:
+                still.append(record)
+            else:
+                self.met_count += kept
+                self.missed_count += not kept
+        self._open = still
+        return self.fails or not (still or self._coming)
+
+    def close(self, now_s: float) -> None:
+        """Nothing more is simulated: what is open is judged by the steps that it had."""
+        for record in self._open:
+            token_count = len(record.token_times_s)
+            kept = token_count > 0 and now_s - record.token_times_s[0] <= (self._slo.tpot_s or math.inf) * token_count
+            self.met_count += kept
+            self.missed_count += not kept
+        self.missed_count += len(self._coming)
+        self._open, self._coming = [], []
+
+    def _kept(self, record: RequestRecord, now_s: float) -> bool | None:
+        """None: that is open."""
+        slo, times_s = self._slo, record.token_times_s
+        if record.outcome not in (Outcome.OPEN, Outcome.FINISHED):
+            return False
+        if not times_s:
+            return False if now_s - record.arrival_s > slo.ttft_s else None
+        if times_s[0] - record.arrival_s > slo.ttft_s:
+            return False
+        if slo.tpot_s is None or record.wanted_tokens < 2:
+            return True
+        if record.outcome is Outcome.FINISHED:
+            return (times_s[-1] - times_s[0]) / (len(times_s) - 1) <= slo.tpot_s
+        return False if now_s - times_s[0] > slo.tpot_s * (record.wanted_tokens - 1) else None
+
+
+def attempt(job: SimJob, slo: Slo, progress: Callable[[int, float], None] | None = None) -> Run:
+    """Whether the job's cluster keeps the goal with its only policy."""
+    (_, rules), *_ = specs_of(job)
+    patience_s = slo.ttft_s + (_PATIENCE_S if slo.tpot_s is not None else 0.0)
+    world = world_of(replace(job, stop_after_s=job.trace.span_s + patience_s), rules)
+    judge = Judge(slo, world.clients.records)
+
+    def look(ended_count: int, now_s: float) -> None:
+        if judge.look(now_s):
+            world.clients.stop()
+        if progress is not None:
+            progress(ended_count, now_s)
+
+    run = world.run(look)
+    now_s = world.clock.now_s - world.zero_s
+    judge.look(now_s)
+    early_s = now_s if judge.fails and now_s < job.trace.span_s else None
+    if early_s is None:
+        judge.close(now_s)
+    firsts_s = [r.token_times_s[0] - r.arrival_s for r in run.records if r.token_times_s]
+    paces_s = [
+        (r.token_times_s[-1] - r.token_times_s[0]) / (len(r.token_times_s) - 1)
+        for r in run.records
+        if len(r.token_times_s) > 1
+    ]
+    return Run(
+        job.cluster.gpu_count,
+        keeps=not judge.fails,
+        met_share=judge.met_share,
+        ended_early_s=early_s,
+        ttft_p50_s=_quantile(firsts_s, 0.5),
+        ttft_p99_s=_quantile(firsts_s, 0.99),
+        tpot_p50_s=_quantile(paces_s, 0.5),
+        drop_count=sum(t.journal.kind.value == "drop" for t in run.transitions),
+    )
+
+
+def _quantile(values: Sequence[float], share: float) -> float | None:
+    return float(np.quantile(values, share)) if values else None
+
+
+# ---------------------------------------------------------------- several processes
+
+_Told = tuple[str, int, int, float]
+_queue: "Queue[_Told] | None" = None  # of a process that searches: to the one that waits
+
+
+def _listen(queue: "Queue[_Told]") -> None:
+    global _queue
+    _queue = queue
+
+
+def _tell(*told: *_Told) -> None:
+    assert _queue is not None, "told when the process began"
+    _queue.put(told)
+
+
+def _in_process(search: Callable[[Progress], Column]) -> Column:
+    return search(_tell)
+
+
+def _beside_each_other(
+    searches: Sequence[Callable[[Progress], Column]], progress: Progress, processes: int
+) -> list[Column]:
+    context = get_context("fork")
+    queue: Queue[_Told] = context.Queue()
+    with ProcessPoolExecutor(min(processes, len(searches)), context, _listen, (queue,)) as pool:
+        futures = [pool.submit(_in_process, search) for search in searches]
+        while not all(future.done() for future in futures):
+            try:
+                progress(*queue.get(timeout=_LOOK_S))
+            except Empty:
+                continue
+        return [future.result() for future in futures]

@@ -1,0 +1,235 @@
+"""`ballast size`: how few GPUs a trace can be served with, and what dropping parameters saves of them."""
+
+import argparse
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from ballast.common.arguments import figure_file, output_file
+from ballast.common.errors import ConfigError
+from ballast.common.units import counted, duration
+from sim.hardware import find_gpu, gpus, models
+from sim.jobs.scenarios import job_of
+from sim.jobs.sizing import DROP, Column, Run, Size, size
+from sim.scenario import make_scenario
+from tools.bench.progress import open_console
+from tools.bench.results import STANDARD_OUTPUT
+from tools.bench.slo import Slo
+from tools.bench.style import require_matplotlib
+from tools.cli.arguments import Commands
+from tools.cli.sim import RunDisplay
+from tools.cli.size_page import Row, draw, page
+
+_FIELDS = ("lengths", "rate_scale", "burst_scale", "time_scale", "length_scale", "answer_scale", "limit", "seed")
+_NAMES = {"recompute": "static", DROP: "with dropping"}
+_HOURS_A_MONTH = 730.0
+
+
+def add_parser(subparsers: Commands) -> None:
+    parser = subparsers.add_parser(
+        "size",
+        help="how few GPUs your traffic can be served with",
+        description="Finds the fewest GPUs that keep a goal on a trace, static and with parameters dropped at need, by"
+        " simulation. A trace is a CSV of arrival_s,input_tokens,output_tokens, as `ballast record` writes it; the"
+        " published files of BurstGPT, Azure and Mooncake are read too.",
+        epilog=f"Models: {', '.join(models())}. GPUs: {', '.join(gpus())}.",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("trace", metavar="TRACE", help="who arrives when, with how many tokens")
+    parser.add_argument(
+        "--model", required=True, metavar="NAME", help="of the list below; or a folder or org/name with a config.json"
+    )
+    parser.add_argument("--gpu", required=True, metavar="NAME", help="of the list below; or FILE.yaml (docs/gpus.md)")
+    parser.add_argument("--slo-ttft-s", type=float, default=2.0, metavar="S", help="time to the first token (2)")
+    parser.add_argument("--slo-tpot-s", type=float, metavar="S", help="time per further token; none: whatever it is")
+    parser.add_argument("--slo-share", type=float, default=0.99, metavar="X", help="of the requests in time (0.99)")
+    parser.add_argument("--price", type=float, metavar="X", help="of one GPU for an hour, in any currency")
+    parser.add_argument("--policy", default=f"recompute,{DROP}", metavar="NAMES", help="what to compare (%(default)s)")
+    parser.add_argument("--max-gpus", type=int, default=256, metavar="N", help="that are tried (256)")
+    parser.add_argument("--rate-scale", type=float, metavar="X", help="times as many requests, in the same pattern")
+    parser.add_argument("--burst-scale", type=float, metavar="X", help="times as many requests in the densest 30 s")
+    parser.add_argument("--time-scale", type=float, metavar="X", help="times arrivals; 0.5: twice as fast")
+    parser.add_argument("--length-scale", type=float, metavar="X", help="times input and output tokens")
+    parser.add_argument("--answer-scale", type=float, metavar="X", help="times output tokens, in place of that")
+    parser.add_argument("--lengths", metavar="NAME", help="lengths of another data set, or of a file: longbench ...")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N requests of the trace")
+    parser.add_argument("--seed", type=int, help="of everything that is drawn (0)")
+    parser.add_argument("--json", type=output_file, metavar="OUT", help="what was found; -: standard output")
+    parser.add_argument("--plot", type=figure_file, metavar="OUT.png", help="a figure of it (needs matplotlib)")
+    parser.add_argument("--html", type=output_file, metavar="OUT.html", help="a page of it, to pass on")
+
+
+def run(args: argparse.Namespace) -> int:
+    """
+    Raises:
+        ConfigError: of the trace, the model, the GPU or the goal.
+    """
+    if args.plot is not None:
+        require_matplotlib("--plot")
+    if args.price is not None and args.price <= 0.0:
+        raise ConfigError("--price", f"must be above 0, got {args.price:g}")
+    slo = Slo(ttft_s=args.slo_ttft_s, tpot_s=args.slo_tpot_s, share=args.slo_share)
+    find_gpu(args.gpu, "--gpu")  # raises in the flag's name
+    changes = {name: getattr(args, name) for name in _FIELDS if getattr(args, name) is not None}
+    policies = tuple(name.strip() for name in args.policy.split(",") if name.strip())
+    told = {"description": "", "trace": args.trace, "model": args.model, "cluster": f"1x{args.gpu}"}
+    job = job_of(make_scenario({**told, "policies": policies, **changes}))
+    console = open_console(stderr=args.json == STANDARD_OUTPUT)
+    with RunDisplay(console, len(job.trace.requests)) as display:
+        found = size(
+            job,
+            slo,
+            args.max_gpus,
+            lambda policy, gpu_count, ended, at_s: display(f"{policy}, {counted(gpu_count, 'GPU')}", ended, at_s),
+            processes=os.cpu_count() or 1,
+        )
+    gpu, title = job.cluster.gpu.name, f"{Path(args.trace).name}: {job.model.name} on {job.cluster.gpu.name}"
+    words, rows = in_words(found, slo, gpu, args.max_gpus, args.price), rows_of(found, args.price)
+    console.print(_table(found, rows, title))
+    console.print(Text(f"\n{words}"))
+    if args.json is not None:
+        _write(args.json, json.dumps(_as_json(found, args.price, words), indent=1) + "\n")
+    if args.html is not None:
+        _write(args.html, page(title, words, [name_of(c.policy) for c in found.columns], rows, found, slo))
+    if args.plot is not None:
+        draw(found, slo, title, [name_of(c.policy) for c in found.columns], args.plot)
+    for path in (args.json, args.html, args.plot):
+        if path not in (None, STANDARD_OUTPUT):
+            console.print(f"wrote {path}")
+    return 0
+
+
+def name_of(policy: str) -> str:
+    return _NAMES.get(policy, policy)
+
+
+# ---------------------------------------------------------------- a table
+
+
+def rows_of(found: Size, price: float | None) -> list[Row]:
+    """What is said of each column."""
+    answers = [column.answer for column in found.columns]
+
+    def row(name: str, cell: Callable[[Run], str], missing: str = "-") -> Row:
+        return Row(name, tuple(missing if run is None else cell(run) for run in answers))
+
+    rows = [
+        row("GPUs", lambda run: f"{run.gpu_count}", "more than tried"),
+        row("GPU-hours of the trace", lambda run: f"{run.gpu_count * found.span_s / 3600:.3g}"),
+    ]
+    if price is not None:
+        rows.append(row("price of a month", lambda run: f"{run.gpu_count * price * _HOURS_A_MONTH:,.0f}"))
+    return [
+        *rows,
+        row("requests in time", lambda run: f"{run.met_share:.2%}"),
+        row("first token, P99", lambda run: duration(run.ttft_p99_s)),
+        row("further tokens, P50", lambda run: duration(run.tpot_p50_s)),
+        row("drops", lambda run: f"{run.drop_count}"),
+        Row("with one instance less", tuple(map(_less, found.columns))),
+    ]
+
+
+def _less(column: Column) -> str:
+    """What the next smaller cluster that was tried does."""
+    below = [run for run in column.runs if column.gpu_count is None or run.gpu_count < column.gpu_count]
+    if not below:
+        return "-"
+    run = below[-1]
+    return f"{'' if run.ended_early_s is None else 'at most '}{run.met_share:.1%} with {run.gpu_count}"
+
+
+def _table(found: Size, rows: Sequence[Row], title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for column in found.columns:
+        table.add_column(name_of(column.policy), justify="right")
+    for row in rows:
+        table.add_row(row.name, *row.cells)
+    return table
+
+
+# ---------------------------------------------------------------- words
+
+
+def in_words(found: Size, slo: Slo, gpu: str, most: int, price: float | None) -> str:
+    """One paragraph. No figure that was not found."""
+    sentences = [f"The goal: {slo}."]
+    for column in found.columns:
+        way = {"recompute": "Static", DROP: "With dropping"}.get(column.policy, f"With {column.policy}")
+        answer = column.answer
+        if answer is None:
+            at_most = max((run.met_share for run in column.runs), default=0.0)
+            sentences.append(f"{way}, {counted(most, 'GPU')} of type {gpu} are not enough: {at_most:.1%} keep it.")
+        else:
+            sentences.append(f"{way}, {answer.gpu_count} {gpu} {'keeps' if answer.gpu_count == 1 else 'keep'} it.")
+    sentences.append(_saved(found, price))
+    if cut := found.cut_count:
+        what = (
+            "request is longer than the model takes and was"
+            if cut == 1
+            else ("requests are longer than the model takes and were")
+        )
+        sentences.append(f"{cut:,} {what} cut: as they are they want more.")
+    return " ".join(filter(None, sentences))
+
+
+def _saved(found: Size, price: float | None) -> str:
+    answers = {column.policy: column.answer for column in found.columns}
+    ours = answers.get(DROP)
+    others = {name: run for name, run in answers.items() if not name.startswith(DROP) and run is not None}
+    if ours is None or not others:
+        return ""
+    name, best = min(others.items(), key=lambda item: (item[1].gpu_count, item[0]))
+    against = "" if name == "recompute" else f" against {name}"
+    if ours.gpu_count > best.gpu_count:
+        return f"Dropping parameters saves nothing here: it needs {ours.gpu_count - best.gpu_count} more{against}."
+    if ours.gpu_count == best.gpu_count:
+        return f"Dropping parameters saves nothing here{against}. {_why(found)}"
+    saved = best.gpu_count - ours.gpu_count
+    money = "" if price is None else f", {saved * price * _HOURS_A_MONTH:,.0f} a month"
+    part = f"{saved / best.gpu_count:.0%}{money}"
+    told = f"Dropping parameters saves {saved} of {counted(best.gpu_count, 'GPU')} ({part}){against}."
+    if ours.tpot_p50_s and best.tpot_p50_s and ours.tpot_p50_s > 1.05 * best.tpot_p50_s:
+        told += (
+            f" Its price: at the median a further token takes {duration(ours.tpot_p50_s)} instead of"
+            f" {duration(best.tpot_p50_s)}, as fewer GPUs do the same work."
+        )
+    return told
+
+
+def _why(found: Size) -> str:
+    bounds = found.bounds
+    if bounds.memory < bounds.prompts:
+        return (
+            f"Computing is what is short: prompts alone take {counted(bounds.prompts, 'instance')}, and what runs fills"
+            f" {bounds.memory:.1f} of their memories."
+        )
+    return "What it gains in memory is less than one instance, or answers slow down by as much."
+
+
+# ---------------------------------------------------------------- files
+
+
+def _as_json(found: Size, price: float | None, words: str) -> dict[str, object]:
+    return {
+        "kind": "size",
+        "words": words,
+        "price": price,
+        "gpus": {column.policy: column.gpu_count for column in found.columns},
+        **dataclasses.asdict(found),
+    }
+
+
+def _write(path: Path, text: str) -> None:
+    if path == STANDARD_OUTPUT:
+        print(text, end="")
+        return
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be written: {error.strerror}") from error
