@@ -42,7 +42,7 @@ def what_is_said() -> list[object]:
 def test_a_change_of_what_workers_say_to_each_other_raises_the_number() -> None:
     found = hashlib.sha256(repr(what_is_said()).encode()).hexdigest()[:16]
     assert HASHES[PROTOCOL] == found, (
-        "what workers say to each other is not what it was: raise PROTOCOL (ballast/common/protocol.py) unless no commit"
-        f" of main has the present number, and put {found!r} here"
+        "what workers say to each other is not what it was: raise PROTOCOL (ballast/common/protocol.py), unless no"
+        f" commit of main has the present number, and put {found!r} here"
     )
     assert max(HASHES) == PROTOCOL
