@@ -328,7 +328,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             priority=priority,
             deadline_at_s=arrived_at_s + (longest_s if left_s is None else min(left_s, longest_s)),
             omit_text=message.omit_text,
-            caller=context.peer(),
+            caller=caller_name(context),
             traceparent=_traceparent(context) or (TraceContext.new().traceparent if self._traces else ""),
             output_token_ids=output,
             text_chars=resumption.text_char_count if resumption is not None else 0,

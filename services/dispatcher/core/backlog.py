@@ -1,20 +1,24 @@
 """The backlog: requests that no worker has, by priority class, and in it in an order that is chosen. Bounded by its
 owner."""
 
-import bisect
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.sampling import PriorityClass
 from services.dispatcher.core.events import Facts, Request
+from services.dispatcher.core.fair_queue import FairQueue
 from services.dispatcher.core.story import Moment, Recent, Story, What
 from services.dispatcher.policy.freeness import WorkerKey
 
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 30.0
+_CROWD = 8  # requests of one caller that wait: more than its turns get through
+_OTHERS_WITHIN_S = 300.0
+_MOST_CALLERS = 4096
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,11 +115,19 @@ def _key_of(order: Order) -> Callable[[Tracked], tuple[float, int]]:
 
 
 class Backlog:
-    """Sorted by rank and key. Insertion at the end, removal anywhere and a look at the first few are cheap."""
+    """By rank, then as `FairQueue` has it. What has waited for longer than `lift_s` takes turns with the class above.
 
-    def __init__(self, order: Order = Order.FIRST_COME) -> None:
-        self._key = _key_of(order)
-        self._classes: list[list[Tracked]] = [[] for _ in PriorityClass]  # by rank; each sorted by key
+    Insertion, removal anywhere and a look at the first few are cheap.
+    """
+
+    def __init__(self, order: Order = Order.FIRST_COME, lift_s: float = math.inf) -> None:
+        key = _key_of(order)
+        self._classes = [FairQueue(key) for _ in PriorityClass]  # by rank
+        self._lift_s = lift_s
+        self._now_s = 0.0
+        self._callers: Counter[str] = Counter()  # -> requests
+        self._caller_tokens: Counter[str] = Counter()
+        self._came: OrderedDict[str, float] = OrderedDict()  # caller -> when its last request came; oldest first
         self._count = 0
         self.token_count = 0
 
@@ -123,37 +135,94 @@ class Backlog:
         return self._count
 
     def __iter__(self) -> Iterator[Tracked]:
-        return itertools.chain.from_iterable(self._classes)
+        if self._lift_s == math.inf:
+            return itertools.chain.from_iterable(self._classes)
+        return self._each_once()
 
-    def slice(self, begin: int, count: int) -> list[Tracked]:
+    @property
+    def callers(self) -> Mapping[str, int]:
+        """Who waits, with how many requests."""
+        return self._callers
+
+    def tokens_of(self, caller: str) -> int:
+        return self._caller_tokens[caller]
+
+    def crowds(self, caller: str, at_s: float) -> bool:
+        """Whether many requests of this caller wait, and others come as well."""
+        if self._callers[caller] < _CROWD:
+            return False
+        while self._came and next(iter(self._came.values())) < at_s - _OTHERS_WITHIN_S:
+            self._came.popitem(last=False)
+        return len(self._came) > (caller in self._came)
+
+    def slice(self, begin: int, count: int, at_s: float = 0.0) -> list[Tracked]:
+        self._now_s = max(self._now_s, at_s)
         return list(itertools.islice(self, begin, begin + count))
 
     def count_before(self, tracked: Tracked) -> int:
-        """Requests behind which this one stands, or would."""
+        """Requests behind which this one stands, or would; at least so many where they are many."""
         *better, own = self._classes[: tracked.request.priority.rank + 1]
-        return sum(map(len, better)) + bisect.bisect_left(own, self._key(tracked), key=self._key)
+        return sum(map(len, better)) + own.count_before(tracked)
 
     def add(self, tracked: Tracked) -> None:
-        entries = self._classes[tracked.request.priority.rank]
-        bisect.insort(entries, tracked, key=self._key)
-        self._count += 1
-        self.token_count += tracked.token_count
+        self._classes[tracked.request.priority.rank].add(tracked)
+        self._tally(tracked, 1)
+        caller = tracked.request.caller
+        self._came[caller] = tracked.queued_at_s
+        self._came.move_to_end(caller)
+        if len(self._came) > _MOST_CALLERS:
+            self._came.popitem(last=False)
 
     def remove(self, tracked: Tracked) -> None:
-        entries = self._classes[tracked.request.priority.rank]
-        at = bisect.bisect_left(entries, self._key(tracked), key=self._key)
-        if at == len(entries) or entries[at] is not tracked:
-            raise InvariantViolation(f"{tracked.request.request_id} is not in the backlog")
-        del entries[at]
-        self._count -= 1
-        self.token_count -= tracked.token_count
+        self._classes[tracked.request.priority.rank].remove(tracked)
+        self._tally(tracked, -1)
+
+    def serve(self, tracked: Tracked) -> None:
+        """Takes out what goes to a worker: that was its caller's turn."""
+        rank = tracked.request.priority.rank
+        for better in self._classes[:rank]:
+            if len(better):
+                better.serve_lower(tracked.token_count)
+        if tracked.serial > 0:
+            self._classes[rank].serve(tracked.request.caller, tracked.token_count)
+        self.remove(tracked)
+
+    def count_answer(self, tracked: Tracked) -> None:
+        """Its tokens count as its caller's, too, once it is known how many they are."""
+        made_count = len(tracked.output_token_ids) - len(tracked.request.output_token_ids)
+        self._classes[tracked.request.priority.rank].serve(tracked.request.caller, made_count)
+
+    def _tally(self, tracked: Tracked, sign: int) -> None:
+        caller = tracked.request.caller
+        self._count += sign
+        self.token_count += sign * tracked.token_count
+        self._callers[caller] += sign
+        self._caller_tokens[caller] += sign * tracked.token_count
+        if not self._callers[caller]:
+            del self._callers[caller], self._caller_tokens[caller]
+
+    def _each_once(self) -> Iterator[Tracked]:
+        seen: set[int] = set()
+        for rank in range(len(self._classes)):
+            for tracked in self._in_turn(rank):
+                if tracked.serial not in seen:
+                    seen.add(tracked.serial)
+                    yield tracked
+
+    def _in_turn(self, rank: int) -> Iterator[Tracked]:
+        """A class, with what the one below it has lifted."""
+        lower = self._lifted(rank + 1) if rank + 1 < len(self._classes) else iter(())
+        return self._classes[rank].in_turn(lower)
+
+    def _lifted(self, rank: int) -> Iterator[Tracked]:
+        """In their order, up to the first that has not waited for so long."""
+        since_s = self._now_s - self._lift_s
+        return itertools.takewhile(lambda tracked: tracked.queued_at_s <= since_s, self._in_turn(rank))
 
     def check(self) -> None:
-        for rank, entries in enumerate(self._classes):
-            keys = [self._key(tracked) for tracked in entries]
-            if keys != sorted(set(keys)):
-                raise InvariantViolation(f"backlog of rank {rank} is out of order: {keys}")
-            for tracked in entries:
+        for rank, queue in enumerate(self._classes):
+            queue.check()
+            for tracked in queue:
                 if (
                     tracked.request.priority.rank != rank
                     or tracked.worker is not None
@@ -161,8 +230,9 @@ class Backlog:
                     or tracked.moving
                 ):
                     raise InvariantViolation(f"{tracked.request.request_id} does not belong into the backlog")
-        counts = self._count, self.token_count
-        if counts != (sum(map(len, self._classes)), sum(tracked.token_count for tracked in self)):
+        counts = self._count, self.token_count, +self._callers
+        each = list(itertools.chain.from_iterable(self._classes))
+        if counts != (len(each), sum(t.token_count for t in each), Counter(t.request.caller for t in each)):
             raise InvariantViolation(f"backlog counts {self._count} requests and {self.token_count} tokens")
 
 
