@@ -47,7 +47,7 @@ def result_of(batch: Batch, execute_s: float = 0.0, copy_s: float = 0.0) -> Step
     count = len(token_ids)
     if count not in _NO_LOGPROBS:
         _NO_LOGPROBS[count] = (None,) * count
-    return StepResult(batch.step_id, token_ids, _NO_LOGPROBS[count], execute_s, copy_s)
+    return StepResult(batch.step_id, token_ids, _NO_LOGPROBS[count], execute_s, copy_s=copy_s)
 
 
 class Busy(Protocol):

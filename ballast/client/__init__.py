@@ -17,6 +17,8 @@ from ballast.client.sync import Client, SyncGenerationStream
 from ballast.client.types import (
     ChatMessage,
     ClusterStatus,
+    EndedRequest,
+    EndedRequests,
     Generation,
     GenerationChunk,
     GroupStatus,
@@ -52,6 +54,8 @@ __all__ = [
     "Client",
     "ClusterStatus",
     "DeadlineExceeded",
+    "EndedRequest",
+    "EndedRequests",
     "FinishReason",
     "Generation",
     "GenerationChunk",

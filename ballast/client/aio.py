@@ -13,6 +13,7 @@ from ballast.client.codec import (
     checked_sampling,
     checked_text,
     conversation_to_proto,
+    ended_from_proto,
     request_to_proto,
     require_one_prompt,
     status_from_proto,
@@ -22,7 +23,7 @@ from ballast.client.endpoints import Endpoint, Endpoints
 from ballast.client.options import RequestOptions
 from ballast.client.retry import OverloadRetry
 from ballast.client.stream import GenerationStream, Metadata, to_pairs
-from ballast.client.types import ClusterStatus, Generation, RequestStory
+from ballast.client.types import ClusterStatus, EndedRequests, Generation, RequestStory
 from ballast.common.addresses import default_address
 from ballast.common.errors import InvalidRequest, NotFound, Unavailable
 from ballast.common.model import ModelInfo
@@ -294,6 +295,16 @@ class AsyncClient:
                 return story_from_proto(response)
         assert missing is not None, "there is at least one dispatcher"
         raise missing
+
+    async def ended_requests(self, address: str, after: int | None = None) -> EndedRequests:
+        """When requests came that have ended at one dispatcher, and how long they were; nothing else of them.
+
+        Args:
+            address: Which of the dispatchers.
+            after: The `last` of the answer before; None: none is listed, and the answer says where to go on.
+        """
+        request = pb.ListEndedRequest(after=after)
+        return ended_from_proto(await self._ask(self._endpoint(address), lambda s, t: s.ListEnded(request, timeout=t)))
 
     async def drain(self, address: str) -> int:
         """Tells one dispatcher to take no more requests; those that run finish.

@@ -8,6 +8,7 @@ from typing import Any, cast
 from ballast.client.types import (
     ChatMessage,
     ClusterStatus,
+    EndedRequests,
     GenerationChunk,
     RequestStory,
 )
@@ -143,6 +144,7 @@ def _json(field: str, value: Mapping[str, object]) -> str:
 
 _CHUNK = Mapper(GenerationChunk, pb.GenerateResponse, given=("matched_stop",), ignored=("prompt_digest",))
 _STATUS = Mapper(ClusterStatus, pb.GetStatusResponse, given=("address",))
+_ENDED = Mapper(EndedRequests, pb.ListEndedResponse)
 _STORY = Mapper(RequestStory, pb.DescribeRequestResponse)
 
 
@@ -159,6 +161,10 @@ def chunk_from_proto(response: pb.GenerateResponse) -> GenerationChunk:
 
 def status_from_proto(response: pb.GetStatusResponse, address: str) -> ClusterStatus:
     return _STATUS.record(response, address=address)
+
+
+def ended_from_proto(response: pb.ListEndedResponse) -> EndedRequests:
+    return _ENDED.record(response)
 
 
 def story_from_proto(response: pb.DescribeRequestResponse) -> RequestStory:

@@ -11,7 +11,7 @@ from ballast.client.aio import AsyncClient
 from ballast.client.codec import Messages, Sampling
 from ballast.client.options import RequestOptions
 from ballast.client.stream import GenerationStream, Metadata
-from ballast.client.types import ClusterStatus, Generation, GenerationChunk, RequestStory
+from ballast.client.types import ClusterStatus, EndedRequests, Generation, GenerationChunk, RequestStory
 from ballast.common.errors import Cancelled, Unavailable
 from ballast.common.model import ModelInfo
 
@@ -263,6 +263,10 @@ class Client:
     def describe_request(self, request_id: str) -> RequestStory:
         """What has become of a request; see `AsyncClient.describe_request`."""
         return self._loop.run(self._client.describe_request(request_id))
+
+    def ended_requests(self, address: str, after: int | None = None) -> EndedRequests:
+        """When requests came that have ended at one dispatcher; see `AsyncClient.ended_requests`."""
+        return self._loop.run(self._client.ended_requests(address, after))
 
     def drain(self, address: str) -> int:
         """Tells one dispatcher to take no more requests; see `AsyncClient.drain`."""

@@ -250,6 +250,40 @@ class RequestMoment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EndedRequest:
+    """When a request came, and how long it was.
+
+    Attributes:
+        arrived_unix_s: By the dispatcher's clock.
+        prompt_token_count: Tokens of the prompt.
+        completion_token_count: Tokens generated.
+        priority: Its class.
+    """
+
+    arrived_unix_s: float
+    prompt_token_count: int
+    completion_token_count: int
+    priority: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedRequests:
+    """Requests that have ended at one dispatcher since it was asked before.
+
+    Attributes:
+        requests: In the order in which they ended; those without a token are left out.
+        last: Where to go on.
+        forgotten_count: More that have ended since, and are not remembered any more.
+        oldest_open_unix_s: When the oldest request came that is being served; None: there is none.
+    """
+
+    requests: tuple[EndedRequest, ...]
+    last: int
+    forgotten_count: int
+    oldest_open_unix_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestStory:
     """What has become of a request, as the dispatcher that owned it remembers.
 

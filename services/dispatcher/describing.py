@@ -3,7 +3,7 @@
 from ballast.common.ids import DispatcherId
 from ballast.rpc.mapping import Mapper
 from ballastpb.inference.v1 import inference_pb2 as pb
-from services.dispatcher.shell.chronicle import Account, Times
+from services.dispatcher.shell.chronicle import Account, Past, Times
 
 
 def account_to_proto(account: Account, dispatcher_id: DispatcherId, at_s: float) -> pb.DescribeRequestResponse:
@@ -40,6 +40,15 @@ def account_to_proto(account: Account, dispatcher_id: DispatcherId, at_s: float)
             for moment in facts.story.moments
         ],
         left_out_moment_count=facts.story.left_out_count,
+    )
+
+
+def past_to_proto(past: Past, now_unix_s: float, at_s: float) -> pb.EndedRequest:
+    return pb.EndedRequest(
+        arrived_unix_s=now_unix_s - (at_s - past.arrived_at_s),
+        prompt_token_count=past.prompt_token_count,
+        completion_token_count=past.completion_token_count,
+        priority=past.priority.value,
     )
 
 

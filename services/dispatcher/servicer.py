@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import secrets
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.inference.v1 import inference_pb2 as pb
 from ballastpb.inference.v1 import inference_pb2_grpc
 from services.dispatcher.core.events import Finish, Request
-from services.dispatcher.describing import TIMES, account_to_proto
+from services.dispatcher.describing import TIMES, account_to_proto, past_to_proto
 from services.dispatcher.resuming import Resumption, digest_of, resumption_from_proto
 from services.dispatcher.shell.chronicle import WINDOW_S
 from services.dispatcher.shell.clients import ClientStream, Delivery
@@ -190,6 +191,18 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             why = "neither is such a request served here nor is it among the last that ended here"
             raise NotFound(f"{request.request_id or 'a request id is needed'}: {why}")
         return account_to_proto(account, self._identity.dispatcher_id, at_s)
+
+    async def ListEnded(self, request: pb.ListEndedRequest, context: Context) -> pb.ListEndedResponse:
+        chronicle, at_s, now_unix_s = self._shell.chronicle, self._clock.now_s(), time.time()
+        after = request.after if request.HasField("after") else chronicle.past_count
+        past = chronicle.past_after(after)
+        oldest_s = min((tracked.arrived_at_s for tracked in self._shell.core.requests.values()), default=None)
+        return pb.ListEndedResponse(
+            requests=[past_to_proto(one, now_unix_s, at_s) for one in past],
+            last=chronicle.past_count,
+            forgotten_count=max(0, chronicle.past_count - after) - len(past),
+            oldest_open_unix_s=None if oldest_s is None else now_unix_s - (at_s - oldest_s),
+        )
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         self._shell.drain()

@@ -29,6 +29,8 @@ from deploy.observability.boards import BOARDS, FOLDER, queries, text
 from deploy.observability.traced_drop import attributes, collecting, flags_for, moved_request, to_jaeger
 from tests.support.cluster import RunningCluster, running_cluster, until
 from tests.support.waiting import soon
+from tools.bench.traces import read_trace
+from tools.cli.main import main
 from tools.local.cluster import LocalCluster
 from tools.local.ports import free_port
 from tools.model.tiny import make_preset, make_tiny
@@ -291,6 +293,33 @@ def test_a_request_is_told_of_in_the_log_and_by_its_id_and_never_a_word_of_it(lo
     assert [moment.what for moment in told.moments][-2:] == ["placed", "first_token"]
     assert told.ttft_s is not None
     assert 0 < told.ttft_s <= told.e2e_s
+
+
+def test_a_trace_is_recorded_while_requests_come_and_says_nothing_else(loaded: RunningCluster, tmp_path: Path) -> None:
+    async def traffic(began: asyncio.Event) -> None:
+        async with AsyncClient(loaded.cluster.address) as client:
+            await client.generate("before", SamplingParams(max_tokens=3, ignore_eos=True))
+            began.set()
+            await asyncio.sleep(1.0)
+            for count in (5, 9):
+                await client.generate("Zanzibar", SamplingParams(max_tokens=count, ignore_eos=True))
+
+    async def both() -> int:
+        began = asyncio.Event()
+        sending = asyncio.create_task(traffic(began))
+        await began.wait()
+        flags = ["record", "--for", "4s", "--out", str(out), "--address", loaded.cluster.address]
+        status = await asyncio.to_thread(main, flags)
+        await sending
+        return status
+
+    out = tmp_path / "trace.csv"
+    assert loaded.run(both()) == 0
+    recorded = read_trace(out)
+    assert [request.output_tokens for request in recorded.requests] == [5, 9]
+    assert 0.9 < recorded.requests[0].arrival_s < 4.0
+    assert "Zanzibar" not in out.read_text()
+    assert out.read_text().splitlines()[1].endswith(",default")
 
 
 def complete(spans: list[dict[str, Any]]) -> bool:

@@ -84,6 +84,9 @@ class ScriptedDispatcher(inference_pb2_grpc.InferenceServiceServicer):
     async def DescribeRequest(self, request: pb.DescribeRequestRequest, context: Any) -> pb.DescribeRequestResponse:
         raise NotFound("no story is known here")
 
+    async def ListEnded(self, request: pb.ListEndedRequest, context: Any) -> pb.ListEndedResponse:
+        return pb.ListEndedResponse()
+
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
         if not self.status.HasField("model"):
             raise NotFound("no model yet")

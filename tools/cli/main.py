@@ -37,6 +37,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "undrain": ("tools.cli.drain", "take a drained dispatcher back into service"),
     "chaos": ("tools.cli.chaos", "break a cluster on purpose, under load, and count what is lost"),
     "size": ("tools.cli.size", "how few GPUs your traffic can be served with"),
+    "record": ("tools.cli.record", "record when requests come and how long they are, for size and sim"),
     "sim": ("tools.cli.sim", "simulate a cluster of GPUs on a trace"),
     "bench": ("tools.cli.bench", "put a cluster under load and measure it"),
     "profile": ("tools.cli.profile", "measure how long batches of a model take on this machine"),

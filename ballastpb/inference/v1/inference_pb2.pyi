@@ -683,6 +683,92 @@ class RecentTimes(_message.Message):
 Global___RecentTimes: _TypeAlias = RecentTimes  # noqa: Y015
 
 @_typing.final
+class ListEndedRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AFTER_FIELD_NUMBER: _builtins.int
+    after: _builtins.int
+    """The `last` of the answer before; absent: none is listed, and `last` is where to go on."""
+    def __init__(
+        self,
+        *,
+        after: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_after", b"_after", "after", b"after"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after", b"_after", "after", b"after"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__after: _TypeAlias = _typing.Literal["after"]  # noqa: Y015
+    _WhichOneofArgType__after: _TypeAlias = _typing.Literal["_after", b"_after"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__after) -> _WhichOneofReturnType__after | None: ...
+
+Global___ListEndedRequest: _TypeAlias = ListEndedRequest  # noqa: Y015
+
+@_typing.final
+class ListEndedResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    FORGOTTEN_COUNT_FIELD_NUMBER: _builtins.int
+    OLDEST_OPEN_UNIX_S_FIELD_NUMBER: _builtins.int
+    last: _builtins.int
+    forgotten_count: _builtins.int
+    """Ended after `after`, and not remembered any more."""
+    oldest_open_unix_s: _builtins.float
+    """When the oldest request came that is being served, by the dispatcher's clock; absent: there is none."""
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___EndedRequest]:
+        """In the order in which they ended; those without a token are left out."""
+
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___EndedRequest] | None = ...,
+        last: _builtins.int = ...,
+        forgotten_count: _builtins.int = ...,
+        oldest_open_unix_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_oldest_open_unix_s", b"_oldest_open_unix_s", "oldest_open_unix_s", b"oldest_open_unix_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_open_unix_s", b"_oldest_open_unix_s", "forgotten_count", b"forgotten_count", "last", b"last", "oldest_open_unix_s", b"oldest_open_unix_s", "requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__oldest_open_unix_s: _TypeAlias = _typing.Literal["oldest_open_unix_s"]  # noqa: Y015
+    _WhichOneofArgType__oldest_open_unix_s: _TypeAlias = _typing.Literal["_oldest_open_unix_s", b"_oldest_open_unix_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__oldest_open_unix_s) -> _WhichOneofReturnType__oldest_open_unix_s | None: ...
+
+Global___ListEndedResponse: _TypeAlias = ListEndedResponse  # noqa: Y015
+
+@_typing.final
+class EndedRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ARRIVED_UNIX_S_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    COMPLETION_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    arrived_unix_s: _builtins.float
+    """By the dispatcher's clock."""
+    prompt_token_count: _builtins.int
+    completion_token_count: _builtins.int
+    priority: _builtins.str
+    def __init__(
+        self,
+        *,
+        arrived_unix_s: _builtins.float = ...,
+        prompt_token_count: _builtins.int = ...,
+        completion_token_count: _builtins.int = ...,
+        priority: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived_unix_s", b"arrived_unix_s", "completion_token_count", b"completion_token_count", "priority", b"priority", "prompt_token_count", b"prompt_token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndedRequest: _TypeAlias = EndedRequest  # noqa: Y015
+
+@_typing.final
 class DescribeRequestRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -69,6 +69,11 @@ class InferenceServiceStub(object):
                 request_serializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.DescribeRequestRequest.SerializeToString,
                 response_deserializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.DescribeRequestResponse.FromString,
                 _registered_method=True)
+        self.ListEnded = channel.unary_unary(
+                '/ballastpb.inference.v1.InferenceService/ListEnded',
+                request_serializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.ListEndedRequest.SerializeToString,
+                response_deserializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.ListEndedResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/ballastpb.inference.v1.InferenceService/Drain',
                 request_serializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.DrainRequest.SerializeToString,
@@ -149,6 +154,14 @@ class InferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListEnded(self, request, context):
+        """When requests came and how long they were, of those that have ended here since a number: for `ballast record`.
+        Never says anything of prompt or answer, nor who sent them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Stops taking requests, lets running ones finish. Returns at once.
         """
@@ -208,6 +221,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.DescribeRequest,
                     request_deserializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.DescribeRequestRequest.FromString,
                     response_serializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.DescribeRequestResponse.SerializeToString,
+            ),
+            'ListEnded': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListEnded,
+                    request_deserializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.ListEndedRequest.FromString,
+                    response_serializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.ListEndedResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -414,6 +432,33 @@ class InferenceService(object):
             '/ballastpb.inference.v1.InferenceService/DescribeRequest',
             ballastpb_dot_inference_dot_v1_dot_inference__pb2.DescribeRequestRequest.SerializeToString,
             ballastpb_dot_inference_dot_v1_dot_inference__pb2.DescribeRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListEnded(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ballastpb.inference.v1.InferenceService/ListEnded',
+            ballastpb_dot_inference_dot_v1_dot_inference__pb2.ListEndedRequest.SerializeToString,
+            ballastpb_dot_inference_dot_v1_dot_inference__pb2.ListEndedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -60,6 +60,10 @@ class InferenceServiceStub:
     """What has become of a request: one that is being served, or one of the last that ended here. NOT_FOUND: this
     dispatcher does not know it, or does not remember it any more. Never says anything of prompt or answer.
     """
+    ListEnded: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListEndedRequest, _inference_pb2.ListEndedResponse]
+    """When requests came and how long they were, of those that have ended here since a number: for `ballast record`.
+    Never says anything of prompt or answer, nor who sent them.
+    """
     Drain: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DrainRequest, _inference_pb2.DrainResponse]
     """Stops taking requests, lets running ones finish. Returns at once."""
     Undrain: _grpc.UnaryUnaryMultiCallable[_inference_pb2.UndrainRequest, _inference_pb2.UndrainResponse]
@@ -98,6 +102,10 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     DescribeRequest: _aio.UnaryUnaryMultiCallable[_inference_pb2.DescribeRequestRequest, _inference_pb2.DescribeRequestResponse]  # type: ignore[assignment]
     """What has become of a request: one that is being served, or one of the last that ended here. NOT_FOUND: this
     dispatcher does not know it, or does not remember it any more. Never says anything of prompt or answer.
+    """
+    ListEnded: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListEndedRequest, _inference_pb2.ListEndedResponse]  # type: ignore[assignment]
+    """When requests came and how long they were, of those that have ended here since a number: for `ballast record`.
+    Never says anything of prompt or answer, nor who sent them.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_inference_pb2.DrainRequest, _inference_pb2.DrainResponse]  # type: ignore[assignment]
     """Stops taking requests, lets running ones finish. Returns at once."""
@@ -176,6 +184,16 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_inference_pb2.DescribeRequestResponse, _abc.Awaitable[_inference_pb2.DescribeRequestResponse]]:
         """What has become of a request: one that is being served, or one of the last that ended here. NOT_FOUND: this
         dispatcher does not know it, or does not remember it any more. Never says anything of prompt or answer.
+        """
+
+    @_abc_1.abstractmethod
+    def ListEnded(
+        self,
+        request: _inference_pb2.ListEndedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.ListEndedResponse, _abc.Awaitable[_inference_pb2.ListEndedResponse]]:
+        """When requests came and how long they were, of those that have ended here since a number: for `ballast record`.
+        Never says anything of prompt or answer, nor who sent them.
         """
 
     @_abc_1.abstractmethod

@@ -11,6 +11,8 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
 from ballast.common.errors import BallastError, InvalidRequest
 from ballast.common.ids import RequestId
@@ -25,6 +27,7 @@ WINDOW_S = 10.0
 _RECENT_COUNT = 4096
 _MAX_ID_CHARS = 128
 _LINES_OF_A_TURN = 16
+_PAST_COUNT = 8192  # requests that `ballast record` may ask for: it asks every second
 _MAX_UNWRITTEN = 8192  # lines; whoever ends requests faster than that writes them itself
 
 
@@ -38,6 +41,15 @@ class Account:
     at_s: float  # when it arrived, or ended
     was_accepted: bool
     facts: Facts
+
+
+class Past(NamedTuple):
+    """What a trace has of a request that has ended."""
+
+    arrived_at_s: float
+    prompt_token_count: int
+    completion_token_count: int
+    priority: PriorityClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +74,8 @@ class Chronicle:
         self.tell: Callable[[Account], None] | None = None  # called for accepted requests, at their end
         self._ended: OrderedDict[RequestId, Account] = OrderedDict()
         self._tpots: deque[tuple[float, float]] = deque(maxlen=_RECENT_COUNT)  # (when, s)
+        self._past: deque[Past] = deque(maxlen=_PAST_COUNT)
+        self.past_count = 0  # requests that have ended with a token, remembered or not
         self._unwritten: deque[Account] = deque()
         self._to_write = asyncio.Event()
 
@@ -74,6 +88,11 @@ class Chronicle:
     def ended(self, ending: Finish | Fail, at_s: float) -> None:
         if (tpot_s := ending.facts.tpot_s) is not None:
             self._tpots.append((at_s, tpot_s))
+        facts = ending.facts
+        if facts.completion_token_count:
+            self.past_count += 1
+            counts = (facts.prompt_token_count, facts.completion_token_count)
+            self._past.append(Past(facts.arrived_at_s, *counts, facts.priority))
         failed = isinstance(ending, Fail)
         account = Account(
             request_id=ending.request_id,
@@ -81,7 +100,7 @@ class Chronicle:
             error=str(ending.error) if failed else "",
             at_s=at_s,
             was_accepted=True,
-            facts=ending.facts,
+            facts=facts,
         )
         self._keep(account)
         if self.tell is not None:
@@ -121,6 +140,11 @@ class Chronicle:
             self._to_write.set()
             if len(self._unwritten) > _MAX_UNWRITTEN:
                 _log(self._unwritten.popleft())
+
+    def past_after(self, number: int) -> list[Past]:
+        """Those that ended after so many others, as far as they are remembered."""
+        count = min(len(self._past), max(0, self.past_count - number))
+        return list(islice(self._past, len(self._past) - count, None))
 
     async def write_lines(self) -> None:
         """Into the log, until cancelled."""

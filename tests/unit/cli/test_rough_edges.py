@@ -284,7 +284,7 @@ def test_every_command_that_tells_something_has_json_on_one_page() -> None:
     commands = next(action.choices for action in parser._actions if action.dest == "command")
     assert commands is not None
     for name in _COMMANDS:
-        if name not in ("up", "serve", "chat", "chaos", "completion", "bench", "model", "tokens"):
+        if name not in ("up", "serve", "chat", "chaos", "completion", "bench", "model", "tokens", "record"):
             flags = commands[name]._option_string_actions  # type: ignore[index]
             assert "--json" in flags, name
             assert f"`{name}" in page, name

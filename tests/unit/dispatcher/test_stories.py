@@ -108,6 +108,23 @@ def test_only_so_many_ended_requests_are_remembered_and_none_of_their_prompts() 
     assert not any(hasattr(account.facts, name) for name in ("request", "prompt_token_ids", "output_token_ids"))
 
 
+def test_what_a_trace_has_of_requests_is_listed_once_and_only_the_last_thousands() -> None:
+    story = Story("a")
+    chronicle = Chronicle(story.core, keep_count=0, log_each=False)
+    endings: list[Finish] = []
+    for number in range(3):
+        story.submit(f"r{number}")
+        story.step("a", {f"r{number}": [1, 2]})
+        endings += story.finish("a", f"r{number}").of(Finish)
+        chronicle.ended(endings[-1], float(number))
+    assert [past.completion_token_count for past in chronicle.past_after(0)] == [2, 2, 2]
+    assert len(chronicle.past_after(2)) == 1
+    assert chronicle.past_after(chronicle.past_count) == []
+    for _ in range(9000):
+        chronicle.ended(endings[0], 4.0)
+    assert len(chronicle.past_after(3)) == 8192 < chronicle.past_count - 3
+
+
 def test_a_running_request_is_not_hidden_by_a_refused_one_of_the_same_id() -> None:
     story = Story("a")
     chronicle = Chronicle(story.core, keep_count=3, log_each=False)
