@@ -3,7 +3,7 @@ owner."""
 
 import itertools
 import math
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,9 +16,6 @@ from services.dispatcher.core.story import Moment, Recent, Story, What
 from services.dispatcher.policy.freeness import WorkerKey
 
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 30.0
-_CROWD = 8  # requests of one caller that wait: more than its turns get through
-_OTHERS_WITHIN_S = 300.0
-_MOST_CALLERS = 4096
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,7 +124,6 @@ class Backlog:
         self._now_s = 0.0
         self._callers: Counter[str] = Counter()  # -> requests
         self._caller_tokens: Counter[str] = Counter()
-        self._came: OrderedDict[str, float] = OrderedDict()  # caller -> when its last request came; oldest first
         self._count = 0
         self.token_count = 0
 
@@ -147,14 +143,6 @@ class Backlog:
     def tokens_of(self, caller: str) -> int:
         return self._caller_tokens[caller]
 
-    def crowds(self, caller: str, at_s: float) -> bool:
-        """Whether many requests of this caller wait, and others come as well."""
-        if self._callers[caller] < _CROWD:
-            return False
-        while self._came and next(iter(self._came.values())) < at_s - _OTHERS_WITHIN_S:
-            self._came.popitem(last=False)
-        return len(self._came) > (caller in self._came)
-
     def slice(self, begin: int, count: int, at_s: float = 0.0) -> list[Tracked]:
         self._now_s = max(self._now_s, at_s)
         return list(itertools.islice(self, begin, begin + count))
@@ -167,11 +155,6 @@ class Backlog:
     def add(self, tracked: Tracked) -> None:
         self._classes[tracked.request.priority.rank].add(tracked)
         self._tally(tracked, 1)
-        caller = tracked.request.caller
-        self._came[caller] = tracked.queued_at_s
-        self._came.move_to_end(caller)
-        if len(self._came) > _MOST_CALLERS:
-            self._came.popitem(last=False)
 
     def remove(self, tracked: Tracked) -> None:
         self._classes[tracked.request.priority.rank].remove(tracked)
@@ -187,8 +170,8 @@ class Backlog:
             self._classes[rank].serve(tracked.request.caller, tracked.token_count)
         self.remove(tracked)
 
-    def count_answer(self, tracked: Tracked) -> None:
-        """Its tokens count as its caller's, too, once it is known how many they are."""
+    def end(self, tracked: Tracked) -> None:
+        """It has ended: its answer's tokens count as its caller's, too."""
         made_count = len(tracked.output_token_ids) - len(tracked.request.output_token_ids)
         self._classes[tracked.request.priority.rank].serve(tracked.request.caller, made_count)
 

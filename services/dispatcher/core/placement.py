@@ -15,7 +15,6 @@ from services.dispatcher.policy.freeness import Need, RoutingRules, WorkerKey, h
 from services.dispatcher.policy.ranking import Ranking
 
 _BATCH_COUNT = 16
-_LEFT_FOR_OTHERS = 0.125  # of a worker's memory and places, by a caller of whom many requests wait
 # Taken off the deadline that a worker gets, so that its word arrives before our own time is up.
 _DEADLINE_MARGIN_S = 0.005
 
@@ -131,29 +130,12 @@ class Placement:
         since_s = tracked.blocked_since_s
         # As the retry below is asked for: a difference may be rounded to less, and the retry would be for ever due now.
         patience_ended = since_s is not None and at_s >= since_s + self.rules.large_patience_s
-        if self._backlog.crowds(tracked.request.caller, at_s):
-            return self._with_room_for_others(tracked)
         found = self._ranking.choose(self._need(tracked), may_queue_large=patience_ended)
         if found is None and not patience_ended:
             if since_s is None:
                 since_s = tracked.blocked_since_s = at_s
             self.retry_at_s = min(self.retry_at_s, since_s + self.rules.large_patience_s)
         return found
-
-    def _with_room_for_others(self, tracked: Tracked) -> WorkerKey | None:
-        """Where it leaves a share of memory and places free: else what others send waits for answers to end."""
-        need = self._need(tracked)
-        key = self._ranking.at_once(need)
-        view = None if key is None else self._ranking.get(key)
-        if view is None or not view.running_count + view.waiting_count + view.unseen_count:
-            return key
-        kept_tokens = int(view.block_count * view.block_tokens * _LEFT_FOR_OTHERS)
-        key = self._ranking.at_once(Need(tokens=need.tokens + kept_tokens, growth_tokens=need.growth_tokens))
-        view = None if key is None else self._ranking.get(key)
-        if view is None:
-            return None
-        places = view.max_running_count - view.running_count - view.waiting_count - view.unseen_count
-        return key if places > max(1, int(view.max_running_count * _LEFT_FOR_OTHERS)) else None
 
     def _need(self, tracked: Tracked) -> Need:
         left_tokens = tracked.request.sampling.max_tokens - len(tracked.output_token_ids)

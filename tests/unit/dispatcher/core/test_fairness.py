@@ -76,7 +76,7 @@ def test_answers_count_once_they_are_known() -> None:
     made.backlog.serve(much)
     assert made.go(1) == ["little"]
     much.output_token_ids = [7] * 30
-    made.backlog.count_answer(much)
+    made.backlog.end(much)
     assert made.go(3) == ["little"] * 3
 
 
@@ -128,17 +128,6 @@ def test_a_slice_is_what_would_be_served_in_that_order() -> None:
         assert made.backlog.slice(3, 4, made.now_s) == seen[3:7]
         while len(made.backlog):
             made.go(1)
-
-
-def test_a_crowd_is_many_requests_of_one_caller_while_others_come() -> None:
-    made = Waiting()
-    made.come("flood", 100)
-    assert not made.backlog.crowds("flood", 0.0)
-    [few] = made.come("few")
-    made.backlog.serve(few)
-    assert made.backlog.crowds("flood", 200.0)
-    assert not made.backlog.crowds("few", 200.0)
-    assert not made.backlog.crowds("flood", 301.0), "nobody else has come for long"
 
 
 def refused(made: Waiting, newcomer: Tracked, limits: Limits) -> str:
