@@ -50,6 +50,7 @@ _MAX_REQUEST_ID_CHARS = 128
 _LOGPROBS_AT_ONCE = 64
 _MAX_TURNS = 8192  # of one conversation
 _PLANNER_TIMEOUT_S = 10.0
+_CALLERS_TOLD = 10
 # A prompt of that many tokens, and as many generated ones, fit into one message to a worker.
 _MAX_PROMPT_TOKENS = 1_000_000
 
@@ -182,6 +183,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
                 replays_total=core.replay_count,
             ),
             kept_out=kept_out,
+            waiting_by_caller=dict(core.backlog.most_of(_CALLERS_TOLD)) if caller().operates else {},
         )
 
     async def DescribeRequest(self, request: pb.DescribeRequestRequest, context: Context) -> pb.DescribeRequestResponse:
@@ -322,6 +324,9 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         if len(message.request_id) > _MAX_REQUEST_ID_CHARS:
             raise InvalidRequest("request_id", f"has {len(message.request_id)} characters, at most 128 are allowed")
         priority = PRIORITY.member(message.priority, "priority")
+        if priority not in caller().classes:
+            may_use = ", ".join(sorted(caller().classes))
+            raise PermissionDenied(f"the token {caller().name} may use the classes {may_use}, and not {priority}")
         sampling = SAMPLING.record(message.sampling)
         output = resumption.token_ids if resumption is not None else ()
         self._check_token_ids("resumption.token_ids", output)

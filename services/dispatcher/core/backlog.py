@@ -140,6 +140,10 @@ class Backlog:
         """Who waits, with how many requests."""
         return self._callers
 
+    def most_of(self, count: int) -> list[tuple[str, int]]:
+        """The callers of whom the most requests wait, and how many."""
+        return self._callers.most_common(count)
+
     def tokens_of(self, caller: str) -> int:
         return self._caller_tokens[caller]
 
