@@ -23,6 +23,7 @@ from services.planner.core.transition import Coordinator
 from services.worker.core.arrivals import Arrivals
 from services.worker.core.mover import Mover
 from services.worker.core.transition import Transition
+from services.worker.core.transition_messages import PeerLost
 from services.worker.emulation.phantom import Phantom
 from services.worker.pipeline import stage_runner
 from services.worker.pipeline.driver import TransitionDriver
@@ -113,6 +114,10 @@ def _forgets_early(dissolve: Any) -> Any:
     return dissolved
 
 
+def _deaf_to_losses(handle: Any) -> Any:
+    return lambda self, event: [] if isinstance(event, PeerLost) else handle(self, event)
+
+
 def _leader_only(landed: Any) -> Any:
     """A sequence that comes into a pipeline runs when its leader's stage has its KV."""
 
@@ -140,7 +145,7 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "two-owners": (_instead(Handover, "_hand_over", _kept_too),),
     "withdrawal-untold": (_instead(Restoring, "_pass_on_withdrawal", _untold),),
     "prepared-for-ever": (_instead(Transitions, "_watch", _nothing),),
-    "peer-loss-ignored": (_instead(Transition, "_peer_lost", lambda _: lambda *_: []),),
+    "peer-loss-ignored": (_instead(Transition, "handle", _deaf_to_losses),),
     "early-roster-lost": (_instead(TransitionDriver, "_dissolve", _forgets_early),),
     "unfenced": (_instead(Fence, "take", _nothing),),
 }

@@ -1,19 +1,15 @@
 """What `docs/transitions.md` says, out of the tables: `make pages` writes it."""
 
-from collections.abc import Iterator, Mapping
-from enum import StrEnum
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Mapping
 
 from ballast.common.transition import TransitionKind
-from services.planner.core.stages import STAGES, CoordinatorRules, Stage
-from services.worker.core.phases import PHASES
-
-S = TypeVar("S", bound=StrEnum)
+from services.planner.core.stages import STAGES, CoordinatorRules
+from services.worker.core.phases import DROP, RESTORE, On, Row, State, Then
 
 _HEAD = """# Transitions
 
-Written by `make pages` from the tables in the code, which every step is held against and which have the numbers that
-deadlines go by: `services/planner/core/stages.py` and `services/worker/core/phases.py`.
+Written by `make pages` from the tables in the code: every step of the planner is held against
+`services/planner/core/stages.py`, a member runs from `services/worker/core/phases.py`, and deadlines are theirs.
 
 A drop merges instances into a pipeline, a restore takes it apart. The planner conducts both in two phases over the
 members whose groups change; what has been decided is in its journal. A loss needs no transition: a worker that leaves a
@@ -42,29 +38,44 @@ def _lines() -> Iterator[str]:
     yield ""
     yield f"A member that a lost one was to send something to is not waited for longer than {rules.bereaved_s:g} s."
     yield ""
-    yield "## A member\n"
-    yield from _diagram({phase: row.next for phase, row in PHASES.items()})
-    yield "| phase | in a drop | in a restore | deadline | way out |"
+    yield from _member("A member in a drop", DROP)
+    yield from _member("A member in a restore", RESTORE)
+
+
+def _member(title: str, table: Mapping[State, Row]) -> Iterator[str]:
+    states = [state for state in State if state in table]
+    yield f"## {title}\n"
+    yield from _diagram({state: dict.fromkeys(w.to for w in table[state].ways if w.to) for state in states})
+    yield "| state | the planner sees | what the member does | deadline | way out |"
     yield "|---|---|---|---|---|"
-    for phase, row in PHASES.items():
-        limit = "-" if not row.next else "the planner's" if row.deadline_s is None else f"{row.deadline_s:g} s"
-        yield f"| {phase} | {row.drop} | {row.restore} | {limit} | {row.way_out} |"
+    for state in states:
+        row = table[state]
+        limit = "-" if not row.ways else "the planner's" if row.deadline_s is None else f"{row.deadline_s:g} s"
+        yield f"| {state} | {row.phase} | {row.does} | {limit} | {row.way_out} |"
     yield ""
-    yield "| from | to | when |"
-    yield "|---|---|---|"
-    for phase, row in PHASES.items():
-        for following, when in row.next.items():
-            yield f"| {phase} | {following} | {when} |"
+    yield "What is not in a state's rows is not received: it changes nothing.\n"
+    yield "| state | receives | if | does | goes to |"
+    yield "|---|---|---|---|---|"
+    for state in states:
+        for way in table[state].ways:
+            yield f"| {state} | {_way(way)} | {way.to or ''} |"
     yield ""
 
 
-def _diagram(steps: Mapping[S, Mapping[S, str]]) -> Iterator[str]:
+def _way(way: On | Then) -> str:
+    event = f"`{way.event.__name__}`" if isinstance(way, On) else "at once"
+    return " | ".join((event, *(f"`{what.__name__}`" if what is not None else "" for what in (way.when, way.do))))
+
+
+def _diagram(steps: Mapping[str, Iterable[str]]) -> Iterator[str]:
+    """`steps` begin with the first state."""
+    names = {state: state.replace(" ", "_") for state in steps}
     yield "```mermaid"
     yield "stateDiagram-v2"
-    yield f"    [*] --> {Stage.PREPARING}"
+    yield f"    [*] --> {next(iter(names.values()))}"
     for state, following in steps.items():
         for other in following:
-            yield f"    {state} --> {other}"
+            yield f"    {names[state]} --> {names[other]}"
         if not following:
-            yield f"    {state} --> [*]"
+            yield f"    {names[state]} --> [*]"
     yield "```\n"

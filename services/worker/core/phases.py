@@ -1,27 +1,63 @@
-"""The phases of a member in a transition, and of one that has left its group: one table, which every step is held
-against, and which has the deadlines that a member acts on (pure).
+"""The table of a member in a transition, one for a drop and one for a restore; `core.transition` runs from it (pure).
 
-`docs/transitions.md` is printed from it.
+A row says what a member may receive in a state: an event that is not among it changes nothing, since each may come
+twice, late or never. `On`: of the ways that begin with an event the first whose condition holds is taken. `Then`: ways
+without an event; after each event they are tried in their order, until none holds. `docs/transitions.md` is printed
+from it.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from types import MappingProxyType
+from typing import Any
 
-from ballast.common.errors import InvariantViolation
 from ballast.common.transition import Phase
+from services.worker.core import transition_messages as t
+from services.worker.core.transition_state import TransitionState as S
+
+
+class State(StrEnum):
+    """Finer than the `Phase` that the planner sees."""
+
+    NEW = "new"
+    PREPARING = "preparing"
+    PREPARED = "prepared"
+    QUIESCING = "quiescing"
+    TAKING_UP = "taking up"
+    DRAINING = "draining"
+    GATHERING = "gathering"
+    EXCHANGING = "exchanging"
+    DONE = "done"
+    FAILED = "failed"
+    ABORTED = "aborted"
 
 
 @dataclass(frozen=True, slots=True)
-class PhaseRow:
-    """`next`: the phases that may follow, with the event that leads there. `deadline_s`: of the member's own; None: it
-    is at rest, or the planner ends the phase. `way_out`: from when the deadline counts, and what follows.
+class On:
+    event: type
+    to: State | None  # None: it stays
+    do: Callable[[S, Any], list[t.Command]]
+    when: Callable[[S, Any], bool] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Then:
+    to: State | None  # None: it stays, and `when` does not hold afterwards
+    do: Callable[[S], list[t.Command]] | None
+    when: Callable[[S], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`deadline_s`: of the member's own; None: the planner ends the phase, or the member is at rest. `way_out`: from
+    when the deadline counts, and what follows.
     """
 
-    drop: str  # what the member does meanwhile
-    restore: str
-    next: Mapping[Phase, str]
+    phase: Phase
+    does: str
+    ways: tuple[On | Then, ...] = ()
     deadline_s: float | None = None
     way_out: str = "at rest"
 
@@ -29,86 +65,168 @@ class PhaseRow:
 BEFORE_COMMIT = (Phase.PREPARING, Phase.PREPARED)
 _FORGOTTEN_S = 15.0  # what is prepared will not be committed any more
 _FORGOTTEN = "counted from the planner's last question: it fails"
-_UNDONE = "Abort, a peer of the plan is lost, or a newer plan comes"
-_LEFT = "a peer is lost, or a plan counts this worker in no group: it leaves"
 _OVERDUE = "a plan without this worker's group follows: it leaves"
 
-PHASES: Mapping[Phase, PhaseRow] = MappingProxyType(
+_FAILS = (
+    On(t.PreparationFailed, State.FAILED, S.undo),
+    On(t.AbortRequested, State.ABORTED, S.undo),
+    On(t.PeerLost, State.FAILED, S.undo, when=S.is_peer),
+)
+_EARLY = (  # from members that have the commit already
+    On(t.EpochEnded, None, S.note_end),
+    On(t.HandoverReceived, None, S.note_handover),
+)
+_BREAKS = On(t.PeerLost, State.FAILED, S.break_up, when=S.is_peer)
+_GIVES = (
+    On(t.RosterReceived, None, S.take_roster, when=S.is_next_roster),
+    On(t.KvSent, None, S.note_sent),
+)
+_KV = (
+    *_GIVES,
+    On(t.KvReceived, None, S.take_kv),
+    On(t.KvCompleteReceived, None, S.note_complete),
+)
+_BOTH = {
+    State.NEW: Row(
+        Phase.PREPARING,
+        "hears of the plan",
+        (On(t.PrepareRequested, State.PREPARING, S.begin),),
+        way_out="at once",
+    ),
+    State.DONE: Row(Phase.DONE, "at rest"),
+    State.FAILED: Row(
+        Phase.FAILED,
+        "before the commit: undone. After it: requests are replayed elsewhere, missing layers are read",
+        (On(t.AbortRequested, State.ABORTED, S.note_abort),),
+        deadline_s=30.0,
+        way_out="after the commit, for transfers to end: the process ends. Reading the checkpoint has no deadline",
+    ),
+    State.ABORTED: Row(Phase.ABORTED, "at rest"),
+}
+
+
+def _preparing(does: str) -> Row:
+    ways = (
+        On(t.LinksUp, None, S.note_links),
+        On(t.MemoryReady, None, S.note_memory),
+        *_FAILS,
+        *_EARLY,
+        Then(State.PREPARED, None, when=S.prepared),
+    )
+    return Row(Phase.PREPARING, does, ways, _FORGOTTEN_S, _FORGOTTEN)
+
+
+def _prepared(commit: On) -> Row:
+    return Row(Phase.PREPARED, "serves on as before", (commit, *_FAILS, *_EARLY), _FORGOTTEN_S, _FORGOTTEN)
+
+
+DROP: Mapping[State, Row] = MappingProxyType(
     {
-        Phase.PREPARING: PhaseRow(
-            drop="links come up; checksums of the layers to be given up are taken",
-            restore="links come up; the leader limits the group, layers come into what that frees and are verified",
-            next=MappingProxyType(
-                {
-                    Phase.PREPARED: "links are up and memory is ready",
-                    Phase.FAILED: "it does not fit, or a peer of the plan is lost",
-                    Phase.ABORTED: _UNDONE,
-                }
-            ),
-            deadline_s=_FORGOTTEN_S,
-            way_out=_FORGOTTEN,
-        ),
-        Phase.PREPARED: PhaseRow(
-            drop="serves on as before",
-            restore="serves on as before",
-            next=MappingProxyType(
-                {
-                    Phase.COMMITTING: "Commit",
-                    Phase.FAILED: "a peer of the plan is lost; a request has become too long",
-                    Phase.ABORTED: _UNDONE,
-                }
-            ),
-            deadline_s=_FORGOTTEN_S,
-            way_out=_FORGOTTEN,
-        ),
-        Phase.COMMITTING: PhaseRow(
-            drop="no batch is formed; the last ones come back",
-            restore="at once: KV of its own in the memory that is free; the group goes on beside that",
-            next=MappingProxyType(
-                {
-                    Phase.EXCHANGING: "between two batches: memory is remapped, the role is another one",
-                    Phase.FAILED: _LEFT,
-                }
+        **_BOTH,
+        State.PREPARING: _preparing("links come up; checksums of the layers to be given up are taken"),
+        State.PREPARED: _prepared(On(t.CommitRequested, State.QUIESCING, S.quiesce)),
+        State.QUIESCING: Row(
+            Phase.COMMITTING,
+            "a leader forms no batch, and the last ones come back; a follower waits for its leader's notice of the end",
+            (
+                On(t.BoundaryReached, State.TAKING_UP, S.end_epoch),
+                *_EARLY,
+                On(t.RosterReceived, None, S.refuse_roster, when=S.is_next_roster),
+                _BREAKS,
+                Then(State.TAKING_UP, S.take_up, when=S.may_follow),
             ),
             way_out=_OVERDUE,
         ),
-        Phase.EXCHANGING: PhaseRow(
-            drop="the group serves new requests; KV of victims travels, in waves as there is room",
-            restore="each member serves alone; what is left in the group ends, or goes to a member (Abort: now)",
-            next=MappingProxyType(
-                {
-                    Phase.DONE: "a drop: all KV has come and gone; a restore: the group has ended, or lost a member",
-                    Phase.FAILED: _LEFT,
-                }
+        State.TAKING_UP: Row(
+            Phase.COMMITTING,
+            "between two batches: memory is remapped, the role is another one",
+            (
+                On(t.TakenUp, State.GATHERING, S.hand_over, when=S.is_to_lead),
+                On(t.TakenUp, State.EXCHANGING, S.hand_over),
+            ),
+            way_out="at once",
+        ),
+        State.GATHERING: Row(
+            Phase.EXCHANGING,
+            "the new leader forms no batch until every member is ready for its new role",
+            (
+                On(t.HandoverReceived, None, S.note_handover),
+                *_GIVES,
+                _BREAKS,
+                Then(State.EXCHANGING, S.lead, when=S.all_handed_over),
             ),
             way_out=_OVERDUE,
         ),
-        Phase.DONE: PhaseRow("at rest", "at rest", MappingProxyType({})),
-        Phase.FAILED: PhaseRow(
-            drop="before the commit: undone. After it: requests are replayed elsewhere, missing layers are read",
-            restore="before the commit: layers go again",
-            next=MappingProxyType({Phase.ABORTED: "Abort"}),
-            deadline_s=30.0,
-            way_out="after the commit, for transfers to end: the process ends. Reading the checkpoint has no deadline",
+        State.EXCHANGING: Row(
+            Phase.EXCHANGING,
+            "the group serves new requests; KV of victims travels, in waves as there is room",
+            (
+                On(t.Led, None, S.led, when=S.is_own_wave),
+                *_KV,
+                On(t.WaveDone, None, S.note_wave_done, when=S.is_in_wave),
+                _BREAKS,
+                Then(None, S.leave_wave, when=S.wave_is_over),
+                Then(State.DONE, S.release, when=S.is_done),
+            ),
+            way_out=_OVERDUE,
         ),
-        Phase.ABORTED: PhaseRow("at rest", "at rest", MappingProxyType({})),
+    }
+)
+
+RESTORE: Mapping[State, Row] = MappingProxyType(
+    {
+        **_BOTH,
+        State.PREPARING: _preparing(
+            "links come up; the leader limits the group, layers come into what that frees and are verified"
+        ),
+        State.PREPARED: _prepared(On(t.CommitRequested, State.TAKING_UP, S.take_up)),
+        State.TAKING_UP: Row(
+            Phase.COMMITTING,
+            "at once: KV of its own in the memory that is free; the group goes on beside that",
+            (On(t.TakenUp, State.DRAINING, S.note_own),),
+            way_out="at once",
+        ),
+        State.DRAINING: Row(
+            Phase.EXCHANGING,
+            "each member serves alone; what is left in the group ends, or goes to a member (Abort: now)",
+            (
+                On(t.GroupEnded, None, S.end_group),
+                *_EARLY,
+                On(t.AbortRequested, None, S.give_way),
+                On(t.PeerLost, None, S.empty, when=S.is_peer),
+                *_GIVES,
+                Then(State.GATHERING, S.close, when=S.group_ended),
+            ),
+            way_out=_OVERDUE,
+        ),
+        State.GATHERING: Row(
+            Phase.EXCHANGING,
+            "the group computes nothing more; what is left in it is handed over with its KV",
+            (
+                On(t.HandoverReceived, None, S.note_handover),
+                On(t.PeerLost, None, S.lose, when=S.is_peer),
+                *_GIVES,
+                Then(State.EXCHANGING, S.lead, when=S.all_handed_over),
+            ),
+            way_out=_OVERDUE,
+        ),
+        State.EXCHANGING: Row(
+            Phase.EXCHANGING,
+            "KV of that travels",
+            (
+                On(t.Led, None, S.led, when=S.is_own_wave),
+                *_KV,
+                On(t.PeerLost, State.FAILED, S.break_up, when=S.awaits_kv_of),
+                On(t.PeerLost, None, S.lose, when=S.is_peer),
+                Then(State.DONE, S.release, when=S.is_done),
+            ),
+            way_out=_OVERDUE,
+        ),
     }
 )
 
 
 def deadline_s(phase: Phase) -> float:
     """Of the member's own; infinity: it has none."""
-    limit_s = PHASES[phase].deadline_s
-    return math.inf if limit_s is None else limit_s
-
-
-def check_step(before: Phase, after: Phase) -> None:
-    """Raise InvariantViolation unless a chain of the table's steps, within one event, leads from one to the other."""
-    reached, fresh = {before}, [before]
-    while fresh:
-        for phase in PHASES[fresh.pop()].next:
-            if phase not in reached:
-                reached.add(phase)
-                fresh.append(phase)
-    if after not in reached:
-        raise InvariantViolation(f"a member goes from {before} to {after}, which its table does not have")
+    rows = [row for table in (DROP, RESTORE) for row in table.values() if row.phase is phase]
+    return min((row.deadline_s for row in rows if row.deadline_s is not None), default=math.inf)

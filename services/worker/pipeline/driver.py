@@ -120,8 +120,6 @@ class TransitionDriver:
         self.transition: Transition | None = None  # under way, or the last
         self._received: PlanReceived | None = None
         self.leaving: Leaving | None = None  # the group before, which dissolves
-        self.quiescing = False  # no batches are formed
-        self._learning = False  # a drop is prepared: checksums are taken of what is to be given up
         self._early: list[RosterArrived] = []  # rosters of peers that have the commit of a restore before this worker
 
     # ------------------------------------------------------------ what it is told
@@ -143,7 +141,6 @@ class TransitionDriver:
         if plan.kind is TransitionKind.RESTORE and not self._restoring.may_begin:
             return
         self._links.retire(self._role.epoch)
-        self._learning = False
         self.transition = Transition(self._role.me, plan)
         self._received = event
         self._published.begin(plan.epoch, self._context.book.block_count)
@@ -190,16 +187,14 @@ class TransitionDriver:
 
     @property
     def may_form(self) -> bool:
-        return not self.quiescing
+        return self.transition is None or self.transition.may_form
 
     def poll(self) -> None:
         """Between two batches."""
         transition, group_scheduler = self.transition, self._context.group_scheduler
         if (
-            self.quiescing
-            and transition is not None
-            and transition.phase is Phase.COMMITTING
-            and transition.led_before
+            transition is not None
+            and transition.quiesces
             and not (group_scheduler.in_flight_count or group_scheduler.suspended_ids)
         ):
             # What has ended since the last batch, while the stages still follow this leader: it would stay there.
@@ -211,10 +206,8 @@ class TransitionDriver:
         self._restoring.undo()
         if self.leaving is not None and self.leaving.poll():
             self.drive(GroupEnded(self._now(), self.leaving.epoch, self.leaving.own_victims))
-        if self._learning and not self._layer_loading.reads_layers:
-            self._learning = False
-            if transition is not None:
-                self.drive(MemoryReady(self._now(), transition.epoch))
+        if transition is not None and transition.takes_checksums and not self._layer_loading.reads_layers:
+            self.drive(MemoryReady(self._now(), transition.epoch))
 
     def link_made(self, event: LinkMade) -> None:
         if not self.is_current(event.epoch):  # of a plan that was given up: the links of this one may be missing yet
@@ -284,7 +277,6 @@ class TransitionDriver:
         self._restoring.abandon()
         self._handover.begin()
         self.transition = self.leaving = None
-        self.quiescing = self._learning = False
 
     def end_leaving(self, why: str) -> None:
         """Whatever the other members of the group that dissolves do: here it ends now."""
@@ -309,7 +301,7 @@ class TransitionDriver:
     @property
     def at_rest(self) -> bool:
         """Nothing waits for a step boundary, for room, or for a moment to pass."""
-        return not (self.quiescing or self._learning) and not self.under_way and self._restoring.at_rest
+        return not self.under_way and self._restoring.at_rest
 
     def is_outside(self, plan: Plan) -> bool:
         """The plan takes this worker for one of no group, and it is a stage of one, or about to be."""
@@ -355,10 +347,8 @@ class TransitionDriver:
             case PrepareMemory():
                 return self._prepare_memory()
             case UndoPreparation(plan=plan):
-                self.quiescing = False
                 self._restoring.give_up(plan)
             case Quiesce():
-                self.quiescing = True
                 self._published.note_commit()
             case SendEpochEnded(epoch=epoch):
                 self._pass_end_on(epoch)
@@ -412,7 +402,6 @@ class TransitionDriver:
             dropped = self._layers_lost(transition)
             progress.block_count_after = self._memory.blocks_after_drop(dropped)
             self._layer_loading.learn(dropped)
-            self._learning = True
         return [PreparationFailed(self._now(), transition.epoch, why)] if why else ()
 
     def _why_unfit(self, transition: Transition) -> str:
@@ -448,7 +437,6 @@ class TransitionDriver:
         self._published.clock.begin_layout()
         self._capacities.begin()
         self._answers.tell(RoleChanged(now_s, role.leads, len(new.members)))
-        self.quiescing = role.leads  # a leader forms batches once all members are ready
         progress = self._published.counted
         progress.halted_at_s = progress.commit_at_s
         progress.taken_up_at_s = self._now()
@@ -524,7 +512,6 @@ class TransitionDriver:
             self._memory.pool.backend.synchronise()  # see `_make_room_for`
         else:
             decision = self._handover.lead(transition, victims, progress, now_s)
-            self.quiescing = False
         self._mover.core.forget(decision.recomputed)
         admitted, last = decision.wave.admitted, decision.wave.last
         return Led(self._now(), transition.epoch, admitted, wave, last)

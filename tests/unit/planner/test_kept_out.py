@@ -72,7 +72,7 @@ def test_a_group_that_broke_at_once_is_not_made_again_for_a_while_and_longer_eac
     breaks(planner)
     kept_out = planner.core.kept_out
     assert set(kept_out.why(planner.now_s)) == {"w0", "w1"}
-    assert "broke soon after it was made" in kept_out.why(planner.now_s)["w0"]
+    assert "broke soon after it was made" in kept_out.why(planner.now_s)[WorkerId("w0")]
     stages = len(planner.journal)
     planner.tell(OverloadRaised(planner.now_s, "o1", 16 * EXTENT))
     assert len(planner.journal) == stages

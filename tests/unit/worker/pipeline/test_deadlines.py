@@ -28,10 +28,12 @@ def limit_s(request: pytest.FixtureRequest) -> float | None:
 
 
 def in_table(phase: Phase, limit_s: float | None, monkeypatch: pytest.MonkeyPatch) -> float:
-    row = phases.PHASES[phase]
-    if limit_s is not None:
-        monkeypatch.setattr(phases, "PHASES", {**phases.PHASES, phase: replace(row, deadline_s=limit_s)})
-    assert row.deadline_s not in (None, limit_s)
+    assert 0 < phases.deadline_s(phase) <= 60
+    for name in ("DROP", "RESTORE") if limit_s is not None else ():
+        table = getattr(phases, name)
+        changed = {k: replace(row, deadline_s=limit_s) if row.phase is phase else row for k, row in table.items()}
+        assert changed != table
+        monkeypatch.setattr(phases, name, changed)
     return phases.deadline_s(phase)
 
 

@@ -1,0 +1,285 @@
+"""What one member knows of a transition, and what it does about an event (pure). `core.phases` says when.
+
+A drop and a merge of pipelines are the same thing: they exchange KV at a boundary. In a restore each member is a whole
+worker from the commit on, and the old group comes to its end beside that; the KV of what is left in it then is
+exchanged likewise.
+"""
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import Epoch, WorkerId
+from ballast.common.layout import group_of, members_of
+from services.worker.core import transition_messages as t
+from services.worker.core.plan import Plan, SequenceId, Victim, part_of, transfers
+
+Commands = list[t.Command]
+
+
+class TransitionState:
+    """Methods that return commands carry an event out; those that return a bool are conditions of the table."""
+
+    def __init__(self, me: WorkerId, plan: Plan) -> None:
+        part = part_of(plan, me)
+        if part is None:
+            raise InvariantViolation(f"{me} has no part in epoch {plan.epoch}")
+        self.me = me
+        self.plan = plan
+        self.part = part
+        self.why = ""
+        self.links_up = False
+        self.memory_ready = False
+        self.epoch_ended = False  # notice of the old leader, which followers wait for
+        self.lost: set[WorkerId] = set()  # members of the group that dissolves, since the commit
+        self.own_victims: tuple[Victim, ...] = ()  # sequences that this worker has led and goes on leading
+        self.handovers: dict[WorkerId, tuple[Victim, ...]] = {}  # sender -> its victims
+        self.waves: dict[WorkerId, int] = {}  # new leader -> its waves that have been handled
+        self.closed: set[WorkerId] = set()  # new leaders whose last wave is among them
+        self._waves_left: dict[WorkerId, int] = {}  # new leader -> the wave that it was last told to be done
+        self._wave_missing: set[WorkerId] = set()  # leader: stages that are not through with its wave
+        self._outgoing: set[tuple[SequenceId, WorkerId]] = set()
+        self._incoming: dict[SequenceId, set[WorkerId]] = {}  # victim -> sources not yet done
+        self._stages_missing: dict[SequenceId, set[WorkerId]] = {}  # leader: victim -> stages
+
+    @property
+    def epoch(self) -> Epoch:
+        return self.plan.epoch
+
+    @property
+    def leads(self) -> bool:
+        return self.part.new.leader.worker_id == self.me
+
+    @property
+    def led_before(self) -> bool:
+        return self.part.old is not None and self.part.old.leader.worker_id == self.me
+
+    # ------------------------------------------------------------ before the commit
+
+    def begin(self, _: t.PrepareRequested) -> Commands:
+        return [t.ConnectLinks(self.epoch, self.part.peers), t.PrepareMemory(self.plan)]
+
+    def note_links(self, _: t.LinksUp) -> Commands:
+        self.links_up = True
+        return []
+
+    def note_memory(self, _: t.MemoryReady) -> Commands:
+        self.memory_ready = True
+        return []
+
+    def prepared(self) -> bool:
+        return self.links_up and self.memory_ready
+
+    def undo(self, event: t.PreparationFailed | t.AbortRequested | t.PeerLost) -> Commands:
+        self.why = f"{event.peer}: {event.why}" if isinstance(event, t.PeerLost) else event.why
+        return [t.UndoPreparation(self.plan)]
+
+    def note_abort(self, _: t.AbortRequested) -> Commands:
+        return []
+
+    def is_peer(self, event: t.PeerLost) -> bool:
+        return event.peer in self.part.peers
+
+    # ------------------------------------------------------------ the commit
+
+    def quiesce(self, _: t.CommitRequested) -> Commands:
+        return [t.Quiesce(self.epoch)] if self.led_before else []
+
+    def end_epoch(self, _: t.BoundaryReached) -> Commands:
+        return [*self._epoch_ends(), *self.take_up()]
+
+    def may_follow(self) -> bool:
+        """A follower waits for its leader's notice, a newcomer for nothing."""
+        return not self.led_before and (self.epoch_ended or self.part.old is None)
+
+    def take_up(self, _: t.CommitRequested | None = None) -> Commands:
+        return [t.TakeUp(self.plan)]
+
+    def is_to_lead(self, _: t.TakenUp) -> bool:
+        return self.leads
+
+    def hand_over(self, event: t.TakenUp) -> Commands:
+        return [*self.note_own(event), *self._handovers()]
+
+    def note_own(self, event: t.TakenUp) -> Commands:
+        self.own_victims = event.own_victims
+        return []
+
+    def note_end(self, event: t.EpochEnded) -> Commands:
+        self.epoch_ended = True
+        return []
+
+    def _epoch_ends(self) -> Commands:
+        followers = tuple(w for w in members_of(self.part.old) if w != self.me)
+        return [t.SendEpochEnded(self.epoch, followers)] if followers else []
+
+    def _handovers(self) -> Commands:
+        return [t.SendHandover(self.epoch, to) for to in self.part.handovers_to if to not in self.lost]
+
+    # ------------------------------------------------------------ the end of a group that dissolves
+
+    def give_way(self, _: t.AbortRequested) -> Commands:
+        return [t.GiveWay(self.epoch)]
+
+    def end_group(self, event: t.GroupEnded) -> Commands:
+        """The leader that was has nothing left in it."""
+        self.epoch_ended, self.own_victims = True, event.own_victims
+        return self._epoch_ends()
+
+    def group_ended(self) -> bool:
+        """A leader that loses a follower empties the group first; a follower may lose its leader."""
+        return self.epoch_ended or (bool(self.lost) and not self.led_before)
+
+    def close(self) -> Commands:
+        return [t.CloseSeat(self.epoch), *self._handovers()]
+
+    def empty(self, event: t.PeerLost) -> Commands:
+        self.lose(event)
+        return [t.Empty(self.epoch)] if self.led_before else []
+
+    def lose(self, event: t.PeerLost) -> Commands:
+        """What it was to be sent is not waited for."""
+        self.lost.add(event.peer)
+        self._outgoing = {(sequence_id, to) for sequence_id, to in self._outgoing if to != event.peer}
+        return []
+
+    def awaits_kv_of(self, event: t.PeerLost) -> bool:
+        """Some of a victim's KV is to come from there, and may be being written into its blocks."""
+        return any(event.peer in sources for sources in self._incoming.values())
+
+    def break_up(self, event: t.PeerLost) -> Commands:
+        self.why = f"{event.peer}: {event.why}"
+        return [t.Broken(event.peer, event.why)]
+
+    # ------------------------------------------------------------ leading the new group
+
+    def note_handover(self, event: t.HandoverReceived) -> Commands:
+        self.handovers.setdefault(event.source, event.victims)
+        return []
+
+    def all_handed_over(self) -> bool:
+        return not set(self.part.handovers_from) - set(self.handovers) - self.lost
+
+    def lead(self) -> Commands:
+        handed_over = tuple(v for sender in sorted(self.handovers) for v in self.handovers[sender])
+        return [t.Lead(self.epoch, self.own_victims + handed_over)]
+
+    def is_own_wave(self, event: t.Led) -> bool:
+        return self.leads and event.wave == self.waves.get(self.me, 0)
+
+    def led(self, event: t.Led) -> Commands:
+        self._wave_missing = set() if event.last else set(members_of(self.part.new))
+        for victim in event.victims:
+            stages = {to for _, to, _, _ in transfers(self.plan, victim, self.me)}
+            if stages:
+                self._stages_missing[victim.sequence_id] = stages
+        commands: Commands = [t.SendRoster(self.epoch, event.victims, self.part.roster_to, event.wave, event.last)]
+        at_once = [v for v in event.victims if v.sequence_id not in self._stages_missing]
+        commands += [t.Resume(self.epoch, victim.sequence_id) for victim in at_once]
+        return commands + self._exchange(self.me, event.victims, event.wave, event.last)
+
+    # ------------------------------------------------------------ exchange
+
+    def is_next_roster(self, event: t.RosterReceived) -> bool:
+        """What the others still say of a lost member comes to nothing."""
+        known = event.source in self.part.rosters_from and event.source not in self.closed | self.lost
+        return known and event.wave == self.waves.get(event.source, 0)
+
+    def refuse_roster(self, event: t.RosterReceived) -> Commands:
+        raise InvariantViolation(f"{self.me} got a roster of epoch {self.epoch} from {event.source} before its take-up")
+
+    def take_roster(self, event: t.RosterReceived) -> Commands:
+        return self._exchange(event.source, event.victims, event.wave, event.last)
+
+    def _exchange(self, source: WorkerId, victims: tuple[Victim, ...], wave: int, last: bool) -> Commands:
+        self.waves[source] = wave + 1
+        if last:
+            self.closed.add(source)
+        commands: Commands = []
+        for victim in victims:
+            moves = transfers(self.plan, victim, source)
+            coming = tuple(hop for hop in moves if hop.taker == self.me)
+            if self.me in members_of(group_of(self.plan.target, source)):
+                commands.append(t.ExpectKv(self.epoch, victim, coming))
+            if coming:
+                self._incoming[victim.sequence_id] = {hop.giver for hop in coming}
+            going = [hop for hop in moves if hop.giver == self.me]
+            self._outgoing.update((victim.sequence_id, hop.taker) for hop in going)
+            commands += [t.SendKv(self.epoch, victim, hop) for hop in going]
+        return commands
+
+    def note_sent(self, event: t.KvSent) -> Commands:
+        self._outgoing.discard((event.sequence_id, event.to))
+        return []
+
+    def take_kv(self, event: t.KvReceived) -> Commands:
+        waiting = self._incoming.get(event.sequence_id)
+        if waiting is None:
+            return []
+        waiting.discard(event.source)
+        if waiting:
+            return []
+        del self._incoming[event.sequence_id]
+        leader = self.part.new.leader.worker_id
+        if leader != self.me:
+            return [t.SendKvComplete(self.epoch, event.sequence_id, leader)]
+        return self._stage_complete(event.sequence_id, self.me)
+
+    def note_complete(self, event: t.KvCompleteReceived) -> Commands:
+        return self._stage_complete(event.sequence_id, event.source)
+
+    def _stage_complete(self, sequence_id: SequenceId, stage: WorkerId) -> Commands:
+        missing = self._stages_missing.get(sequence_id)
+        if missing is None:
+            return []
+        missing.discard(stage)
+        if missing:
+            return []
+        del self._stages_missing[sequence_id]
+        return [t.Resume(self.epoch, sequence_id)]
+
+    # ------------------------------------------------------------ the end of a wave, and of all
+
+    @property
+    def _rosters_from(self) -> set[WorkerId]:
+        return set(self.part.rosters_from) - self.lost
+
+    def _nothing_travels(self) -> bool:
+        """As far as is known: each new leader has said of one wave at least whose KV stays."""
+        on_its_way = self._outgoing or self._incoming or self._stages_missing
+        return not on_its_way and self._rosters_from <= self.waves.keys()
+
+    def _waves_to_leave(self) -> list[tuple[WorkerId, int]]:
+        """Leaders that have more waves to come, with the one that is over here and was not told of."""
+        going_on = [leader for leader in self.part.rosters_from if leader not in self.closed]
+        waves = [(leader, self.waves[leader] - 1) for leader in going_on if leader in self.waves]
+        return [(leader, wave) for leader, wave in waves if self._waves_left.get(leader, -1) != wave]
+
+    def wave_is_over(self) -> bool:
+        return self._nothing_travels() and bool(self._waves_to_leave())
+
+    def leave_wave(self) -> Commands:
+        commands: Commands = [t.ReleaseSent(self.plan)]
+        for leader, wave in self._waves_to_leave():
+            self._waves_left[leader] = wave
+            commands += self._wave_done(self.me) if leader == self.me else [t.SendWaveDone(self.epoch, wave, leader)]
+        return commands
+
+    def is_in_wave(self, event: t.WaveDone) -> bool:
+        return event.source in self._wave_missing and event.wave + 1 == self.waves.get(self.me, 0)
+
+    def note_wave_done(self, event: t.WaveDone) -> Commands:
+        return self._wave_done(event.source)
+
+    def _wave_done(self, stage: WorkerId) -> Commands:
+        self._wave_missing.discard(stage)
+        return [] if self._wave_missing else [t.LeadWave(self.epoch, self.waves[self.me])]
+
+    def is_done(self) -> bool:
+        return self._nothing_travels() and self._rosters_from <= self.closed
+
+    def release(self) -> Commands:
+        return [t.ReleaseLost(self.plan)]
+
+    def check_done(self) -> None:
+        if self._outgoing or self._incoming or self._stages_missing:
+            raise InvariantViolation(f"{self.me}: epoch {self.epoch} is done with KV still on its way")
+        if self._rosters_from - self.closed:
+            raise InvariantViolation(f"{self.me}: epoch {self.epoch} is done and victims wait")
