@@ -1,4 +1,4 @@
-"""Tokens of clients: a file with one line for each, NAME ROLE sha256:HEX [CLASS,...]. The token itself is not stored anywhere.
+"""Tokens of clients: a file with one line for each, NAME ROLE sha256:HEX [CLASS,...]. The token itself is not stored.
 
 Tokens are 256 random bits, so a plain hash keeps them secret. Lines that begin with # are comments.
 """

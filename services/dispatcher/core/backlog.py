@@ -176,7 +176,8 @@ class Backlog:
 
     def end(self, tracked: Tracked) -> None:
         """It has ended: its answer's tokens count as its caller's, too."""
-        made_count = len(tracked.output_token_ids) - len(tracked.request.output_token_ids)
+        if not (made_count := len(tracked.output_token_ids) - len(tracked.request.output_token_ids)):
+            return
         self._classes[tracked.request.priority.rank].serve(tracked.request.caller, made_count)
 
     def _tally(self, tracked: Tracked, sign: int) -> None:

@@ -389,8 +389,7 @@ class DispatcherCore:
             worker.take_off(tracked.handle)
         request_id = tracked.request.request_id
         self._traffic.left(request_id, len(tracked.output_token_ids))
-        if tracked.attempt:
-            self.backlog.end(tracked)
+        self.backlog.end(tracked)
         self._deadlines.forget(request_id)
         del self.requests[request_id]
 
