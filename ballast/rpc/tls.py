@@ -28,7 +28,7 @@ _MOST_CONNECTIONS = 1 << 16  # that are remembered
 
 
 class TlsFolder:
-    """A certificate with its key and CA. Whoever connects or is connected to after they are replaced gets the new ones."""
+    """A certificate with its key and CA. Connections that are made after these were replaced get the new ones."""
 
     def __init__(self, path: Path) -> None:
         """

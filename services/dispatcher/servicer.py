@@ -51,6 +51,7 @@ _LOGPROBS_AT_ONCE = 64
 _MAX_TURNS = 8192  # of one conversation
 _PLANNER_TIMEOUT_S = 10.0
 _CALLERS_TOLD = 10
+_MAX_DETOKENIZED = 1 << 17
 # A prompt of that many tokens, and as many generated ones, fit into one message to a worker.
 _MAX_PROMPT_TOKENS = 1_000_000
 
@@ -147,6 +148,8 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         return pb.TokenizeResponse(ids=ids)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        if len(request.ids) > _MAX_DETOKENIZED:
+            raise InvalidRequest("ids", f"has {len(request.ids):,} tokens, at most {_MAX_DETOKENIZED:,} are allowed")
         ids = list(request.ids)
         self._check_token_ids("ids", ids)
         return pb.DetokenizeResponse(text=self._encoder.decode(ids, skip_special_tokens=request.skip_special_tokens))

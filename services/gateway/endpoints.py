@@ -81,6 +81,10 @@ class Endpoints:
         self._max_choices = max_choices
         self._dialect = dialect
 
+    async def admit(self, metadata: Mapping[str, str]) -> None:
+        """Raises for a caller whom dispatchers would refuse; whom they have known lately they are not asked about."""
+        await self._model.admit(metadata)
+
     # ------------------------------------------------------------------------------------------ generating
 
     async def chat(self, call: Call) -> Reply:
