@@ -24,6 +24,7 @@ from pathlib import Path
 from ballast.client import AsyncClient, Generation, SamplingParams
 from ballast.common.errors import BallastError, ConfigError, Unavailable
 from deploy.compose_file import COMPLETED, HEALTHY, Placement, ServiceSpec, read_compose, start_order
+from tools.cli.batch import Gateway
 from tools.local.ports import free_ports
 from tools.local.process import ChildProcess
 from tools.local.state_server import find_server_binary
@@ -62,10 +63,14 @@ class ComposeRun:
         self._scale = scale
         self.folder = folder
         self._peers: dict[str, str] = {}  # "service:port" -> addresses of its replicas, as its name stands for all
+        self._ports: dict[tuple[str, int], dict[int, int]] = {}  # of each replica: in the container -> here
         self.replicas: list[Replica] = []
 
     async def start(self) -> None:
-        for spec in start_order(self._services):
+        order = start_order(self._services)
+        for spec in order:
+            self._choose_ports(spec)
+        for spec in order:
             for name, condition in spec.depends_on.items():
                 await self._reach(name, condition)
             for index in range(self._scale.get(spec.name, 1)):
@@ -89,13 +94,18 @@ class ComposeRun:
         for replica in self.replicas:
             replica.child.kill()
 
+    def _choose_ports(self, spec: ServiceSpec) -> None:
+        inside = [_STATE_PORT] if spec.command[0] in _STATE_SERVERS else spec.own_ports
+        for index in range(self._scale.get(spec.name, 1)):
+            ports = dict(zip(inside, free_ports(len(inside)), strict=True))
+            self._ports[spec.name, index] = ports
+            for port, mine in ports.items():
+                others = self._peers.get(f"{spec.name}:{port}")
+                self._peers[f"{spec.name}:{port}"] = f"{others},127.0.0.1:{mine}" if others else f"127.0.0.1:{mine}"
+
     def _start_replica(self, spec: ServiceSpec, index: int) -> None:
         is_state_server = spec.command[0] in _STATE_SERVERS
-        inside = [_STATE_PORT] if is_state_server else spec.own_ports
-        ports = dict(zip(inside, free_ports(len(inside)), strict=True))
-        for port, mine in ports.items():
-            others = self._peers.get(f"{spec.name}:{port}")
-            self._peers[f"{spec.name}:{port}"] = f"{others},127.0.0.1:{mine}" if others else f"127.0.0.1:{mine}"
+        ports = self._ports[spec.name, index]
         placement = Placement(ports, dict(self._peers), {i: self._outside(o) for i, o in spec.volumes.items()})
         command = placement.command(spec.command)
         if is_state_server:
@@ -214,6 +224,30 @@ async def check_gateway(run: ComposeRun) -> None:
     print(f"  {gateway.name:<14} requests by dispatcher: {', '.join(map(str, shares))}")
 
 
+async def check_jobs(run: ComposeRun) -> None:
+    """A batch, in at the gateway and out there."""
+    gateway = Gateway(f"http://{run.of('gateway')[0].address(_HTTP_PORT)}/v1")
+    lines = [
+        {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": {"prompt": text, "max_tokens": 4}}
+        for i, text in enumerate(_PROMPTS)
+    ]
+    file = run.folder / "batch.jsonl"
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    with file.open("rb") as content:
+        uploaded = await asyncio.to_thread(gateway.upload, content, file.name)
+    wanted = {"input_file_id": uploaded["id"], "endpoint": "/v1/completions", "completion_window": "1h"}
+    batch = await asyncio.to_thread(gateway.ask, "POST", "/batches", wanted)
+    give_up_at_s = time.monotonic() + _ANSWER_WITHIN_S
+    while batch["status"] != "completed":
+        if time.monotonic() > give_up_at_s or batch["status"] in ("failed", "expired", "cancelled"):
+            raise Unavailable("jobs", f"a batch did not end well: {batch}")
+        await asyncio.sleep(_POLL_S)
+        batch = await asyncio.to_thread(gateway.batch, batch["id"])
+    if batch["request_counts"]["completed"] != len(lines):
+        raise Unavailable("jobs", f"lines of a batch failed: {batch}")
+    print(f"  {run.of('jobs')[0].name:<14} {len(lines)} lines of a batch answered")
+
+
 def _read(request: urllib.request.Request) -> bytes:
     with urllib.request.urlopen(request, timeout=_ANSWER_WITHIN_S) as answer:
         return answer.read()
@@ -240,6 +274,7 @@ async def check(path: Path, scale: Mapping[str, int], profiles: Sequence[str]) -
             print("all healthy; sending requests")
             await check_service(run)
             await check_gateway(run)
+            await check_jobs(run)
             print("stopping")
             await run.stop()
         finally:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ballast.common.errors import BallastError, Unavailable
-from deploy.compose_check import ComposeRun, Replica, base_environ, check_gateway, check_service
+from deploy.compose_check import ComposeRun, Replica, base_environ, check_gateway, check_jobs, check_service
 from deploy.compose_file import ServiceSpec
 from deploy.kubernetes_file import SETTINGS, of_kind, pre_stop, read_kubernetes, read_manifests
 from tools.cli.certs import make
@@ -24,7 +24,7 @@ from tools.local.process import ChildProcess
 from tools.model.tiny import make_preset
 
 FOLDER = Path(__file__).resolve().parent / "kubernetes"
-_SCALE = {"worker": 2, "dispatcher": 2, "gateway": 2, "monitor": 2, "planner": 2, "state": 1}
+_SCALE = {"worker": 2, "dispatcher": 2, "gateway": 2, "monitor": 2, "planner": 2, "state": 1, "jobs": 1}
 _HOOK_WITHIN_S = 60.0
 _DATA_PORT = 50062
 _REFERENCE = re.compile(r"\$\((POD_NAME|POD_IP)\)|\$(POD_NAME)\b")
@@ -81,6 +81,7 @@ async def check(scale: Mapping[str, int]) -> None:
             print("all ready; sending requests")
             await check_service(run)
             await check_gateway(run)
+            await check_jobs(run)
             check_data_ports(run)
             print("stopping")
             await run.stop()

@@ -1,15 +1,13 @@
 """Reads the manifests in deploy/kubernetes, and says what each pod runs, in the terms of `compose_file`."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ballast.common.errors import ConfigError
-from deploy.compose_file import STARTED, ServiceSpec
+from deploy.compose_file import ServiceSpec
 
 SETTINGS = "ballast-settings"
 _WORKLOADS = ("Deployment", "StatefulSet")
@@ -48,8 +46,7 @@ def of_kind(manifests: Sequence[Manifest], *kinds: str) -> dict[str, Manifest]:
 def read_kubernetes(manifests: Sequence[Manifest], settings: Mapping[str, str]) -> dict[str, ServiceSpec]:
     """What the pods of each workload run. `settings` stand in the place of those in the ConfigMap of this name."""
     workloads = of_kind(manifests, *_WORKLOADS)
-    specs = {name: _service(name, one, settings) for name, one in workloads.items()}
-    return {name: _with_dependencies(spec, specs) for name, spec in specs.items()}
+    return {name: _service(name, one, settings) for name, one in workloads.items()}
 
 
 def pre_stop(spec: ServiceSpec) -> tuple[str, ...]:
@@ -79,7 +76,7 @@ def _service(name: str, workload: Manifest, settings: Mapping[str, str]) -> Serv
         command=tuple(container["command"]),
         environment=environment,
         volumes={path: f"{name}-{volume}" if volume == "cache" else volume for path, volume in mounts.items()},
-        depends_on={},
+        depends_on={},  # none waits for another
         health_command=tuple(_probe(container["readinessProbe"])),
         raw=container,
     )
@@ -103,10 +100,3 @@ def _probe(probe: Manifest) -> Iterator[str]:
             yield from ("valkey-cli", "-h", "127.0.0.1", "-p", str(port), "ping")
         case _:
             raise ConfigError("readinessProbe", f"is not understood: {probe}")
-
-
-def _with_dependencies(spec: ServiceSpec, specs: Mapping[str, ServiceSpec]) -> ServiceSpec:
-    """The service behind those its environment names, whose ports must be known first. In Kubernetes none waits."""
-    text = " ".join(spec.environment.values())
-    named = {other: STARTED for other in specs if other != spec.name and re.search(rf"\b{other}:\d", text)}
-    return replace(spec, depends_on=named)

@@ -116,7 +116,7 @@ class GrammarChecks:
 
     async def _ask(self, grammar: Grammar, token_ids: Sequence[int]) -> InvalidRequest | None:
         question = json.dumps([grammar.kind, grammar.text, list(token_ids)]).encode() + b"\n"
-        process = self._free.pop() if self._free else await self._begin()
+        process = self._free.pop() if self._free else await self._start()
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -134,6 +134,14 @@ class GrammarChecks:
         self._free.append(process)
         return InvalidRequest(*fault) if (fault := json.loads(answer)) else None
 
+    async def _start(self) -> Process:
+        """A process that has read the tokenizer; one that ends before is started anew, once."""
+        try:
+            return await self._begin()
+        except ChildProcessError as error:
+            get_logger().warning("a process that compiles grammars is started anew", why=str(error))
+            return await self._begin()
+
     async def _begin(self) -> Process:
         command = (sys.executable, "-m", "services.dispatcher.grammar_process", str(self._file))
         process = await asyncio.create_subprocess_exec(
@@ -147,11 +155,11 @@ class GrammarChecks:
         self._processes = [one for one in self._processes if one.returncode is None] + [process]
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(b'["regex", "", []]\n')  # answered when it is ready
         try:
+            process.stdin.write(b'["regex", "", []]\n')  # answered when it is ready
             async with asyncio.timeout(_START_S):
                 ready = await process.stdout.readline()
-        except TimeoutError:
+        except (OSError, RuntimeError):  # too late, or its pipe is closed, which uvloop says by a RuntimeError
             ready = b""
         except asyncio.CancelledError:
             _kill(process)

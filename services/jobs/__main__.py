@@ -43,7 +43,9 @@ async def main(life: Lifecycle) -> None:
         await asyncio.to_thread(settings.folder.mkdir, parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise ConfigError("jobs.folder", f"{settings.folder} cannot be made: {error.strerror}") from error
+    scheme = "http" if settings.tls_dir is None else "https"
     urls = [url.strip().rstrip("/").removesuffix("/v1") for url in settings.gateways.split(",") if url.strip()]
+    urls = [url if "://" in url else f"{scheme}://{url}" for url in urls]
     if not urls:
         raise ConfigError("jobs.gateways", "must name at least one: http://HOST:PORT")
     dial = partial(HttpClient, tls_dir=settings.tls_dir)
@@ -65,7 +67,6 @@ async def main(life: Lifecycle) -> None:
     floor = Floor()
     shell = JobsShell(desk, settings.folder, gateways, _rules(settings), floor)
     leading = LeaderAddress(state, _NAME, None)
-    scheme = "http" if settings.tls_dir is None else "https"
     desk.leader = Leader(leading, address, lambda at: dial(f"{scheme}://{at}", server_name=f"{Role.JOBS}.ballast"))
     try:
         await server.start()

@@ -1,6 +1,7 @@
 """The life of a replica: while it has the lease it opens the folder and runs the batches, else it hands requests on."""
 
 import asyncio
+import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -64,7 +65,7 @@ class JobsShell:
                     task.cancel()
                 await asyncio.wait({active, changed})
             if not active.cancelled() and (error := active.exception()) is not None:
-                if not isinstance(error, (BallastError, OSError)):
+                if not isinstance(error, (BallastError, OSError, sqlite3.Error)):
                     raise error
                 get_logger().error("jobs cannot be run", folder=str(self._folder), why=str(error))
                 await asyncio.sleep(_AGAIN_S)

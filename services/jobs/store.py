@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Final, cast
 
-from ballast.common.errors import BallastError, NotFound
+from ballast.common.errors import BallastError, NotFound, Unavailable
 from services.jobs.core.batch import Batch, Problem, State
 from services.jobs.core.lines import Line
 
@@ -86,18 +86,25 @@ class Store:
 
     Raises:
         Fenced: a process with a higher token was here.
+        Unavailable: another process holds a lock: it was stopped in the middle of a write.
     """
 
-    def __init__(self, folder: Path, epoch: int, before_write: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        epoch: int,
+        before_write: Callable[[str], None] = lambda _: None,
+        busy_timeout_s: float = _BUSY_TIMEOUT_S,
+    ) -> None:
         self._files = folder / "files"
         self._files.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._epoch = epoch
         self._before_write = before_write
         self._db = sqlite3.connect(
-            folder / "jobs.sqlite", timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            folder / "jobs.sqlite", timeout=busy_timeout_s, isolation_level=None, check_same_thread=False
         )
         try:
-            with _no_room_is_full():
+            with _with_names():
                 self._db.execute("PRAGMA journal_mode=WAL")
                 self._db.execute("PRAGMA synchronous=FULL")
                 self._db.executescript(_SCHEMA)
@@ -143,7 +150,7 @@ class Store:
 
     @contextlib.contextmanager
     def _transaction(self, what: str, *, of_ours: bool = True, now_s: float | None = None) -> Generator[None]:
-        with _no_room_is_full():
+        with _with_names():
             self._before_write(what)
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -328,7 +335,7 @@ class Upload:
         self.bytes = 0
 
     def write(self, data: bytes) -> None:
-        with _no_room_is_full():
+        with _with_names():
             self._before_write("write to a file")
             if self._open is None:
                 self._open = open(self._part, "wb")  # noqa: SIM115 - closed by commit or abort
@@ -339,7 +346,7 @@ class Upload:
         """The row is not made by this."""
         self.write(b"")
         assert self._open is not None, "write has opened it"
-        with _no_room_is_full():
+        with _with_names():
             self._open.flush()
             self._before_write("sync a file")
             os.fsync(self._open.fileno())
@@ -396,13 +403,18 @@ def _meta(db: sqlite3.Connection, name: str) -> float:
 
 
 @contextlib.contextmanager
-def _no_room_is_full() -> Generator[None]:
+def _with_names() -> Generator[None]:
     try:
         yield
     except sqlite3.OperationalError as error:
-        if error.sqlite_errorcode not in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE):
-            raise
-        raise Full(f"no room for the jobs: {error}") from error
+        match error.sqlite_errorcode & 0xFF, error.sqlite_errorcode:
+            case (sqlite3.SQLITE_FULL, _) | (_, sqlite3.SQLITE_IOERR_WRITE):
+                raise Full(f"no room for the jobs: {error}") from error
+            case (sqlite3.SQLITE_BUSY, _):
+                why = "another process writes into the folder and does not come to an end"
+                raise Unavailable("jobs", why) from error
+            case _:
+                raise
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise

@@ -90,19 +90,6 @@ def test_tools_and_schema(with_a_gateway: RunningCluster) -> None:
     assert "tool: weather({'days': " in said
 
 
-def test_offline_batch_goes_on_where_it_was_interrupted(with_a_gateway: RunningCluster, tmp_path: Path) -> None:
-    prompts = [json.loads(line) for line in (EXAMPLES / "prompts.jsonl").read_text().splitlines()]
-    out = tmp_path / "answers.jsonl"
-    command = [sys.executable, "examples/offline_batch.py", "examples/prompts.jsonl", str(out)]
-    assert f"{len(prompts)} answered, 0 failed, 0 were there already" in run(with_a_gateway, *command)
-    answers = {line["id"]: line["text"] for line in map(json.loads, out.read_text().splitlines())}
-    assert answers.keys() == {line["id"] for line in prompts}
-    out.write_text("".join(out.read_text().splitlines(keepends=True)[:3]))
-    assert f"{len(prompts) - 3} answered, 0 failed, 3 were there already" in run(with_a_gateway, *command)
-    again = {line["id"]: line["text"] for line in map(json.loads, out.read_text().splitlines())}
-    assert again == answers, "the same seeds give the same answers"
-
-
 def test_curl(with_a_gateway: RunningCluster) -> None:
     said = run(with_a_gateway, "sh", "examples/curl.sh")
     assert "data: [DONE]" in said

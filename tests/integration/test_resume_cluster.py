@@ -1,22 +1,25 @@
 """Dispatchers of a whole cluster are killed: every kind of request goes on, and so does what comes over HTTP."""
 
 import json
+import re
 from pathlib import Path
 
 import httpx2 as httpx
 import pytest
 
-from benchmarks.resume import main as resume
 from tests.support.cluster import running_cluster
+from tools.cli.main import main as ballast
 from tools.model.tiny import make_tiny
 
 
 def test_every_kind_of_request_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--kills", "5", "--clients", "4", "--dispatchers", "2", "--max-tokens", "80"]
-    assert resume(arguments) == 0, capsys.readouterr()
-    told = capsys.readouterr().out
-    assert "5 kills of dispatchers" in told
-    assert "0 lost, 0 differing" in told
+    """Greedy, seeded, with logprobs, stop strings and a JSON schema."""
+    arguments = ["--for", "20s", "--faults", "kill a dispatcher", "--fault-every-s", "2", "--at-once", "1"]
+    assert ballast(["chaos", *arguments]) == 0, capsys.readouterr()
+    said = capsys.readouterr().out
+    assert re.search(r"kill a dispatcher +[1-9]", said)
+    assert "0 lost" in said
+    assert "0 answers of" in said
 
 
 def test_choices_that_are_streamed_over_http_go_on(tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ async def _run(args: argparse.Namespace, model: Path, worker_flags: list[str], k
         fault_every_s=args.fault_every_s,
         at_once=args.at_once,
         faults=tuple(args.faults),
+        every_kind=args.model is None and args.profile is None,  # the tiny model computes in float64
     )
     password = secrets.token_urlsafe(32)
     if args.secure:

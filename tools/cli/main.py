@@ -26,6 +26,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("tools.cli.up", "the same, with the model as its argument"),
     "generate": ("tools.cli.generate", "generate an answer to one prompt"),
     "chat": ("tools.cli.chat", "hold a conversation with the model"),
+    "batch": ("tools.cli.batch", "files of requests that have time: submit, watch, fetch results"),
     "status": ("tools.cli.status", "layout, load and memory of the cluster"),
     "top": ("tools.cli.top", "the same page, live"),
     "why": ("tools.cli.why", "the story of one request: where it waited, ran, moved and ended"),

@@ -1,25 +1,27 @@
 """Breaks a local cluster on purpose, under load, and checks that nothing is lost and no token changes.
 
-Every answer of the load is known beforehand. Faults are drawn from a seed, several may last at a time; whatever a fault
-ends is started again by the keeper. In the end everything heals, and then the cluster has to be whole: every worker in
-the layout, a drop and a restore by hand succeed, nothing runs or waits.
+Every answer of the load is known beforehand: its tokens, text and logprobs. Faults are drawn from a seed, several may
+last at a time; whatever a fault ends is started again by the keeper. In the end everything heals, and then the cluster
+has to be whole: every worker in the layout, a drop and a restore by hand succeed, nothing runs or waits.
 """
 
 import asyncio
 import contextlib
 import itertools
+import json
 import random
 import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc.aio
 
-from ballast.client import AsyncClient
+from ballast.client import AsyncClient, GenerationChunk
+from ballast.client.types import Logprobs
 from ballast.common.errors import BallastError
-from ballast.common.sampling import SamplingParams
+from ballast.common.sampling import Grammar, GrammarKind, SamplingParams
 from ballastpb.planner.v1 import planner_pb2 as pb
 from ballastpb.planner.v1 import planner_pb2_grpc
 from tools.local.cluster import LocalCluster
@@ -32,6 +34,48 @@ _LONGEST_WAIT_S = 20.0  # of a request
 _PROMPT_COUNT = 8
 _LAYOUT_CHANGE_S = 6.0  # between two drops or restores by hand
 _NOTED_S = 0.1  # without a token; less is no wait
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}, "required": ["a"]}
+_LOGPROB_ERROR = 1e-6  # a token is scored in a step of its own, or together with the prompt and the answer so far
+
+
+def sampling_of(i: int, max_tokens: int, *, every_kind: bool) -> SamplingParams:
+    """Of the i-th request of the load: greedy or seeded; with `every_kind` logprobs, stop strings and a schema, too."""
+    seeded = SamplingParams(max_tokens=max_tokens, temperature=0.8, seed=11 + i, ignore_eos=True)
+    match i if every_kind else i % 2:
+        case 2:
+            return replace(seeded, logprobs=2, presence_penalty=0.5)
+        case 3:  # the first never appears and holds text back again and again; the second may end the answer
+            return replace(seeded, stop=("e\0", "zzz"))
+        case 4:
+            schema = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(_SCHEMA))
+            return SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=i, grammar=schema)
+        case 0 | 6:
+            return replace(seeded, temperature=0.0)
+        case _:
+            return seeded
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a client has received of an answer."""
+
+    token_ids: list[int] = field(default_factory=list[int])
+    text: str = ""
+    logprobs: list[Logprobs] = field(default_factory=list[Logprobs])
+
+    def add(self, chunk: GenerationChunk) -> None:
+        self.token_ids += chunk.token_ids
+        self.text += chunk.text
+        self.logprobs += chunk.logprobs
+
+    def differs(self, expected: "Answer", *, ended: bool) -> bool:
+        """True unless it is the beginning of the expected answer, or all of it if it has ended."""
+        count = len(self.token_ids)
+        whole = (self.token_ids, self.text) == (expected.token_ids, expected.text)
+        begun = self.token_ids == expected.token_ids[:count] and expected.text.startswith(self.text)
+        pairs = zip(self.logprobs, expected.logprobs, strict=False)
+        close = all(abs(a.chosen.logprob - b.chosen.logprob) <= _LOGPROB_ERROR for a, b in pairs)
+        return not (close and (whole if ended else begun))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +89,7 @@ class ChaosRules:
     request_every_s: float = 0.2
     max_tokens: int = 48
     faults: tuple[str, ...] = ()  # by name; empty: all there are
+    every_kind: bool = False  # requests with logprobs, stop strings and a JSON schema, too
 
 
 @dataclass(slots=True)
@@ -96,12 +141,12 @@ class ChaosReport:
     def lost_count(self) -> int:
         return sum(self.failures.values())
 
-    def why_not(self) -> str:
+    def why_not(self, longest_wait_s: float = _LONGEST_WAIT_S) -> str:
         """What must not be; empty: all is well."""
         reasons = [
             f"{self.differing_count} answers differ" * (self.differing_count > 0),
             f"{self.lost_count} requests lost ({_counted(self.failures)})" * (self.lost_count > 0),
-            f"a request took {self.slowest_s:.1f} s" * (self.slowest_s > _LONGEST_WAIT_S),
+            f"a request took {self.slowest_s:.1f} s" * (self.slowest_s > longest_wait_s),
             f"not whole in the end: {self.unhealed}" * bool(self.unhealed),
             f"ended by itself: {', '.join(self.ended_by_itself)}" * bool(self.ended_by_itself),
         ]
@@ -130,7 +175,7 @@ class Chaos:
         self._keeper = Keeper(cluster, lambda text: say(f"    {text}"))
         self._active: set[str] = set()  # what is broken just now
         self._prompts = [[3 + (5 * i + 7 * j) % 200 for j in range(6 + 5 * i)] for i in range(_PROMPT_COUNT)]
-        self._expected: list[tuple[int, ...]] = []
+        self._expected: list[Answer] = []
         self._known_addresses: dict[str, str] = {}
         self._waits: list[tuple[float, float]] = []  # of requests without a token: from when to when
         self.report = ChaosReport()
@@ -139,7 +184,10 @@ class Chaos:
         keeping = asyncio.create_task(self._keeper.run(), name="keeper")
         try:
             async with self._client() as client:
-                self._expected = [await self._answer(client, i) for i in range(_PROMPT_COUNT)]
+                for i in range(_PROMPT_COUNT):
+                    self._expected.append(Answer())
+                    async for chunk in client.stream(token_ids=self._prompts[i], sampling=self._sampling(i)):
+                        self._expected[i].add(chunk)
             async with self._load():
                 await self._break_things()
                 self.report.unhealed = await self._why_not_whole()
@@ -165,11 +213,7 @@ class Chaos:
         return AsyncClient(address or self._addresses, overload_retries=overload_retries, **self._cluster.credentials)
 
     def _sampling(self, i: int) -> SamplingParams:
-        temperature = 0.8 if i % 2 else 0.0
-        return SamplingParams(max_tokens=self._rules.max_tokens, temperature=temperature, seed=11 + i, ignore_eos=True)
-
-    async def _answer(self, client: AsyncClient, i: int) -> tuple[int, ...]:
-        return (await client.generate(token_ids=self._prompts[i], sampling=self._sampling(i))).token_ids
+        return sampling_of(i, self._rules.max_tokens, every_kind=self._rules.every_kind)
 
     @contextlib.asynccontextmanager
     async def _load(self) -> AsyncGenerator[None]:
@@ -191,26 +235,31 @@ class Chaos:
 
     async def _ask(self, i: int) -> None:
         """A client of its own for each request, as different users have."""
-        report, began_s, tokens = self.report, time.monotonic(), list[int]()
+        report, began_s, answer, ended = self.report, time.monotonic(), Answer(), False
         report.request_count += 1
         last_s = began_s
         try:
             async with self._client(overload_retries=3) as client:
                 stream = client.stream(token_ids=self._prompts[i], sampling=self._sampling(i), deadline_s=60.0)
                 async for chunk in stream:
-                    tokens += chunk.token_ids
+                    answer.add(chunk)
                     last_s = self._note_wait(last_s)
+                ended = True
         except BallastError as error:
             broken = self._breaker
             # A stream goes on at another dispatcher by what the state server knows of it, if that is there.
-            if tokens and _lately(broken.dispatchers_broken_s, began_s) and _lately(broken.state_broken_s, began_s):
+            if (
+                answer.token_ids
+                and _lately(broken.dispatchers_broken_s, began_s)
+                and _lately(broken.state_broken_s, began_s)
+            ):
                 report.cut_off_count += 1
             else:
                 report.failures[type(error).__name__] += 1
                 self._say(f"    a request failed: {type(error).__name__}: {error}")
         self._note_wait(last_s)
-        report.token_count += len(tokens)
-        report.differing_count += tuple(tokens) != self._expected[i][: len(tokens)]
+        report.token_count += len(answer.token_ids)
+        report.differing_count += answer.differs(self._expected[i], ended=ended)
         report.slowest_s = max(report.slowest_s, time.monotonic() - began_s)
 
     def _note_wait(self, since_s: float) -> float:
@@ -315,7 +364,7 @@ class Chaos:
         why = await self._why_not_placed(BACK_WITHIN_S)
         if why:
             return why
-        workers = [p.id for p in self._cluster.processes["worker"] if p.child.returncode is None]
+        workers = [p.id for p in self._cluster.processes["worker"] if p.child.returncode is None and not p.paused]
         for drop in (None, workers[:2], None) if len(workers) > 1 else ():
             name = "a restore" if drop is None else "a drop"
             try:
@@ -345,14 +394,15 @@ class Chaos:
             layout = (await client.status()).layout
             return layout is not None and all(len(group.members) == 1 for group in layout.groups)
 
-    async def _phase_in_the_end(self, epoch: int) -> str:
+    async def _phase_in_the_end(self, epoch: int, *also: str) -> str:
+        """`done`, `aborted` or `forgotten`; or a phase of `also`, which it is found in before."""
         while True:
             async with self._planner() as planner:
                 listed = (await planner.ListTransitions(pb.ListTransitionsRequest(), timeout=_CHANGE_S)).transitions
             found = next((one for one in listed if one.epoch == epoch), None)
-            if found is None or found.phase in ("done", "aborted"):
+            if found is None or found.phase in ("done", "aborted", *also):
                 return found.phase if found is not None else "forgotten"
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.0 if also else 0.05)
 
     async def _why_not_idle(self) -> str:
         """Nothing runs, waits or holds a block once the load has ended."""

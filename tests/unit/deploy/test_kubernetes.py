@@ -18,7 +18,7 @@ from deploy.kubernetes_file import of_kind, read_kubernetes, read_manifests
 MANIFESTS: list[dict[str, Any]] = read_manifests(FOLDER)
 PODS = of_kind(MANIFESTS, "Deployment", "StatefulSet")
 SETTINGS = of_kind(MANIFESTS, "ConfigMap")["ballast-settings"]["data"]
-SERVICES = ("dispatcher", "gateway", "monitor", "planner", "worker")
+SERVICES = ("dispatcher", "gateway", "jobs", "monitor", "planner", "worker")
 # Who connects to whom (docs/security.md).
 DOORS = {
     ("gateway", "dispatcher", 50051),
@@ -29,6 +29,7 @@ DOORS = {
     ("dispatcher", "planner", 50053),
     ("dispatcher", "worker", 50061),
     ("planner", "worker", 50061),
+    ("gateway", "jobs", 50054),
     ("worker", "worker", 50062),
     *((one, "state", 6379) for one in SERVICES if one != "gateway"),
 }
@@ -65,7 +66,7 @@ def test_every_setting_exists() -> None:
 
 
 def test_pods_are_asked_by_grpc_and_say_where_they_are() -> None:
-    for name in set(SERVICES) - {"gateway"}:
+    for name in set(SERVICES) - {"gateway", "jobs"}:
         pod = container(name)
         assert all("grpc" in pod[probe] for probe in ("startupProbe", "livenessProbe", "readinessProbe")), name
         assert "service" not in pod["livenessProbe"]["grpc"], "alive is not ready"

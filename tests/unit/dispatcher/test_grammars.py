@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,3 +127,20 @@ async def test_a_process_that_dies_refuses_its_grammar_and_no_other(tokenizer_fi
         with pytest.raises((InvalidRequest, OSError)):
             await made.check(regex("y"), (), "one")
         await made.check(regex("y1"), (), "one")
+
+
+async def test_a_process_that_ends_before_it_is_ready_is_started_anew(
+    tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, started = asyncio.create_subprocess_exec, list[asyncio.subprocess.Process]()
+
+    async def ends_first(*command: str, **options: Any) -> asyncio.subprocess.Process:
+        started.append(await start(*command, **options))
+        if len(started) == 1:
+            started[0].kill()
+        return started[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", ends_first)
+    async with checks(tokenizer_file) as made:
+        await made.check(regex("[ab]{3}"), (), "one")
+    assert len(started) == 2

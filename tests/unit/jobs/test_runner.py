@@ -3,13 +3,14 @@
 import asyncio
 import errno
 import shutil
+import sqlite3
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ballast.common.errors import NotFound, NotPossible
+from ballast.common.errors import NotFound, NotPossible, Unavailable
 from services.jobs.core.batch import State
 from services.jobs.gateways import Answer
 from services.jobs.runner import Runner
@@ -158,6 +159,19 @@ def test_who_was_taken_for_dead_writes_nothing_any_more(tmp_path: Path) -> None:
         assert Store.last_epoch(tmp_path) == 2
 
     asyncio.run(check())
+
+
+def test_who_holds_the_lock_is_waited_for_and_named(tmp_path: Path) -> None:
+    """A process that was stopped in the middle of a write."""
+    first = stored(tmp_path)
+    first.close()
+    stuck = sqlite3.connect(tmp_path / "jobs.sqlite", isolation_level=None)
+    stuck.execute("BEGIN IMMEDIATE")
+    with pytest.raises(Unavailable, match="another process writes"):
+        Store(tmp_path, 2, busy_timeout_s=0.1)
+    stuck.execute("ROLLBACK")
+    Store(tmp_path, 2, busy_timeout_s=0.1).close()
+    stuck.close()
 
 
 def test_a_cancelled_batch_breaks_its_calls_off_and_keeps_what_it_has(tmp_path: Path) -> None:

@@ -1,45 +1,56 @@
-"""What clients do that nobody wants, and whether anybody else notices.
+"""Crowds of clients that no service wants, beside one that behaves: what the latter waits, and what is left behind.
 
-    python -m benchmarks.clients                  # everything, full size, with 1,024 files for each process
-    python -m benchmarks.clients --scale 0.05 --cases "silent connections" "stalled readers"
+A crowd is processes of its own (`python -m tests.support.crowd KIND COUNT ADDRESS...`), so that it can vanish:
 
-Each case is a crowd of processes (`benchmarks.crowd`) against a cluster; meanwhile a well-behaved client asks its
-dispatcher for something small every 20 ms, and for tokens. Then the crowd is killed, and everything has to be as it
-was: no request, no block, no file descriptor more. The table says how long the well-behaved client waited before
-there was a crowd, and meanwhile, the crowd's end included. The exit status is 1 if a process ended, something was left,
-or a small question waited more than 100 ms longer than before.
+    silent   connect and send nothing
+    preface  connect, begin as gRPC does, and ask for nothing
+    drip     connect and send one byte every second
+    stalled  begin long streams and read nothing of them
+    readers  begin long streams and read them
+    huge     prompts of 16 MiB, all at once
+    large    prompts of 4 MiB, just under what one message may have
+    empty    one message of millions of empty chat turns
+
+It prints `there N` once its N connections or calls have begun, each answer as `answer TEXT`, and stays until killed.
 """
 
-import argparse
 import asyncio
 import contextlib
-import os
-import resource
+import socket
 import sys
-import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any, TypeAlias, cast
 
+import grpc
+import grpc.aio
 import psutil
 
 from ballast.client import AsyncClient
 from ballast.client.types import ClusterStatus
 from ballast.common.errors import BallastError
 from ballast.common.sampling import SamplingParams
-from benchmarks.crowd import DRIP, EMPTY, HUGE, LARGE, PREFACE, READERS, SILENT, STALLED
+from ballastpb.cluster.v1 import cluster_pb2
+from ballastpb.inference.v1 import inference_pb2, inference_pb2_grpc
 from benchmarks.fuzz import link_addresses
 from tools.local.cluster import LocalCluster
-from tools.model.tiny import make_tiny
 
-_FILES = 1024
+SILENT, PREFACE, DRIP = "silent", "preface", "drip"
+STALLED, READERS, HUGE, LARGE, EMPTY = "stalled", "readers", "huge", "large", "empty"
+_HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+_HTTP1 = b"GET /metrics HTTP/1.1\r\nhost: x\r\nx-long: "
+_TOKENIZE = "/ballastpb.inference.v1.InferenceService/Tokenize"
+_NARROW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16), ("grpc.use_local_subchannel_pool", 1))
+_STREAMS_OF_A_CONNECTION = 5
+_Call: TypeAlias = "grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]"
+_PROMPT_BYTES = {HUGE: (16 << 20) - 64, LARGE: (4 << 20) - 64}
 _SOCKETS_OF_A_PROCESS = 900
 _STREAMS_OF_A_PROCESS = 250
 _ASK_EVERY_S = 0.02
 _BACK_WITHIN_S = 60.0
 _MORE_FILES = 8  # than before, that are no leak: connections of its own that a service has made meanwhile
-_MOST_S = 0.1
 _GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
 
@@ -47,26 +58,10 @@ _GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 class Case:
     """`count`: connections, streams, messages; of EMPTY, turns of a conversation. `seconds`: how long it lasts."""
 
-    name: str
     kind: str
     count: int
     seconds: float
     everywhere: bool = False  # at every port there is; else at the dispatcher
-
-    def scaled(self, scale: float) -> "Case":
-        return Case(self.name, self.kind, max(1, round(self.count * scale)), self.seconds, self.everywhere)
-
-
-CASES = (
-    Case("silent connections", SILENT, 10_000, 15.0, everywhere=True),
-    Case("connections that only begin", PREFACE, 10_000, 15.0, everywhere=True),
-    Case("a byte every second", DRIP, 400, 20.0, everywhere=True),
-    Case("stalled readers that vanish", STALLED, 1_000, 15.0),
-    Case("readers that vanish", READERS, 1_000, 15.0),
-    Case("prompts of 16 MiB at once", HUGE, 100, 30.0),
-    Case("prompts of 4 MiB at once", LARGE, 100, 30.0),
-    Case("a message of empty turns", EMPTY, 8_000_000, 5.0),
-)
 
 
 @dataclass
@@ -90,22 +85,12 @@ class Crowd:
 
 @dataclass
 class Outcome:
-    case: Case
     before: Waits
     during: Waits
     there: int = 0  # how many came, of all that wanted to
     answers: list[str] = field(default_factory=list[str])
-    peak_mib: float = 0.0  # of the dispatcher, more than before
-    back_s: float | None = None  # until everything was as before; None: never
-    left: str = ""
+    left: str = ""  # what is not as before the crowd, a minute after its end
     ended: str = ""
-
-    @property
-    def why_not(self) -> str:
-        reasons = [self.ended, f"left behind: {self.left}" * (self.back_s is None), *self.during.failures[:1]]
-        if self.during.ms(1.0) > self.before.ms(1.0) + _MOST_S * 1e3:
-            reasons.append(f"somebody else waited {self.during.ms(1.0):.0f} ms")
-        return "; ".join(filter(None, reasons))
 
 
 class Clients:
@@ -116,20 +101,17 @@ class Clients:
         self._ports = list(ports)
         everyone = [process for processes in cluster.processes.values() for process in processes]
         self._processes = {process.id: psutil.Process(process.pid) for process in everyone}
-        self._dispatcher = psutil.Process(cluster.processes["dispatcher"][0].pid)
 
     async def run(self, case: Case) -> Outcome:
         async with self._client() as client:
             await client.generate(token_ids=(5, 6, 7), sampling=_GREEDY)
-            outcome = Outcome(case, before=await self._watch(client, min(3.0, case.seconds)), during=Waits())
-            files, memory = self._files(), self._dispatcher.memory_info().rss
-            peak = asyncio.create_task(self._watch_memory(outcome, memory))
+            outcome = Outcome(before=await self._watch(client, min(3.0, case.seconds)), during=Waits())
+            files = self._files()
             watching = asyncio.create_task(self._watch(client, case.seconds + min(3.0, case.seconds)))
             async with self.crowd(case) as there:
                 await asyncio.sleep(case.seconds)
             outcome.there, outcome.answers = there.there, there.answers
             outcome.during = await watching
-            peak.cancel()
             await self._settle(client, files, outcome)
         crash = self._cluster.crash()
         outcome.ended = str(crash) if crash is not None else ""
@@ -149,9 +131,9 @@ class Clients:
         while left > 0:
             count = left if case.kind == EMPTY else min(left, at_most)
             left -= count
-            command = [sys.executable, "-m", "benchmarks.crowd", case.kind, str(count), *addresses]
+            command = [sys.executable, "-m", "tests.support.crowd", case.kind, str(count), *addresses]
             processes.append(await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE))
-        readers = [asyncio.create_task(_read(process, crowd)) for process in processes]
+        readers = [asyncio.create_task(_hear(process, crowd)) for process in processes]
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(30.0):
@@ -188,11 +170,6 @@ class Clients:
         await asyncio.gather(ask(), want_tokens())
         return waits
 
-    async def _watch_memory(self, outcome: Outcome, before: int) -> None:
-        while True:
-            outcome.peak_mib = max(outcome.peak_mib, (self._dispatcher.memory_info().rss - before) / (1 << 20))
-            await asyncio.sleep(0.05)
-
     async def _settle(self, client: AsyncClient, files: dict[str, int], outcome: Outcome) -> None:
         began_s = time.monotonic()
         while time.monotonic() - began_s < _BACK_WITHIN_S:
@@ -204,7 +181,6 @@ class Clients:
                 ]
                 outcome.left = ", ".join([*more, *_busy(await client.status())])
                 if not outcome.left:
-                    outcome.back_s = time.monotonic() - began_s
                     return
             await asyncio.sleep(0.1)
 
@@ -216,7 +192,7 @@ class Clients:
         return found
 
 
-async def _read(process: asyncio.subprocess.Process, crowd: Crowd) -> None:
+async def _hear(process: asyncio.subprocess.Process, crowd: Crowd) -> None:
     assert process.stdout is not None
     async for line in process.stdout:
         word, _, rest = line.decode().strip().partition(" ")
@@ -240,46 +216,103 @@ async def every_port(cluster: LocalCluster) -> list[str]:
     return [*services, *cluster.metrics_targets.values(), *await link_addresses(cluster)]
 
 
-async def _run(cases: Sequence[Case], log_dir: Path) -> list[Outcome]:
-    with tempfile.TemporaryDirectory() as folder:
-        model = make_tiny("llama", Path(folder) / "tiny", max_len=4096)
-        cluster = LocalCluster(
-            model, workers=2, gateways=1, metrics_port=0, device_memory_bytes=64 << 20, log_dir=log_dir
-        )
-        outcomes: list[Outcome] = []
-        async with cluster:
-            for case in cases:
-                outcomes.append(await Clients(cluster, await every_port(cluster)).run(case))
-                _print(outcomes[-1])
-        return outcomes
+# ---------------------------------------------------------------- the crowd's process
 
 
-def _print(outcome: Outcome) -> None:
-    case, before, during = outcome.case, outcome.before, outcome.during
-    waits = f"{before.ms(0.5):5.1f} {before.ms(0.99):6.1f} {before.ms(1):6.1f} | "
-    waits += f"{during.ms(0.5):5.1f} {during.ms(0.99):6.1f} {during.ms(1):6.1f}"
-    back = "never" if outcome.back_s is None else f"{outcome.back_s:.1f} s"
-    why = f"FAILED: {outcome.why_not}" if outcome.why_not else "ok"
-    print(f"{case.name:<28}{case.count:>9,} | {waits} | {outcome.peak_mib:>+7.0f} MiB | {back:>7} | {why}", flush=True)
-    for answer in outcome.answers[:3]:
-        print(f"{'':<10}{answer}")
+def _connect(addresses: list[str], count: int) -> list[socket.socket]:
+    """What is refused is left out."""
+    found: list[socket.socket] = []
+    for number in range(count):
+        host, _, port = addresses[number % len(addresses)].rpartition(":")
+        with contextlib.suppress(OSError):
+            found.append(socket.create_connection((host, int(port)), 5))
+    return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scale", type=float, default=1.0, help="of the crowds")
-    parser.add_argument("--cases", nargs="+", metavar="NAME", help="only these")
-    parser.add_argument("--log-dir", type=Path, default=Path("out/clients"))
-    args = parser.parse_args()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (_FILES, _FILES))  # for every process that is started from here on
-    cases = [case.scaled(args.scale) for case in CASES if not args.cases or case.name in args.cases]
-    print(f"{os.cpu_count()} cores, {_FILES} files for each process; what others wait for something small, in ms:")
-    print(f"{'':<28}{'':>9} | {'before':<19} | {'meanwhile':<19} | {'dispatcher':>11} | {'as it':>7} |")
-    print(f"{'crowd':<28}{'':>9} | {'p50':>5} {'p99':>6} {'max':>6} | {'p50':>5} {'p99':>6} {'max':>6} |", end="")
-    print(f" {'grew by':>11} | {'was':>7} |")
-    outcomes = asyncio.run(_run(cases, args.log_dir))
-    return 1 if any(outcome.why_not for outcome in outcomes) else 0
+def _sit(kind: str, addresses: list[str], count: int) -> None:
+    there = _connect(addresses, count)
+    for each in there if kind == PREFACE else ():
+        with contextlib.suppress(OSError):
+            each.sendall(_HTTP2)
+    _say(f"there {len(there)}")
+    for at in range(1 << 30):
+        for number, each in enumerate(there) if kind == DRIP else ():
+            words = _HTTP2 if number % 2 else _HTTP1 + b"x" * 10_000
+            with contextlib.suppress(OSError):
+                each.send(words[at % len(words) : at % len(words) + 1], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        time.sleep(1.0)
+
+
+async def _stream(address: str, count: int, *, read: bool) -> None:
+    request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[5, 6, 7]), omit_text=True)
+    request.sampling.MergeFrom(cluster_pb2.SamplingParams(max_tokens=3000, ignore_eos=True, logprobs=20))
+    calls: list[_Call] = []
+    for _ in range(-(-count // _STREAMS_OF_A_CONNECTION)):
+        channel = grpc.aio.insecure_channel(address, options=_NARROW)
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        begun = [stub.Generate(request) for _ in range(min(_STREAMS_OF_A_CONNECTION, count - len(calls)))]
+        calls += begun
+        # Their requests are there then; an answer begins when a worker has room, which may be long after.
+        await asyncio.wait([asyncio.ensure_future(call.wait_for_connection()) for call in begun], timeout=0.2)
+    _say(f"there {len(calls)}")
+    if read:
+        await asyncio.gather(*(_read(call) for call in calls), return_exceptions=True)
+    await asyncio.Event().wait()
+
+
+async def _read(call: _Call) -> None:
+    async for _ in call:
+        pass
+
+
+def _flood(address: str, data: bytes, count: int) -> None:
+    """Threads of gRPC's own do the sending. The answers come as they come."""
+    options = (("grpc.max_send_message_length", -1),)
+    with grpc.insecure_channel(address, options=options) as channel:
+        tokenize = cast(Any, channel.unary_unary)(_TOKENIZE)
+        calls = [tokenize.future(data, timeout=120) for _ in range(count)]
+        _say(f"there {count}")
+        answers = Counter(_answer(call) for call in calls)
+    for answer, times in answers.most_common():
+        _say(f"answer {times} x {answer}")
+    time.sleep(1 << 20)
+
+
+# Any: a call of gRPC.
+def _answer(call: Any) -> str:
+    try:
+        call.result()
+    except grpc.RpcError as error:
+        known = cast(grpc.Call, error)
+        return f"{known.code().name}: {(known.details() or '')[:120]}"
+    return "OK"
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def main(kind: str, addresses: list[str], count: int) -> None:
+    match kind:
+        case "stalled" | "readers":
+            asyncio.run(_stream(addresses[0], count, read=kind == READERS))
+        case "huge" | "large":
+            message = inference_pb2.TokenizeRequest(text="a ship " * (_PROMPT_BYTES[kind] // 7))
+            _flood(addresses[0], message.SerializeToString(), count)
+        case "empty":
+            conversation = b"\x0a\x00" * count  # field 1: messages
+            _flood(addresses[0], _field(2, conversation), 1)
+        case _:
+            _sit(kind, addresses, count)
+
+
+def _field(number: int, data: bytes) -> bytes:
+    """A message in that field of another one."""
+    length, left = b"", len(data)
+    while left > 0x7F:
+        length, left = length + bytes([left & 0x7F | 0x80]), left >> 7
+    return bytes([number << 3 | 2]) + length + bytes([left]) + data
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(sys.argv[1], sys.argv[3:], int(sys.argv[2]))

