@@ -77,7 +77,7 @@ test-exactness: setup  ## 20,000 requests through random drops, merges and resto
 fmt: setup
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
-BENCHMARKS ?= transfers engine dispatcher_relay
+BENCHMARKS ?= transfers engine relay
 bench: setup  ## measure links, engine and relay, one after the other: make bench BENCHMARKS=transfers
 	failed=0; for name in $(BENCHMARKS); do $(PY) -m benchmarks.$$name || failed=1; done; exit $$failed
 

@@ -26,7 +26,6 @@ from services.worker.core.events import (
     StreamsLost,
     Submitted,
     Tick,
-    WithdrawnTooLate,
 )
 from services.worker.core.worker import WorkerCore
 from services.worker.pipeline.answers import Answer
@@ -454,8 +453,6 @@ class Instance:
     def _note(self, command: Command) -> None:
         if isinstance(command, Removed):
             self.member.run(command)
-        elif isinstance(command, WithdrawnTooLate):
-            self._take(self.member.withdrawn(command.sequence_id))
         else:
             self._told.append(command)
 

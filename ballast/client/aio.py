@@ -265,6 +265,10 @@ class AsyncClient:
         """The source of the model's chat template; empty if it has none."""
         return (await self._get_model_info(metadata)).chat_template
 
+    async def default_sampling(self, *, metadata: Metadata | None = None) -> Mapping[str, float]:
+        """Sampling parameters that the model's authors recommend, by their names in `SamplingParams`."""
+        return dict((await self._get_model_info(metadata)).default_sampling)
+
     async def status(self, address: str | None = None) -> ClusterStatus:
         """The cluster as one dispatcher sees it.
 

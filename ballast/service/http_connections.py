@@ -1,15 +1,46 @@
 """HTTP connections with bounds: on how many there are, on the time and the length of a request's head, and on how long
-a client reads nothing."""
+a client reads nothing. Clients that offer HTTP/2 (JDK, `curl --http2`) are answered in HTTP/1.1, those of HTTP/1.0
+without chunks."""
 
 import asyncio
+import re
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from ballast.rpc.server import room_for_connections
 
 _HEAD_S = 10.0
 _MAX_HEAD_BYTES = 64 << 10
+
+
+_UPGRADE_TO_HTTP2 = re.compile(rb"\r\nupgrade:[ \t]*h2c[^\r\n]*", re.IGNORECASE)
+
+
+class _UnchunkedCycle(RequestResponseCycle):
+    """A response to HTTP/1.0: its body ends with the connection."""
+
+    # Any: messages of ASGI.
+    async def send(self, message: Any) -> None:
+        if self.disconnected:
+            return
+        if self.flow.write_paused:
+            await self.flow.drain()
+        if message["type"] == "http.response.start":
+            self.response_started = True
+            self.waiting_for_100_continue = False
+            head = [STATUS_LINE[message["status"]]]
+            for name, value in (*self.default_headers, *message["headers"], (b"connection", b"close")):
+                head += name, b": ", value, b"\r\n"
+            self.transport.write(b"".join([*head, b"\r\n"]))
+            return
+        if self.scope["method"] != "HEAD":
+            self.transport.write(message.get("body", b""))
+        if not message.get("more_body", False):
+            self.response_complete = True
+            self.message_event.set()
+            self.transport.close()
+            self.on_response()
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -24,6 +55,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
         self._is_in_head = False
+        self._is_in_message = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -38,18 +70,28 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._head_bytes > _MAX_HEAD_BYTES + (64 << 10):  # of which the last piece may be a body
                 self._give_up()
                 return
+        if not self._is_in_message:  # the parser would take the body for one of the other protocol
+            head, end, body = data.partition(b"\r\n\r\n")
+            if _UPGRADE_TO_HTTP2.search(head):
+                data = _UPGRADE_TO_HTTP2.sub(b"", head) + end + body
         super().data_received(data)
         if self._is_in_head and self._head_timer is None:  # most heads come in one piece, and need no timer
             self._await_head()
 
     def on_message_begin(self) -> None:
-        self._is_in_head = True
+        self._is_in_head = self._is_in_message = True
         super().on_message_begin()
+
+    def on_message_complete(self) -> None:
+        self._is_in_message = False
+        super().on_message_complete()
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
         self._head_came()
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":  # its task has not begun to run yet
+            self.cycle.__class__ = _UnchunkedCycle
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_came()

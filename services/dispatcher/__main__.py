@@ -72,7 +72,7 @@ async def main(life: Lifecycle) -> None:
     tokens = security.tokens(settings.tokens_file)
     security.ensure_guarded([settings.host], tokens=tokens is not None)
     model = await asyncio.to_thread(find_model, settings.model, weights=False)
-    encoder = PromptEncoder(model.folder)
+    encoder = PromptEncoder(model.folder, settings.chat_template, settings.generation_config)
     state = state_server(settings)
     metrics = MetricsServer(
         settings.metrics_host,

@@ -28,6 +28,11 @@ class DispatcherSettings(ServiceSettings):
     Default: anybody who reaches the port may do everything."""
     model: Path
     """Folder with tokenizer.json and the chat template, or org/name[@revision] of a hub; weights are not read."""
+    chat_template: Path | None = None
+    """File of a chat template. Default: the model's own."""
+    generation_config: str = Field("auto", min_length=1)
+    """Sampling parameters for HTTP requests that give none: auto, those of the model's generation_config.json; ballast:
+    none, so temperature 1 and no bound; or a folder with another generation_config.json."""
 
     # What it takes.
     max_num_queued_reqs: int = Field(2048, ge=1, le=1 << 20)

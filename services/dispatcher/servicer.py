@@ -158,7 +158,11 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         model = self._shell.model
         if model is None:
             raise Unavailable("workers", "none has connected yet, so the model is not known")
-        return pb.GetModelInfoResponse(model=MODEL.message(model), chat_template=self._encoder.chat_template)
+        return pb.GetModelInfoResponse(
+            model=MODEL.message(model),
+            chat_template=self._encoder.chat_template,
+            default_sampling=self._encoder.default_sampling,
+        )
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         core, model = self._shell.core, self._shell.model

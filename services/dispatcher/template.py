@@ -42,13 +42,16 @@ class ChatTemplate:
         model: Folder of the checkpoint.
         config: Its tokenizer_config.json.
         variables: What every rendering sees: the special tokens.
+        file: Of another template than the model's own.
 
     Raises:
         ConfigError: a template cannot be read or is not valid.
     """
 
-    def __init__(self, model: Path, config: Mapping[str, Any], variables: Mapping[str, str]) -> None:
-        sources = _sources(model, config)
+    def __init__(
+        self, model: Path, config: Mapping[str, Any], variables: Mapping[str, str], file: Path | None = None
+    ) -> None:
+        sources = _sources(model, config) if file is None else {_DEFAULT: _read(file)}
         self._templates = {name: _compile(source, model) for name, source in sources.items()}
         self._variables = variables
         self.source = sources.get(_DEFAULT, "")  # empty: there is none
@@ -56,7 +59,8 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object], *, short: bool = False
     ) -> str:
-        """Ends where the assistant's answer begins, unless a variable add_generation_prompt says otherwise.
+        """Ends where the assistant's answer begins, unless a variable add_generation_prompt says otherwise; or with
+        the text of the last message if a variable continue_final_message is true.
 
         Raises:
             InvalidRequest: the template refuses the messages, or what it makes of them has no end; or the model has
@@ -71,9 +75,20 @@ class ChatTemplate:
             raise InvalidRequest("conversation.messages", "must not be empty")
         given = {"tools": None, "documents": None, "add_generation_prompt": True, **self._variables, **variables}
         try:
-            return _bounded(template, {**given, "messages": messages, _TICK: _ticks(short=short)})
+            text = _bounded(template, {**given, "messages": messages, _TICK: _ticks(short=short)})
         except _REFUSALS as error:
             raise InvalidRequest("conversation", f"the chat template refuses it: {error}") from error
+        return _ended_with(text, str(messages[-1].get("content"))) if given.get("continue_final_message") else text
+
+
+def _ended_with(text: str, final: str) -> str:
+    """Cut behind the last message, as `transformers` does it, white space at its end included where it is kept."""
+    place = text.rfind(final.strip())
+    if place < 0:
+        why = "the chat template does not write the last message as it is, so that it cannot be continued"
+        raise InvalidRequest("conversation", why)
+    whole = final.lstrip()
+    return text[: place + len(whole if text.startswith(whole, place) else final.strip())]
 
 
 _REFUSALS = (
@@ -111,10 +126,7 @@ def _sources(model: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Source of each template by its name. A file of its own goes before the entry in tokenizer_config.json."""
     path = model / "chat_template.jinja"
     if path.is_file():
-        try:
-            return {_DEFAULT: path.read_text(encoding="utf-8")}
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(str(path), f"cannot be read: {error}") from error
+        return {_DEFAULT: _read(path)}
     entry: object = config.get("chat_template")
     if isinstance(entry, list):
         named = cast(Sequence[object], entry)
@@ -125,6 +137,13 @@ def _sources(model: Path, config: Mapping[str, Any]) -> dict[str, str]:
             if one.get("name") in (_DEFAULT, _WITH_TOOLS)
         }
     return {_DEFAULT: entry} if isinstance(entry, str) else {}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), f"cannot be read: {error}") from error
 
 
 class _Generation(Extension):

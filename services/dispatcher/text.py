@@ -25,21 +25,30 @@ _THREAD_CHARS = 4_000
 _HUGE_CHARS = 256_000  # takes a large part of a second: one at a time, and nobody else waits for it
 _LOOP_MESSAGES = 64  # a longer conversation is rendered in a thread, too: everybody else's tokens go on meanwhile
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+_RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class PromptEncoder:
     """Built once at start from the model's folder.
 
+    Args:
+        model: The folder.
+        chat_template: File of another template than the model's own.
+        generation_config: Whose sampling defaults clients are told: `auto`, the model's; `ballast`, nobody's; or those
+            of another folder.
+
     Raises:
         ConfigError: a file is missing or corrupt; names it.
     """
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, chat_template: Path | None = None, generation_config: str = "auto") -> None:
         self._tokenizer = _load_tokenizer(model)
         config = _read_json(model / "tokenizer_config.json")
         variables = {name: _token_text(config.get(name)) for name in _SPECIAL_TOKENS if name in config}
-        self._template = ChatTemplate(model, config, variables)
+        self._template = ChatTemplate(model, config, variables, chat_template)
+        folder = {"auto": model, "ballast": None}.get(generation_config, Path(generation_config))
+        self.default_sampling = {} if folder is None else _default_sampling(folder / "generation_config.json")
         self.token_bytes = TokenBytes(self._tokenizer)
         self._grammars = GrammarChecks(model / "tokenizer.json")
         self._longest_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
@@ -104,6 +113,20 @@ class PromptEncoder:
         except (TypeError, ValueError) as error:
             raise InvalidRequest(field, f"cannot be tokenized: {error}") from error
         return encoding.ids
+
+
+def _default_sampling(path: Path) -> dict[str, float]:
+    """Sampling parameters of a generation_config.json; empty where there is none."""
+    config: Mapping[str, object] = _read_json(path) if path.is_file() else {}
+    found: dict[str, float] = {}
+    for name in _RECOMMENDED:
+        value = config.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ConfigError(str(path), f"{name} must be a number, got {value!r}")
+        found[name] = float(value)
+    return found
 
 
 class TokenBytes:

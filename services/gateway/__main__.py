@@ -23,7 +23,7 @@ from services.gateway.endpoints import Endpoints
 from services.gateway.generation import Generator
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import ServedModel
-from services.gateway.openai.tools import Dialect
+from services.gateway.openai.formats import ReasoningParser, ToolFormat
 from tools.dashboard.app import Dashboard
 from tools.dashboard.app import build_app as build_page
 from tools.dashboard.watched import Watched
@@ -55,7 +55,8 @@ async def main(life: Lifecycle) -> None:
         names = tuple(name.strip() for name in (settings.served_model_name or "").split(",") if name.strip())
         metrics = GatewayMetrics(REGISTRY)
         model = ServedModel(client, names, settings.model_refresh_s)
-        dialect = None if settings.tool_call_parser == "auto" else Dialect(settings.tool_call_parser)
+        tool_format = None if settings.tool_call_parser == "auto" else ToolFormat(settings.tool_call_parser)
+        reasoning = ReasoningParser(settings.reasoning_parser)
         exposition = MetricsServer("", 0, service=_NAME, instance=gateway_id).shown  # on the port of all else
         exposition.model_name = lambda: model.name
         jobs = None
@@ -67,7 +68,7 @@ async def main(life: Lifecycle) -> None:
             exporter = Exporter(settings.otlp_traces_endpoint, _NAME, gateway_id)
             await running.enter_async_context(sending(exporter))
         app = build_app(
-            Endpoints(client, Generator(client, metrics), model, settings.max_choices, dialect),
+            Endpoints(client, Generator(client, metrics), model, settings.max_choices, tool_format, reasoning),
             metrics,
             exposition,
             Bounds(

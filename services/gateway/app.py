@@ -159,12 +159,13 @@ class Door:
                 metadata["traceparent"] = traced.at.traceparent
             path: Mapping[str, str] = scope.get("path_params", {})
             async with Watch(receive):
-                reply = await act(Call(request_id=request_id, body=body, path=path, metadata=metadata))
+                call = Call(request_id=request_id, body=body, path=path, metadata=metadata)
+                reply = await act(call)
                 if isinstance(reply, Mapping):
-                    await answer.send_json(200, reply)
+                    await answer.send_json(200, reply, call.reply_headers)
                 else:
                     self._metrics.ttft_s.labels(route).observe(time.perf_counter() - began_s)
-                    await answer.send_events(reply)
+                    await answer.send_events(reply, call.reply_headers)
         except ClientGone:
             answer.status = _CLIENT_GONE
         except Exception as error:  # noqa: BLE001 - the one place where every failure becomes an answer
@@ -321,10 +322,11 @@ class Answer:
         await self._begin(status, [(b"content-type", _JSON), (b"content-length", b"%d" % len(body)), *more])
         await self._write(body, more=False)
 
-    async def send_events(self, events: Events) -> None:
+    async def send_events(self, events: Events, headers: Mapping[str, str]) -> None:
+        more = [(name.encode(), text.encode()) for name, text in headers.items()]
         try:
             await self._begin(
-                200, [(b"content-type", _SSE), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+                200, [(b"content-type", _SSE), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"), *more]
             )
             async for part in events:
                 await self._write(part, more=True)

@@ -25,8 +25,14 @@ class GatewaySettings(GuardedSettings):
     """Where requests go: HOST:PORT, several with commas."""
     served_model_name: str | None = None
     """What clients call the model; several names with commas, answers use the first. Default: its own name."""
-    tool_call_parser: Literal["auto", "hermes", "llama3_json"] = "auto"
-    """How the model writes calls of tools: hermes (Hermes, Qwen) or llama3_json. auto: by its chat template."""
+    tool_call_parser: Literal[
+        "auto", "hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek_v3", "openai", "glm45", "pythonic"
+    ] = "auto"
+    """How the model writes calls of tools: hermes (Hermes, Qwen 2.5 and 3), qwen3_coder, llama3_json, mistral,
+    deepseek_v3 (and V3.1), openai (GPT-OSS), glm45 or pythonic (Llama 4). auto: by its chat template."""
+    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1", "mistral"] = "auto"
+    """How the model writes its thoughts, which answers have as reasoning_content: qwen3 (<think> and </think>),
+    deepseek_r1 (the prompt has begun one), mistral ([THINK]). auto: by its chat template. none: thoughts are text."""
 
     jobs: str | None = Field(None, pattern=r"^https?://")
     """Where /v1/files and /v1/batches go: http://HOST:PORT of the jobs service. Default: there are none."""

@@ -1,9 +1,9 @@
 """What each path of the API does: a parsed call in, an answer or a stream of events out."""
 
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, cast
 
 from ballast import __version__
@@ -15,6 +15,15 @@ from services.gateway.generation import Ask, Caller, Generator, Numbered, first_
 from services.gateway.models import Served, ServedModel, unknown_model
 from services.gateway.openai.chat import ChatWriter, Head, Wishes
 from services.gateway.openai.completion import CompletionWriter
+from services.gateway.openai.formats import (
+    ReasoningParser,
+    Thoughts,
+    ToolFormat,
+    answer,
+    format_of,
+    plain,
+    thoughts_of,
+)
 from services.gateway.openai.messages import messages_for_template
 from services.gateway.openai.requests import (
     ChatRequest,
@@ -23,11 +32,13 @@ from services.gateway.openai.requests import (
     GenerationRequest,
     TokenizeRequest,
     parse,
+    refuse_unsupported,
 )
 from services.gateway.openai.responses import ResponsesRequest, ResponsesWriter
 from services.gateway.openai.sampling import for_each_choice, priority_of, sampling_of
-from services.gateway.openai.structure import grammar_of
-from services.gateway.openai.tools import Dialect, tool_use_of
+from services.gateway.openai.scanner import Format
+from services.gateway.openai.structure import form_of
+from services.gateway.openai.tools import ToolUse, tool_use_of
 
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default for the older form
 _MAX_TOP_LOGPROBS = 20
@@ -50,6 +61,12 @@ class Call:
     body: bytes
     path: Mapping[str, str]
     metadata: Mapping[str, str]
+    reply_headers: dict[str, str] = field(default_factory=dict[str, str])
+
+    def tell_left_out(self, keys: Iterable[str]) -> None:
+        """A header names the keys of a schema that the answer does not follow."""
+        if names := ", ".join(sorted(keys)):
+            self.reply_headers["x-ballast-schema-ignored"] = names
 
 
 Reply = Mapping[str, object] | Events
@@ -73,13 +90,21 @@ class Endpoints:
     """The API. What fails raises Failure or an error of `ballast.common.errors`."""
 
     def __init__(
-        self, client: AsyncClient, generator: Generator, model: ServedModel, max_choices: int, dialect: Dialect | None
+        self,
+        client: AsyncClient,
+        generator: Generator,
+        model: ServedModel,
+        max_choices: int,
+        tool_format: ToolFormat | None = None,
+        reasoning: ReasoningParser = ReasoningParser.AUTO,
     ) -> None:
+        """`tool_format`: None: by the model's chat template."""
         self._client = client
         self._generator = generator
         self._model = model
         self._max_choices = max_choices
-        self._dialect = dialect
+        self._tool_format = tool_format
+        self._reasoning = reasoning
 
     async def admit(self, metadata: Mapping[str, str]) -> None:
         """Raises for a caller whom dispatchers would refuse; whom they have known lately they are not asked about."""
@@ -97,7 +122,9 @@ class Endpoints:
 
     async def _chat(self, call: Call, request: ChatRequest, make_writer: Callable[[Head, Wishes], Writer]) -> Reply:
         served = await self._served(call, request.model)
-        _refuse_what_is_missing(request)
+        refuse_unsupported(request)
+        if request.modalities and request.modalities != ["text"]:
+            raise invalid("modalities", "this model writes text only", code="unsupported_value")
         given = [limit for limit in (request.max_completion_tokens, request.max_tokens) if limit is not None]
         limit = given[0] if given else served.info.max_model_len
         logprobs = _top_logprobs(request)
@@ -106,16 +133,21 @@ class Endpoints:
             request.tool_choice,
             parallel=request.parallel_tool_calls is not False,
             template=served.chat_template,
-            dialect=self._dialect,
+            kind=self._tool_format,
         )
-        grammar = grammar_of(request.response_format, request.structured_outputs)
+        form = form_of(request.response_format, request.structured)
+        call.tell_left_out(form.left_out)
+        grammar = form.grammar
         if tools is not None and tools.grammar is not None:
             grammar = tools.grammar
-        sampling = sampling_of(request, max_tokens=limit, logprobs=logprobs, grammar=grammar)
+        sampling = sampling_of(request, served.default_sampling, max_tokens=limit, logprobs=logprobs, grammar=grammar)
         variables = _template_variables(request)
         if tools is not None:
             variables["tools"] = tools.tools
-            sampling = replace(sampling, skip_special_tokens=False)  # as which some models have the tags around calls
+        thoughts = thoughts_of(self._reasoning, served.chat_template, variables)
+        is_harmony = self._tool_format is ToolFormat.OPENAI or "<|channel|>" in served.chat_template
+        if tools is not None or is_harmony:
+            sampling = replace(sampling, skip_special_tokens=False)  # as which some models have these tags
         messages = messages_for_template(request.messages)
         asks = [
             Ask(sampling=each, messages=messages, template_variables=variables)
@@ -125,7 +157,8 @@ class Endpoints:
             logprobs=logprobs is not None,
             usage=request.wants_usage,
             token_ids=bool(request.return_token_ids),
-            tools=tools,
+            format=_format(tools, thoughts, is_harmony=is_harmony),
+            most_calls=None if tools is None else tools.most_calls,
         )
         writer = make_writer(self._head(call, request, served), wishes)
         return await self._answer(call, request, asks, writer, fit_max_tokens=not given)
@@ -133,14 +166,19 @@ class Endpoints:
     async def complete(self, call: Call) -> Reply:
         request = parse(CompletionRequest, call.body)
         served = await self._served(call, request.model)
-        if request.suffix:
-            raise invalid("suffix", "is not supported", code="unsupported_value")
+        refuse_unsupported(request)
+        if request.echo and request.logprobs is not None:
+            why = "and logprobs cannot both be given: logprobs of prompts are not computed"
+            raise invalid("echo", why, code="unsupported_value")
         if request.best_of is not None and request.best_of != request.choice_count:
             raise invalid("best_of", "is not supported beyond n", code="unsupported_value")
         prompts = _prompts(request)
         limit = _COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-        grammar = grammar_of(request.response_format, request.structured_outputs)
-        sampling = sampling_of(request, max_tokens=limit, logprobs=request.logprobs, grammar=grammar)
+        form = form_of(request.response_format, request.structured)
+        call.tell_left_out(form.left_out)
+        sampling = sampling_of(
+            request, served.default_sampling, max_tokens=limit, logprobs=request.logprobs, grammar=form.grammar
+        )
         each_prompt = self._for_each_choice(sampling, request.choice_count, len(prompts))
         asks = [
             Ask(sampling=each, prompt=prompt) if isinstance(prompt, str) else Ask(sampling=each, token_ids=prompt)
@@ -223,11 +261,10 @@ class Endpoints:
         served = await self._served(call, request.model)
         if (request.prompt is None) == (request.messages is None):
             raise invalid("prompt", "give either prompt or messages")
-        variables = dict(request.chat_template_kwargs or {})
+        refuse_unsupported(request)
+        variables = _template_variables(request)
         if request.tools:
             variables["tools"] = request.tools
-        if request.add_generation_prompt is not None:
-            variables["add_generation_prompt"] = request.add_generation_prompt
         tokens = await self._client.tokenize(
             request.prompt,
             messages=None if request.messages is None else messages_for_template(request.messages),
@@ -273,12 +310,12 @@ async def _events(first: Numbered, chunks: AsyncGenerator[Numbered, None], write
         yield last
 
 
-def _refuse_what_is_missing(request: ChatRequest) -> None:
-    """What would give another answer than the one asked for, if it were ignored."""
-    if request.functions:
-        raise invalid("functions", "are OpenAI's older form; use tools", code="unsupported_value")
-    if request.modalities and request.modalities != ["text"]:
-        raise invalid("modalities", "this model writes text only", code="unsupported_value")
+def _format(tools: ToolUse | None, thoughts: Thoughts | None, *, is_harmony: bool) -> Format:
+    if tools is not None:
+        return tools.format(thoughts)
+    if is_harmony:
+        return format_of(ToolFormat.OPENAI, (), thoughts)
+    return plain if thoughts is None else answer(thoughts, plain)
 
 
 def _top_logprobs(request: ChatRequest) -> int | None:
@@ -292,12 +329,16 @@ def _top_logprobs(request: ChatRequest) -> int | None:
     return count
 
 
-def _template_variables(request: ChatRequest) -> dict[str, object]:
+def _template_variables(request: ChatRequest | TokenizeRequest) -> dict[str, object]:
     variables: dict[str, object] = dict(request.chat_template_kwargs or {})
-    for name in ("enable_thinking", "add_generation_prompt", "documents"):
-        value = getattr(request, name)
-        if value is not None:
-            variables[name] = value
+    names = ("enable_thinking", "reasoning_effort", "documents", "add_generation_prompt", "continue_final_message")
+    variables |= {name: value for name in names if (value := getattr(request, name, None)) is not None}
+    if request.continue_final_message:
+        if request.add_generation_prompt:
+            raise invalid("continue_final_message", "and add_generation_prompt cannot both be true")
+        if not request.messages or request.messages[-1].get("role") != "assistant":
+            raise invalid("continue_final_message", "needs a last message of the assistant")
+        variables["add_generation_prompt"] = False
     return variables
 
 

@@ -52,8 +52,12 @@ def failure_of(error: BaseException) -> Failure:
 def _invalid_request(error: errors.InvalidRequest) -> Failure:
     param = _PARAMS.get(error.field, error.field.removeprefix("sampling.").removeprefix("grammar."))
     param = re.sub("^token_ids", "prompt", param)  # one of them, as in token_ids[7]
-    code = "context_length_exceeded" if "max_model_len" in error.why else "invalid_value"
-    return invalid(param, error.why, code=code)
+    longest = re.search(r"max_model_len\D*(\d+)", error.why)
+    if longest is None:
+        return invalid(param, error.why)
+    # LiteLLM, LangChain and others know this error by these words.
+    why = f"This model's maximum context length is {longest[1]} tokens: {error.why}"
+    return invalid(param, why, code="context_length_exceeded")
 
 
 def _busy(code: str, why: str, retry_after_s: float) -> Failure:

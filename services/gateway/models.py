@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ballast.client import AsyncClient
@@ -24,6 +24,7 @@ class Served:
     name: str  # what answers call it
     info: ModelInfo
     chat_template: str
+    default_sampling: Mapping[str, float]  # for requests that give none
 
 
 class ServedModel:
@@ -86,7 +87,8 @@ class ServedModel:
         """The model as dispatchers describe it now."""
         info = await self._client.model_info(metadata=metadata)
         template = await self._client.chat_template(metadata=metadata)
-        self._known = Served(self._names[0] if self._names else info.name, info, template)
+        defaults = await self._client.default_sampling(metadata=metadata)
+        self._known = Served(self._names[0] if self._names else info.name, info, template, defaults)
         self._fresh_until_s = time.monotonic() + self._refresh_s
         return self._known
 

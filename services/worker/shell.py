@@ -36,7 +36,6 @@ from services.worker.core.events import (
     StreamsLost,
     Submitted,
     Tick,
-    WithdrawnTooLate,
 )
 from services.worker.core.worker import WorkerCore
 from services.worker.output_stream import OutputStream
@@ -112,10 +111,6 @@ class Member(Protocol):
 
     def run(self, command: Execute | Removed) -> StepOutcome | None:
         """Executes a batch. None: it has gone on to the next stage, its outcome follows, or there is none."""
-        ...
-
-    def withdrawn(self, sequence_id: SequenceId) -> list[Command | StepOutcome]:
-        """A client has withdrawn, and another worker has had its sequence since a moment ago."""
         ...
 
     def check(self) -> None: ...
@@ -404,12 +399,10 @@ class WorkerShell:
 
     def _feed(self, event: Event) -> list[Command]:
         commands = self._core.handle(event)
-        for command in list(commands):
+        for command in commands:
             if isinstance(command, Removed):
                 self._drop_texts(command.batch.removed)
                 self._run(command)
-            elif isinstance(command, WithdrawnTooLate) and self._member is not None:
-                commands += self._of_member(self._member.withdrawn(command.sequence_id))
         return commands
 
     def _run(self, command: Execute | Removed) -> StepOutcome | None:

@@ -319,6 +319,68 @@ def test_tools_are_called_as_asked(ai: OpenAI) -> None:
     assert none.choices[0].message.content == f"Let me see. {written}"
 
 
+def said(text: str, **fields: Any) -> Any:
+    """The model is bound to say this."""
+    return {"model": MODEL, "messages": MESSAGES, "extra_body": {"structured_outputs": {"choice": [text]}}, **fields}
+
+
+def test_a_thought_is_told_apart_and_a_call_in_it_is_none(ai: OpenAI) -> None:
+    call = '<tool_call>{"name": "clock"}</tool_call>'
+    text = f"<think>\nI could {call}\n</think>\n\n{call}"
+    [choice] = ai.chat.completions.create(**said(text, tools=[CLOCK])).choices
+    message: Any = choice.message
+    assert message.reasoning_content == 'I could <tool_call>{"name": "clock"}</tool_call>'
+    assert (message.content, choice.finish_reason) == (None, "tool_calls")
+    assert [(call.function.name, call.function.arguments) for call in message.tool_calls] == [("clock", "{}")]
+    deltas: Any = [
+        c.delta for e in ai.chat.completions.create(**said("<think>a b</think>c"), stream=True) for c in e.choices
+    ]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "a b"
+    assert "".join(delta.content or "" for delta in deltas) == "c"
+
+
+def test_arguments_stream_and_one_call_is_one_where_no_more_are_wanted(ai: OpenAI) -> None:
+    arguments = '{"days": 1e0, "unit": "' + "a long text " * 20 + '"}'
+    call = f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>'
+    asked = said(call + call, tools=[WEATHER], parallel_tool_calls=False)
+    [choice] = ai.chat.completions.create(**asked).choices
+    calls: Any = choice.message.tool_calls
+    assert [each.function.arguments for each in calls] == [arguments]
+    deltas = [
+        each.function.arguments
+        for event in ai.chat.completions.create(**asked, stream=True)
+        for streamed in event.choices
+        for each in streamed.delta.tool_calls or []
+        if each.function is not None
+    ]
+    assert "".join(delta or "" for delta in deltas) == arguments
+    assert len(deltas) > 4
+
+
+def test_an_answer_goes_on_where_the_last_message_ends(ai: OpenAI, running: RunningCluster) -> None:
+    messages: Any = [*MESSAGES, {"role": "assistant", "content": "The ship"}]
+    on: Any = {"continue_final_message": True, "add_generation_prompt": False}
+    asked: Any = {"model": MODEL, "messages": messages, "max_tokens": 1}
+    tokens = httpx.post(
+        running.cluster.http_urls[0].removesuffix("/v1") + "/tokenize", json={"messages": messages, **on}
+    )
+    answer = ai.chat.completions.create(**asked, extra_body=on)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == tokens.json()["count"]
+    with pytest.raises(openai.BadRequestError, match="cannot both be true"):
+        ai.chat.completions.create(**asked, extra_body={**on, "add_generation_prompt": True})
+
+
+def test_a_schema_that_is_not_strict_is_followed_as_far_as_it_goes(ai: OpenAI) -> None:
+    numbers = {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2, "uniqueItems": True}
+    loose: Any = as_format(numbers)
+    loose["json_schema"]["strict"] = False
+    raw = ai.chat.completions.with_raw_response.create(model=MODEL, messages=MESSAGES, response_format=loose)
+    assert raw.headers["x-ballast-schema-ignored"] == "uniqueItems"
+    with pytest.raises(openai.BadRequestError, match="uniqueItems"):
+        ai.chat.completions.create(model=MODEL, messages=MESSAGES, response_format=as_format(numbers))
+
+
 @pytest.mark.parametrize("count", [5, 3000])
 def test_an_answer_is_one_of_many_choices(ai: OpenAI, count: int) -> None:
     choices = [f"w{i}" for i in range(count - 3)] + ["a.b*c", "[x] {1,2}", "船 & ~/\n"]

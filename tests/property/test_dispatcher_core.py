@@ -405,7 +405,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     def a_stream_is_kept_to_leaders_and_to_those_who_still_have_requests(self) -> None:
         books = {worker.key: worker for worker in self.story.core.fleet}
         assert books.keys() == self.linked
-        assert all(books[worker].placed or books[worker].withdrawn for worker in self.linked - self.leaders)
+        assert all(books[worker].placed for worker in self.linked - self.leaders)
 
     @invariant()
     def workers_know_what_the_books_say(self) -> None:

@@ -169,7 +169,7 @@ class History:
             memory_bytes=rng.choice([9, 10, 12]) << 19,
             max_running_count=rng.choice([4, 16]),
             max_batch_tokens=rng.choice([32, 64]),
-            orphan_timeout_s=1.0,
+            handover_timeout_s=1.0,
             swap_block_count=64 if seed % 4 == 1 else 0,
             cost=random.Random(f"microbatching {seed}").choice(_COSTS),
             transport=TransportConfig(rate_bytes_per_s=rate),

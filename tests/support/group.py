@@ -118,7 +118,7 @@ class Sizes:
     max_running_count: int = 16
     max_batch_tokens: int = 64
     max_waiting_count: int = 64
-    orphan_timeout_s: float = 10.0
+    handover_timeout_s: float = 10.0
     swap_block_count: int = 0
     cost: CostModel | None = None  # with one, pipelines form their microbatches by it
     place: Place = HERE
@@ -180,7 +180,7 @@ class GroupWorker:
             max_running_count=sizes.max_running_count,
             max_batch_tokens=sizes.max_batch_tokens,
             max_waiting_count=sizes.max_waiting_count,
-            orphan_timeout_s=sizes.orphan_timeout_s,
+            handover_timeout_s=sizes.handover_timeout_s,
             swap_block_count=sizes.swap_block_count,
             swap_blocks_per_step=2,
         )
@@ -487,7 +487,7 @@ class Cluster:
         return {name: _left(worker) for name, worker in self.workers.items()}
 
     async def quiet(self) -> None:
-        """Waits until no worker holds a block, and no group dissolves; orphans may wait for their dispatchers."""
+        """Waits until no worker holds a block, and no group dissolves; KV may wait for its request."""
         try:
             await until(lambda: not any(_occupied(worker) for worker in self.workers.values()))
         except AssertionError as error:
@@ -497,7 +497,7 @@ class Cluster:
 
 
 def _occupied(worker: GroupWorker) -> bool:
-    return bool(worker.book.used_count or worker.core.orphan_count or worker.member._driver.leaving)
+    return bool(worker.book.used_count or worker.core.kept_count or worker.member._driver.leaving)
 
 
 def _left(worker: GroupWorker) -> str:
@@ -515,7 +515,7 @@ def _left(worker: GroupWorker) -> str:
         f" of {scheduler.block_count} blocks {scheduler.lent_block_count} lent, {scheduler.expected_block_count}"
         f" expected, {scheduler.reserved_block_count} reserved, {len(scheduler.swap)} swapped; "
         f"leads {worker.member.leads}, blocks of {[(i >> 32, i & 0xFFFFFFFF) for i in ids]}, live"
-        f" {worker.core.sequence_ids}, {worker.core.orphan_count} orphans, {list(worker.member.progress.values())[-1:]}"
+        f" {worker.core.sequence_ids}, {worker.core.kept_count} kept, {list(worker.member.progress.values())[-1:]}"
     )
 
 

@@ -220,6 +220,7 @@ class Cluster:
         request.at, request.claim_at = (worker, key), None
         self.by_key[worker.worker_id, key] = request
         left_s = None if request.deadline_at_s is None else request.deadline_at_s - self.at_s
+        arrived = set(worker.core.group_scheduler.scheduler.suspended.arrived)
         self.feed(
             worker,
             Submitted(
@@ -238,6 +239,7 @@ class Cluster:
                 expects_handover=expects_handover,
             ),
         )
+        self.resumed_from_kv += len(arrived.intersection(worker.core.sequence_ids))
 
     def read_letter(self, worker: Worker) -> None:
         emit = worker.letters.popleft()
@@ -334,12 +336,14 @@ class Cluster:
     def _foreign_blocks(self, group: Group, worker: Worker, adopting: Collection[int]) -> int:
         """Held for KV that is on its way out, or for sequences that the leader has not adopted yet."""
         core = group.leader.core
-        own = {*core.sequence_ids, *core.group_scheduler.suspended_ids, *adopting}
+        own = {*core.sequence_ids, *core.group_scheduler.scheduler.suspended, *adopting}
         return sum(len(worker.book.table(s)) for s in self.where if s not in own)
 
     def _end(self, group: Group) -> None:
-        """The group comes to its boundary: its stages are told of all that they are to forget."""
+        """The group comes to its boundary: no KV travels, and its stages are told of all that they are to forget."""
         self.drain_pipeline(group)
+        for sequence_id, layer in self.travelling(group):
+            self.carry(group, sequence_id, layer)
         self.tell_capacity(group, swap_blocks=0)
         self.drain_pipeline(group)
 
@@ -498,13 +502,13 @@ class Cluster:
                 break
         else:
             raise AssertionError(f"still at work after {max_rounds} rounds")
-        self.pass_time(self.limits.orphan_timeout_s + 1.0)
+        self.pass_time(self.limits.handover_timeout_s + 1.0)
         for group in self.groups:
             self.drain_pipeline(group)
             self.tell_capacity(group)
 
     def _round(self) -> bool:
-        busy = False
+        busy = followed = False
         for group in list(self.groups):
             self.settle_handovers(group)
             for sequence_id, layer in self.travelling(group):
@@ -522,12 +526,12 @@ class Cluster:
         for request in self.requests:
             if request.is_open and request.at is None:
                 self.follow(request, self.groups[0].leader)
-                busy = True
+                followed = True
         if busy:
             return True
         if not any(request.is_open for request in self.requests):
             return False
-        self.pass_time(1.0)  # somebody waits for a sequence that nobody has
+        self.pass_time(0.1 if followed else 1.0)  # what was refused comes again, or what is waited for does not come
         return True
 
     def follow(self, request: Request, otherwise: Worker) -> None:
@@ -548,7 +552,7 @@ class Cluster:
             assert worker.book.used_count == 0, f"{worker.worker_id}: {worker.book.sequence_ids}"
             assert worker.core.sequence_ids == ()
             assert worker.core.group_scheduler.suspended_ids == ()
-            assert worker.core.orphan_count == 0
+            assert worker.core.kept_count == 0
             load = worker.core.load(0.0, MEMORY)
             assert (load.used_block_count, load.running_count, load.waiting_count) == (0, 0, 0)
 

@@ -69,11 +69,14 @@ _PLANNER_FLAGS = {
 }
 _GATEWAY_FLAGS = {
     "--served-model-name": "what HTTP clients call the model; several with commas (default: its own name)",
-    "--tool-call-parser": "how the model calls tools: hermes, llama3_json or auto (default: auto, by its template)",
+    "--tool-call-parser": "how the model calls tools: hermes, mistral, llama3_json ... (default: by its template)",
+    "--reasoning-parser": "how the model writes thoughts: qwen3, deepseek_r1, mistral, none (default: by its template)",
 }
 _DISPATCHER_FLAGS = {
     "--max-num-queued-reqs": "requests that may wait; more are refused",
     "--max-num-queued-tokens": "prompt tokens that may wait; more are refused",
+    "--chat-template": "file of a chat template (default: the model's own)",
+    "--generation-config": "sampling defaults: auto (the model's own), ballast (none), or a folder (default: auto)",
 }
 _DESCRIPTION = (
     "Starts every service as a process of its own, with a private state server. Prints one line when ready. Ctrl-C lets"

@@ -209,106 +209,44 @@ Global___StageResult: _TypeAlias = StageResult  # noqa: Y015
 
 @_typing.final
 class SequenceState(_message.Message):
-    """A sequence in the hands of its next leader. Everything about time is relative: clocks are never compared."""
+    """What a leader tells the next one of a sequence that moves. The request itself comes from its dispatcher."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     AGE_S_FIELD_NUMBER: _builtins.int
-    DEADLINE_S_FIELD_NUMBER: _builtins.int
-    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    SAMPLING_FIELD_NUMBER: _builtins.int
-    WANTS_TEXT_FIELD_NUMBER: _builtins.int
     COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
-    ON_STAGES_FIELD_NUMBER: _builtins.int
-    SUSPENDED_FIELD_NUMBER: _builtins.int
-    GONE_FIELD_NUMBER: _builtins.int
-    HELD_TEXT_FIELD_NUMBER: _builtins.int
-    SKIP_CHARS_FIELD_NUMBER: _builtins.int
-    PASSED_CHARS_FIELD_NUMBER: _builtins.int
-    EMITTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    EMITTED_CHARS_FIELD_NUMBER: _builtins.int
-    UNSENT_TEXT_FIELD_NUMBER: _builtins.int
-    UNSENT_LOGPROBS_FIELD_NUMBER: _builtins.int
-    FINISH_REASON_FIELD_NUMBER: _builtins.int
-    MATCHED_STOP_FIELD_NUMBER: _builtins.int
-    ERROR_FIELD_NUMBER: _builtins.int
-    INVALID_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     request_id: _builtins.str
-    attempt: _builtins.int
     priority: _cluster_pb2.PriorityClass.ValueType
     age_s: _builtins.float
-    deadline_s: _builtins.float
-    wants_text: _builtins.bool
+    """Seconds since it was submitted: clocks are never compared."""
     computed_tokens: _builtins.int
     """So many tokens have their KV, in the stages of the group that it comes from."""
-    on_stages: _builtins.bool
-    suspended: _builtins.bool
-    """Its KV was still travelling when it was handed on."""
-    gone: _builtins.bool
-    """Ended; only its blocks wait."""
-    held_text: _builtins.str
-    """The stop matcher: text held back, characters not to be passed on, characters passed on."""
-    skip_chars: _builtins.int
-    passed_chars: _builtins.int
-    emitted_token_count: _builtins.int
-    """What the dispatcher was sent."""
-    emitted_chars: _builtins.int
-    unsent_text: _builtins.str
-    """Produced while nobody had claimed it."""
-    finish_reason: _cluster_pb2.FinishReason.ValueType
-    matched_stop: _builtins.str
-    error: _builtins.str
-    invalid: _builtins.bool
-    @_builtins.property
-    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def sampling(self) -> _cluster_pb2.SamplingParams: ...
-    @_builtins.property
-    def unsent_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_cluster_pb2.Logprobs]: ...
+    token_count: _builtins.int
+    """Prompt and output."""
+    checksum: _builtins.int
+    """CRC-32 of the token ids that have KV, each as 4 bytes, little endian."""
     def __init__(
         self,
         *,
         sequence_id: _builtins.int = ...,
         request_id: _builtins.str = ...,
-        attempt: _builtins.int = ...,
         priority: _cluster_pb2.PriorityClass.ValueType = ...,
         age_s: _builtins.float = ...,
-        deadline_s: _builtins.float | None = ...,
-        prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        output_token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        sampling: _cluster_pb2.SamplingParams | None = ...,
-        wants_text: _builtins.bool = ...,
         computed_tokens: _builtins.int = ...,
-        on_stages: _builtins.bool = ...,
-        suspended: _builtins.bool = ...,
-        gone: _builtins.bool = ...,
-        held_text: _builtins.str = ...,
-        skip_chars: _builtins.int = ...,
-        passed_chars: _builtins.int = ...,
-        emitted_token_count: _builtins.int = ...,
-        emitted_chars: _builtins.int = ...,
-        unsent_text: _builtins.str = ...,
-        unsent_logprobs: _abc.Iterable[_cluster_pb2.Logprobs] | None = ...,
-        finish_reason: _cluster_pb2.FinishReason.ValueType = ...,
-        matched_stop: _builtins.str = ...,
-        error: _builtins.str = ...,
-        invalid: _builtins.bool = ...,
+        token_count: _builtins.int = ...,
+        checksum: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "deadline_s", b"deadline_s", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "age_s", b"age_s", "attempt", b"attempt", "computed_tokens", b"computed_tokens", "deadline_s", b"deadline_s", "emitted_chars", b"emitted_chars", "emitted_token_count", b"emitted_token_count", "error", b"error", "finish_reason", b"finish_reason", "gone", b"gone", "held_text", b"held_text", "invalid", b"invalid", "matched_stop", b"matched_stop", "on_stages", b"on_stages", "output_token_ids", b"output_token_ids", "passed_chars", b"passed_chars", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "sequence_id", b"sequence_id", "skip_chars", b"skip_chars", "suspended", b"suspended", "unsent_logprobs", b"unsent_logprobs", "unsent_text", b"unsent_text", "wants_text", b"wants_text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "checksum", b"checksum", "computed_tokens", b"computed_tokens", "priority", b"priority", "request_id", b"request_id", "sequence_id", b"sequence_id", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__deadline_s: _TypeAlias = _typing.Literal["deadline_s"]  # noqa: Y015
-    _WhichOneofArgType__deadline_s: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__deadline_s) -> _WhichOneofReturnType__deadline_s | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SequenceState: _TypeAlias = SequenceState  # noqa: Y015
 
@@ -649,7 +587,6 @@ class Migration(_message.Message):
     HANDED_FIELD_NUMBER: _builtins.int
     TAKEN_FIELD_NUMBER: _builtins.int
     OFF_FIELD_NUMBER: _builtins.int
-    WITHDRAWN_FIELD_NUMBER: _builtins.int
     GIVE_FIELD_NUMBER: _builtins.int
     TAKE_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
@@ -666,8 +603,6 @@ class Migration(_message.Message):
     def taken(self) -> Global___MigrationTaken: ...
     @_builtins.property
     def off(self) -> Global___MigrationOff: ...
-    @_builtins.property
-    def withdrawn(self) -> Global___MigrationWithdrawn: ...
     @_builtins.property
     def give(self) -> Global___MigrationGive: ...
     @_builtins.property
@@ -688,7 +623,6 @@ class Migration(_message.Message):
         handed: Global___MigrationHanded | None = ...,
         taken: Global___MigrationTaken | None = ...,
         off: Global___MigrationOff | None = ...,
-        withdrawn: Global___MigrationWithdrawn | None = ...,
         give: Global___MigrationGive | None = ...,
         take: Global___MigrationTake | None = ...,
         stop: Global___MigrationStop | None = ...,
@@ -696,11 +630,11 @@ class Migration(_message.Message):
         ready: Global___MigrationReady | None = ...,
         landed: Global___MigrationLanded | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["give", b"give", "handed", b"handed", "keep", b"keep", "landed", b"landed", "off", b"off", "offer", b"offer", "ready", b"ready", "said", b"said", "stop", b"stop", "take", b"take", "taken", b"taken", "want", b"want", "withdrawn", b"withdrawn"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["give", b"give", "handed", b"handed", "keep", b"keep", "landed", b"landed", "off", b"off", "offer", b"offer", "ready", b"ready", "said", b"said", "stop", b"stop", "take", b"take", "taken", b"taken", "want", b"want"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["give", b"give", "handed", b"handed", "keep", b"keep", "landed", b"landed", "off", b"off", "offer", b"offer", "ready", b"ready", "said", b"said", "stop", b"stop", "take", b"take", "taken", b"taken", "want", b"want", "withdrawn", b"withdrawn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["give", b"give", "handed", b"handed", "keep", b"keep", "landed", b"landed", "off", b"off", "offer", b"offer", "ready", b"ready", "said", b"said", "stop", b"stop", "take", b"take", "taken", b"taken", "want", b"want"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_said: _TypeAlias = _typing.Literal["offer", "want", "handed", "taken", "off", "withdrawn", "give", "take", "stop", "keep", "ready", "landed"]  # noqa: Y015
+    _WhichOneofReturnType_said: _TypeAlias = _typing.Literal["offer", "want", "handed", "taken", "off", "give", "take", "stop", "keep", "ready", "landed"]  # noqa: Y015
     _WhichOneofArgType_said: _TypeAlias = _typing.Literal["said", b"said"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_said) -> _WhichOneofReturnType_said | None: ...
 
@@ -859,25 +793,6 @@ class MigrationOff(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MigrationOff: _TypeAlias = MigrationOff  # noqa: Y015
-
-@_typing.final
-class MigrationWithdrawn(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MIGRATION_ID_FIELD_NUMBER: _builtins.int
-    migration_id: _builtins.int
-    def __init__(
-        self,
-        *,
-        migration_id: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["migration_id", b"migration_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___MigrationWithdrawn: _TypeAlias = MigrationWithdrawn  # noqa: Y015
 
 @_typing.final
 class MigrationGive(_message.Message):

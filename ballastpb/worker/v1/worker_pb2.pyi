@@ -164,7 +164,7 @@ class Submit(_message.Message):
     delivered_text_chars: _builtins.int
     """Characters of text that earlier attempts have delivered: not sent again."""
     expects_handover: _builtins.bool
-    """The request was handed over to this worker (Ending.moved_to named it), or will be in a moment."""
+    """Another worker had the request, and named this one (Ending.moved_to): its KV may be here, or come in a moment."""
     traceparent: _builtins.str
     """Of the request's span, as W3C writes it: the worker's spans are inside it. Empty: nobody records this request."""
     @_builtins.property

@@ -4,8 +4,8 @@ It owns a request from `Submitted` to the one `Refuse`, `Finish` or `Fail` that 
 are kept here while it runs on a worker, so that another worker can go on behind them when the first is lost. Each
 placement has its own handle: what an earlier placement still says is dropped and counted (I5).
 
-When groups form or dissolve, workers hand running requests over to one another and say where each has gone. The
-dispatcher follows with what it has received, so that nothing is lost or repeated whatever was under way.
+When groups form or dissolve, workers end requests and name the worker that gets their KV. The dispatcher submits each
+one there with all its tokens, as in a replay, so that nothing is lost or repeated whatever was under way.
 """
 
 import math
@@ -98,7 +98,6 @@ class DispatcherCore:
         self.growth = Growth(routing.growth_tokens)
         self._placement = Placement(self.backlog, self.fleet, placement, routing, self.growth)
         self._moves = Moves(limits.move_wait_s, self.fleet)
-        self._forsaken = Moves(limits.move_wait_s, self.fleet)  # ended on their way: whoever has them is told
         self._deadlines = Deadlines()
         self.taken_over_count = 0
         self._next_serial = 1
@@ -110,8 +109,6 @@ class DispatcherCore:
         due_s = self._deadlines.next_s()
         if len(self._moves):
             due_s = min(due_s, self._moves.next_s())
-        if len(self._forsaken):
-            due_s = min(due_s, self._forsaken.next_s())
         return min(due_s, self._placement.retry_at_s, self._no_worker_check_at_s)
 
     def traffic(self, at_s: float) -> Traffic:
@@ -174,7 +171,6 @@ class DispatcherCore:
         commands += [Connect(worker.key, worker.address) for worker in new]
         for tracked in self._moves.take_stranded():
             self._resume_from_backlog(tracked, event.at_s)
-        self._forsaken.take_stranded()
         self._watch_usable(event.at_s)
         return commands + self._dispatch(event.at_s)
 
@@ -193,8 +189,6 @@ class DispatcherCore:
         for tracked in self._moves.take_arrivals(worker.key.worker_id):
             self.move_counts["waited"] += 1
             commands.append(self._placement.move(tracked, worker, event.at_s))
-        for tracked in self._forsaken.take_arrivals(worker.key.worker_id):
-            commands += self._end_there(tracked, worker, event.at_s)
         self._watch_usable(event.at_s)
         return commands + self._dispatch(event.at_s)
 
@@ -336,7 +330,6 @@ class DispatcherCore:
             commands += self._fail(tracked, DeadlineExceeded("the deadline of the request has passed"), at_s)
         for tracked in self._moves.take_overdue(at_s):
             self._resume_from_backlog(tracked, at_s)
-        self._forsaken.take_overdue(at_s)
         if self._no_worker_since_s is not None:
             latest_s = at_s - self.limits.no_worker_timeout_s
             if at_s >= self._no_worker_since_s + self.limits.no_worker_timeout_s:  # as the check was timed, to the bit
@@ -348,32 +341,12 @@ class DispatcherCore:
 
     def _fail(self, tracked: Tracked, error: BallastError, at_s: float) -> list[Command]:
         commands: list[Command] = []
-        moves_to = self._moves.target_of(tracked) if tracked.moving else None
         if tracked.worker is not None:
             commands.append(AbortOnWorker(tracked.worker, tracked.handle))
-            if (worker := self.fleet.get(tracked.worker)) is not None:
-                worker.withdraw(tracked)
         facts = tracked.facts(at_s)
         self._drop(tracked)
-        if moves_to is not None:
-            self._forsaken.add(tracked, moves_to, at_s)
         self.endings[ENDING_OF.get(type(error), "error")] += 1
         return [*commands, Fail(tracked.request.request_id, error, facts)]
-
-    def _forsake(self, tracked: Tracked, worker_id: WorkerId, at_s: float) -> list[Command]:
-        """It has ended here and was handed over to that worker meanwhile: it must not run for nobody."""
-        tracked.worker, tracked.handle = None, 0
-        worker = self.fleet.member(worker_id)
-        if worker is not None and worker.connected:
-            return self._end_there(tracked, worker, at_s)
-        self._forsaken.add(tracked, worker_id, at_s)
-        return []
-
-    def _end_there(self, tracked: Tracked, worker: Worker, at_s: float) -> list[Command]:
-        """Asks for what was handed over and aborts it at once; it may come there only later."""
-        place = self._placement.move(tracked, worker, at_s)
-        worker.take_off(place.handle)
-        return [place, AbortOnWorker(worker.key, place.handle)]
 
     def _drop(self, tracked: Tracked, *, ended: bool = False) -> None:
         """`ended`: its answer has come to its end."""
@@ -411,9 +384,6 @@ class DispatcherCore:
             tracked = worker.placed.get(ending.handle)
             if tracked is None:
                 self.stale_count += 1
-                withdrawn = worker.withdrawn.pop(ending.handle, None)
-                if withdrawn is not None and ending.moved_to:
-                    commands += self._forsake(withdrawn, WorkerId(ending.moved_to), event.at_s)
             else:
                 commands += self._end(worker, tracked, ending, event.at_s)
         if event.endings and self.growth.is_due(event.at_s):
@@ -560,7 +530,6 @@ class DispatcherCore:
         self.backlog.check()
         self.fleet.check()
         self._moves.check()
-        self._forsaken.check()
         self._placement.check()
         self.growth.check(self.requests.values())
         waiting = {name for name, tracked in self.requests.items() if tracked.first_token_at_s is None}

@@ -41,7 +41,6 @@ class Worker:
     # `touch`.
     changed: dict[WorkerKey, None] = field(default_factory=dict[WorkerKey, None])
     departed: dict[int, None] = field(default_factory=dict[int, None])  # handles that wanted logprobs, oldest first
-    withdrawn: dict[int, Tracked] = field(default_factory=dict[int, Tracked])  # told to abort, and has not said its end
 
     @property
     def usable(self) -> bool:
@@ -103,7 +102,6 @@ class Worker:
         for handle in list(self.placed):
             self.take_off(handle)
         self.departed.clear()
-        self.withdrawn.clear()
         return lost
 
     def hear_who_waits(self, step: StepReceived) -> int:
@@ -121,12 +119,6 @@ class Worker:
             preempted.pop(handle, None)
             stale_count += handle not in self.placed
         return stale_count
-
-    def withdraw(self, tracked: Tracked) -> None:
-        """It is being told to abort the request; perhaps it has handed it over already."""
-        self.withdrawn[tracked.handle] = tracked
-        if len(self.withdrawn) > _MAX_DEPARTED:
-            del self.withdrawn[next(iter(self.withdrawn))]
 
     def report(self, load: LoadReport, seen_handle: int) -> None:
         self.touch()
@@ -246,7 +238,7 @@ class Fleet:
         if not self._former:
             return []
         former = {key: self._workers[key] for key in self._former}
-        done = sorted(key for key, worker in former.items() if not (worker.placed or worker.withdrawn))
+        done = sorted(key for key, worker in former.items() if not worker.placed)
         for key in done:
             self._former.remove(key)
             self._workers.pop(key).touch()

@@ -46,9 +46,6 @@ class Moves:
         incarnation = self._fleet.lives.get(worker_id)
         self._waiting[tracked.request.request_id] = _Waiting(tracked, worker_id, incarnation, at_s + self._wait_s)
 
-    def target_of(self, tracked: Tracked) -> WorkerId:
-        return self._waiting[tracked.request.request_id].worker_id
-
     def remove(self, tracked: Tracked) -> None:
         del self._waiting[tracked.request.request_id]
         tracked.moving = False

@@ -1,18 +1,14 @@
 """Answers of /v1/chat/completions."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ballast.client import FinishReason, Generation, GenerationChunk, Usage
-from services.gateway.openai.tools import Listener, ToolCall, ToolUse, listen
+from services.gateway.openai.formats import plain
+from services.gateway.openai.scanner import AnswerParser, Arguments, CallBegin, CallEnd, Event, Format, Reasoning, Text
 from services.gateway.openai.writing import DONE, chat_logprobs, dumps, event, quote, usage_of
 
 TOOL_CALLS = "tool_calls"  # why an answer has ended that has called functions
-
-
-def call_to_json(request_id: str, choice: int, number: int, call: ToolCall) -> dict[str, object]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call_id(request_id, choice, number), "type": "function", "function": function}
 
 
 def call_id(request_id: str, choice: int, number: int) -> str:
@@ -48,7 +44,11 @@ class Wishes:
     logprobs: bool
     usage: bool  # in a stream; complete answers always have it
     token_ids: bool
-    tools: ToolUse | None = None
+    format: Format = plain
+    most_calls: int | None = None
+
+    def parser(self) -> AnswerParser:
+        return AnswerParser(self.format, self.most_calls)
 
 
 class ChatWriter:
@@ -59,14 +59,15 @@ class ChatWriter:
         self._wishes = wishes
         self._usages: dict[int, Usage] = {}
         self._begun: set[int] = set()
-        self._listeners: dict[int, Listener] = {}
+        self._parsers: dict[int, AnswerParser] = {}
         self._call_counts: dict[int, int] = {}  # of each choice
+        self._called: set[int] = set()  # choices with a complete call
         prefix = dumps({**head.begin("chat.completion.chunk"), "choices": []}).removesuffix("]}")
         self._prefix = f'data: {prefix}{{"index":'
         # Most chunks are nothing but text, and there is one for each token: they are put together by hand.
         no_usage = ',"usage":null' if wishes.usage else ""
         self._after_text = f'}},"logprobs":null,"finish_reason":null}}]{no_usage}}}\n\n'
-        self._is_plain = not (wishes.logprobs or wishes.token_ids or wishes.tools)
+        self._is_plain = not (wishes.logprobs or wishes.token_ids)
 
     def complete(self, generations: Sequence[Generation]) -> dict[str, object]:
         usages = [generation.usage for generation in generations]
@@ -82,19 +83,19 @@ class ChatWriter:
         if index not in self._begun:
             self._begun.add(index)
             parts.append(self._event(index, {"role": "assistant", "content": ""}, None))
-        if self._is_plain:
-            if chunk.text:
-                parts.append(
-                    f'{self._prefix}{index},"delta":{{"content":{quote(chunk.text)}{self._after_text}'.encode()
-                )
-        elif self._wishes.tools is not None:
-            parts += [self._event(index, delta, chunk) for delta in self._heard(index, chunk, self._wishes.tools)]
-        elif chunk.text or chunk.token_ids:
-            parts.append(self._event(index, {"content": chunk.text}, chunk))
+        parser = self._parsers.get(index)
+        if parser is None:
+            parser = self._parsers[index] = self._wishes.parser()
+        if parser.passes_text:
+            events: Sequence[Event] = (Text(chunk.text),) if chunk.text else ()
+        else:
+            events = parser.feed(chunk.text)
+            if chunk.finish_reason is not None:
+                events = [*events, *parser.finish(cut=chunk.finish_reason is FinishReason.LENGTH)]
+        parts += self._deltas(index, events, chunk)
         if chunk.finish_reason is not None:
-            called = self._call_counts.get(index) and chunk.finish_reason is FinishReason.STOP
-            reason = TOOL_CALLS if called else chunk.finish_reason
-            parts.append(self._event(index, {}, None, finish_reason=reason))
+            called = index in self._called and chunk.finish_reason is FinishReason.STOP
+            parts.append(self._event(index, {}, None, finish_reason=TOOL_CALLS if called else chunk.finish_reason))
             if chunk.usage is not None:
                 self._usages[index] = chunk.usage
         return b"".join(parts)
@@ -111,39 +112,52 @@ class ChatWriter:
         }
         return event(last) + DONE
 
-    def _heard(self, index: int, chunk: GenerationChunk, tools: ToolUse) -> list[dict[str, object]]:
-        """Deltas that a chunk brings: text that is no call, and calls that are complete."""
-        listener = self._listeners.get(index)
-        if listener is None:
-            listener = self._listeners[index] = tools.listener()
-        heard = [listener.feed(chunk.text)]
-        if chunk.finish_reason is not None:
-            heard.append(listener.finish())
-        deltas: list[dict[str, object]] = []
-        for each in heard:
-            if each.text:
-                deltas.append({"content": each.text})
-            for call in each.calls:
-                number = self._call_counts.get(index, 0)
+    def _deltas(self, index: int, events: Sequence[Event], chunk: GenerationChunk) -> list[bytes]:
+        """What a chunk brings. Its logprobs and token ids go with the first delta, or with an empty one."""
+        parts: list[bytes] = []
+        for each in events:
+            if self._is_plain and isinstance(each, Text):
+                text = quote(each.text)
+                parts.append(f'{self._prefix}{index},"delta":{{"content":{text}{self._after_text}'.encode())
+            elif (delta := self._delta(index, each)) is not None:
+                parts.append(self._event(index, delta, None if parts else chunk))
+        if not parts and not self._is_plain and chunk.token_ids:
+            parts.append(self._event(index, {"content": ""}, chunk))
+        return parts
+
+    def _delta(self, index: int, event: Event) -> dict[str, object] | None:
+        number = self._call_counts.get(index, 0) - 1  # of the call that has begun
+        match event:
+            case Text(text):
+                return {"content": text}
+            case Reasoning(text):
+                return _reasoning(text)
+            case CallBegin(name):
+                number += 1
                 self._call_counts[index] = number + 1
-                deltas.append({"tool_calls": [{"index": number, **call_to_json(self._head.id, index, number, call)}]})
-        return deltas or ([{}] if chunk.token_ids and (self._wishes.logprobs or self._wishes.token_ids) else [])
+                return {"tool_calls": [{"index": number, **_call(self._head.id, index, number, name, "")}]}
+            case Arguments(text):
+                return {"tool_calls": [{"index": number, "function": {"arguments": text}}]}
+            case CallEnd(complete):
+                if complete:
+                    self._called.add(index)
+                return None
 
     def _choice(self, index: int, generation: Generation) -> dict[str, object]:
-        message: dict[str, object] = {"role": "assistant", "content": generation.text, "refusal": None}
-        reason: str = generation.finish_reason
-        if self._wishes.tools is not None:
-            text, calls = listen(self._wishes.tools.listener(), generation.text)
-            message["content"] = text or (None if calls else "")
-            if calls:
-                numbered = enumerate(calls)
-                message["tool_calls"] = [call_to_json(self._head.id, index, number, call) for number, call in numbered]
-                reason = TOOL_CALLS if generation.finish_reason is FinishReason.STOP else reason
+        read = read_answer(self._wishes.parser(), generation)
+        content = read.text or (None if read.calls else "")
+        message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
+        if read.reasoning:
+            message |= _reasoning(read.reasoning)
+        if read.calls:
+            numbered = enumerate(read.calls)
+            message["tool_calls"] = [_call(self._head.id, index, number, *call) for number, call in numbered]
+        called = read.calls and generation.finish_reason is FinishReason.STOP
         choice: dict[str, object] = {
             "index": index,
             "message": message,
             "logprobs": chat_logprobs(generation.logprobs) if self._wishes.logprobs else None,
-            "finish_reason": reason,
+            "finish_reason": TOOL_CALLS if called else generation.finish_reason,
         }
         return choice | ({"token_ids": list(generation.token_ids)} if self._wishes.token_ids else {})
 
@@ -157,3 +171,43 @@ class ChatWriter:
             choice["token_ids"] = list(chunk.token_ids)
         no_usage: dict[str, object] = {"usage": None} if self._wishes.usage else {}
         return event({**self._head.begin("chat.completion.chunk"), "choices": [choice], **no_usage})
+
+
+@dataclass(slots=True)
+class Answer:
+    """A complete answer, taken apart."""
+
+    reasoning: str = ""
+    text: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])  # name, JSON text of the arguments
+
+
+def read_answer(parser: AnswerParser, generation: Generation) -> Answer:
+    """Calls that were cut off are left out: they are none."""
+    answer = Answer()
+    name, arguments = "", ""
+    events = parser.feed(generation.text) + parser.finish(cut=generation.finish_reason is FinishReason.LENGTH)
+    for each in events:
+        match each:
+            case Text(text):
+                answer.text += text
+            case Reasoning(text):
+                answer.reasoning += text
+            case CallBegin(name):
+                arguments = ""
+            case Arguments(text):
+                arguments += text
+            case CallEnd(complete):
+                if complete:
+                    answer.calls.append((name, arguments))
+    return answer
+
+
+def _reasoning(text: str) -> dict[str, object]:
+    """Under both names: DeepSeek's, which most clients read, and the shorter one that others have taken up."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _call(request_id: str, choice: int, number: int, name: str, arguments: str) -> dict[str, object]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id(request_id, choice, number), "type": "function", "function": function}

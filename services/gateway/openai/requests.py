@@ -1,4 +1,5 @@
-"""Requests as clients send them. Fields that nobody knows are accepted and ignored, as everywhere in the field.
+"""Requests as clients send them. A field that would change the answer is followed, or refused by name (`UNSUPPORTED`).
+Fields that are unknown everywhere are ignored.
 
 Beyond OpenAI's own fields these have vLLM's: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, ignore_eos,
 skip_special_tokens, include_stop_str_in_output, return_token_ids, chat_template_kwargs; and `priority`, one of
@@ -41,7 +42,7 @@ class GenerationRequest(_Shape):
     stream_options: StreamOptions | None = None
     service_tier: _SERVICE_TIERS | None = None
 
-    priority: Literal["interactive", "default", "batch"] | None = None
+    priority: Literal["interactive", "default", "batch"] | int | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -53,6 +54,22 @@ class GenerationRequest(_Shape):
     return_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    # Any: refused whatever they are.
+    prompt_logprobs: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    truncate_prompt_tokens: Any = None
+    use_beam_search: Any = None
+    logits_processors: Any = None
+    prompt_embeds: Any = None
+    guided_whitespace_pattern: Any = None
+    structural_tag: Any = None
+    thinking_token_budget: Any = None
 
     @property
     def choice_count(self) -> int:
@@ -61,6 +78,48 @@ class GenerationRequest(_Shape):
     @property
     def wants_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def structured(self) -> dict[str, Any] | None:
+        """`structured_outputs`, also where it is written as vLLM's older guided_* fields."""
+        names = {"json": self.guided_json, "regex": self.guided_regex, "choice": self.guided_choice}
+        guided = {name: value for name, value in {**names, "grammar": self.guided_grammar}.items() if value is not None}
+        if self.structured_outputs and guided:
+            raise invalid("structured_outputs", "and guided_* cannot both be given")
+        return self.structured_outputs or guided or None
+
+
+# Fields of OpenAI's and vLLM's routes that change the answer and are not followed, with what to use.
+UNSUPPORTED = {
+    "prompt_logprobs": "logprobs of prompts are not computed",
+    "bad_words": "use logit_bias, or structured_outputs with a regex",
+    "allowed_token_ids": "use logit_bias, or structured_outputs with a choice",
+    "truncate_prompt_tokens": "shorten the prompt, with the help of /tokenize",
+    "use_beam_search": "use n with a temperature",
+    "logits_processors": "use logit_bias",
+    "prompt_embeds": "send text or token ids",
+    "guided_whitespace_pattern": "write the white space into a grammar",
+    "structural_tag": "use structured_outputs, or tools",
+    "thinking_token_budget": "use max_tokens, or chat_template_kwargs with enable_thinking: false",
+    "chat_template": "conversations are written with the model's own template; /v1/completions takes any text",
+    "echo": "is for /v1/completions",
+    "functions": "are OpenAI's older form; use tools",
+    "function_call": "is OpenAI's older form; use tool_choice",
+    "audio": "this model writes text only",
+    "web_search_options": "use tools",
+    "suffix": "is not supported",
+}
+
+
+def refuse_unsupported(request: BaseModel) -> None:
+    """Raises Failure for a field that would be ignored, with an answer other than the one that was asked for."""
+    for name, instead in UNSUPPORTED.items():
+        value: object = getattr(request, name, None)
+        if value is None or value is False or value in ("", [], {}):
+            continue
+        if not (name == "echo" and isinstance(request, CompletionRequest)):
+            why = instead if instead.startswith(("is ", "are ")) else f"is not supported: {instead}"
+            raise invalid(name, why, code="unsupported_value")
 
 
 class CompletionRequest(GenerationRequest):
@@ -82,10 +141,17 @@ class ChatRequest(GenerationRequest):
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     documents: list[dict[str, Any]] | None = None
     modalities: list[str] | None = None
-    functions: list[dict[str, Any]] | None = None
+    functions: Any = None
+    function_call: Any = None
+    chat_template: Any = None
+    echo: Any = None
+    audio: Any = None
+    web_search_options: Any = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -98,6 +164,8 @@ class TokenizeRequest(_Shape):
     tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

@@ -9,7 +9,7 @@ from ballast.client import FinishReason, Generation, GenerationChunk, Usage
 from services.gateway.errors import invalid
 from services.gateway.openai.chat import Head, Wishes, call_id
 from services.gateway.openai.requests import ChatRequest, Message
-from services.gateway.openai.tools import Listener, ToolCall
+from services.gateway.openai.scanner import Arguments, CallBegin, CallEnd, Event, Reasoning, Text
 from services.gateway.openai.writing import dumps
 
 # Any: foreign JSON.
@@ -36,6 +36,7 @@ class ResponsesRequest(BaseModel):
     service_tier: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     seed: int | None = None
+    reasoning: Item | None = None
     previous_response_id: str | None = None
     conversation: str | Item | None = None
     background: bool | None = None
@@ -65,6 +66,7 @@ class ResponsesRequest(BaseModel):
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=cast(Item, text_format) if isinstance(text_format, dict) else None,
             chat_template_kwargs=self.chat_template_kwargs,
+            reasoning_effort=(self.reasoning or {}).get("effort"),
         )
 
 
@@ -107,9 +109,9 @@ class ResponsesWriter:
     def __init__(self, head: Head, wishes: Wishes, request: ResponsesRequest) -> None:
         self._head = head
         self._request = request
-        self._listener: Listener | None = wishes.tools.listener() if wishes.tools is not None else None
+        self._parser = wishes.parser()
         self._items: list[Item] = []
-        self._texts: list[str] = []  # of the message that is being written
+        self._texts: list[str] = []  # of the item that is being written
         self._call_count = 0
         self._sequence_number = 0
         self._usage: Usage | None = None
@@ -117,7 +119,7 @@ class ResponsesWriter:
 
     def complete(self, generations: Sequence[Generation]) -> Mapping[str, object]:
         [generation] = generations
-        self._hear(generation.text, is_last=True)
+        self._write(generation.text, generation.finish_reason)
         self._finish_reason, self._usage = generation.finish_reason, generation.usage
         return self._response()
 
@@ -127,7 +129,7 @@ class ResponsesWriter:
         if self._sequence_number == 0:
             events = [self._event(f"response.{kind}", response=self._response()) for kind in ("created", "in_progress")]
         is_last = chunk.finish_reason is not None
-        events += self._hear(chunk.text, is_last=is_last)
+        events += self._write(chunk.text, chunk.finish_reason)
         if is_last:
             self._finish_reason, self._usage = chunk.finish_reason, chunk.usage
             events.append(self._event(f"response.{self._status()}", response=self._response()))
@@ -137,69 +139,83 @@ class ResponsesWriter:
         """The last event has been the end."""
         return b""
 
-    def _hear(self, text: str, *, is_last: bool) -> list[bytes]:
-        if self._listener is None:
-            events = self._say(text)
-        else:
-            heard = [self._listener.feed(text), *([self._listener.finish()] if is_last else [])]
-            events = list[bytes]()
-            for each in heard:
-                events += self._say(each.text)
-                for call in each.calls:
-                    events += self._close_message() + self._call(call)
-        if is_last:
+    def _write(self, text: str, finish_reason: FinishReason | None) -> list[bytes]:
+        events = self._parser.feed(text)
+        if finish_reason is not None:
+            events += self._parser.finish(cut=finish_reason is FinishReason.LENGTH)
+        written = [part for event in events for part in self._take(event)]
+        if finish_reason is not None:
             if not self._items:
-                events += self._say("", even_if_empty=True)
-            events += self._close_message()
-        return events
+                written += self._take(Text(""))
+            written += self._close()
+        return written
 
-    def _say(self, text: str, *, even_if_empty: bool = False) -> list[bytes]:
-        if not text and not even_if_empty:
-            return []
+    def _take(self, event: Event) -> list[bytes]:
+        match event:
+            case Text(text):
+                return self._say("message", text)
+            case Reasoning(text):
+                return self._say("reasoning", text)
+            case CallBegin(name):
+                item: Item = {
+                    "type": "function_call",
+                    "id": self._id("fc"),
+                    "call_id": call_id(self._head.id, 0, self._call_count),
+                    "name": name,
+                    "arguments": "",
+                }
+                self._call_count += 1
+                return [*self._close(), *self._open(item)]
+            case Arguments(text):
+                self._texts.append(text)
+                place = {"output_index": self._at, "item_id": self._items[-1]["id"]}
+                return [self._event("response.function_call_arguments.delta", **place, delta=text)]
+            case CallEnd(complete):
+                return self._close(complete=complete)
+
+    def _say(self, kind: str, text: str) -> list[bytes]:
         events: list[bytes] = []
-        if not self._is_in_message():
-            item: Item = {"type": "message", "id": self._id("msg"), "role": "assistant", "content": []}
-            item["status"] = "in_progress"
-            self._items.append(item)
-            self._texts = []
-            events.append(self._event("response.output_item.added", output_index=self._at, item=item))
-            events.append(self._event("response.content_part.added", **self._part_place, part=_part("")))
+        if not (self._is_open() and self._items[-1]["type"] == kind):
+            events += self._close()
+            if kind == "message":
+                events += self._open({"type": kind, "id": self._id("msg"), "role": "assistant", "content": []})
+                events.append(self._event("response.content_part.added", **self._part_place, part=_part("")))
+            else:
+                events += self._open({"type": kind, "id": self._id("rs"), "summary": [], "content": []})
         self._texts.append(text)
-        if text:
+        if text and kind == "message":
             events.append(self._event("response.output_text.delta", **self._part_place, delta=text, logprobs=[]))
+        elif text:
+            events.append(self._event("response.reasoning_text.delta", **self._part_place, delta=text))
         return events
 
-    def _close_message(self) -> list[bytes]:
-        if not self._is_in_message():
-            return []
-        text = "".join(self._texts)
-        place = self._part_place
-        events = [
-            self._event("response.output_text.done", **place, text=text, logprobs=[]),
-            self._event("response.content_part.done", **place, part=_part(text)),
-        ]
-        self._items[-1] = {**self._items[-1], "content": [_part(text)], "status": "completed"}
-        return [*events, self._event("response.output_item.done", output_index=self._at, item=self._items[-1])]
+    def _open(self, item: Item) -> list[bytes]:
+        item["status"] = "in_progress"
+        self._items.append(item)
+        self._texts = []
+        return [self._event("response.output_item.added", output_index=self._at, item=item)]
 
-    def _call(self, call: ToolCall) -> list[bytes]:
-        item: Item = {
-            "type": "function_call",
-            "id": self._id("fc"),
-            "call_id": call_id(self._head.id, 0, self._call_count),
-            "name": call.name,
-            "arguments": "",
-            "status": "in_progress",
-        }
-        self._call_count += 1
-        done = {**item, "arguments": call.arguments, "status": "completed"}
-        self._items.append(done)
-        place = {"output_index": self._at, "item_id": item["id"]}
-        return [
-            self._event("response.output_item.added", output_index=self._at, item=item),
-            self._event("response.function_call_arguments.delta", **place, delta=call.arguments),
-            self._event("response.function_call_arguments.done", **place, arguments=call.arguments, name=call.name),
-            self._event("response.output_item.done", output_index=self._at, item=done),
-        ]
+    def _close(self, *, complete: bool = True) -> list[bytes]:
+        """Ends the item that is being written, if one is."""
+        if not self._is_open():
+            return []
+        item, text, place = self._items[-1], "".join(self._texts), self._part_place
+        events: list[bytes] = []
+        match item["type"]:
+            case "message":
+                item = {**item, "content": [_part(text)]}
+                events.append(self._event("response.output_text.done", **place, text=text, logprobs=[]))
+                events.append(self._event("response.content_part.done", **place, part=_part(text)))
+            case "reasoning":
+                item = {**item, "content": [{"type": "reasoning_text", "text": text}]}
+                events.append(self._event("response.reasoning_text.done", **place, text=text))
+            case _:
+                item = {**item, "arguments": text}
+                place = {"output_index": self._at, "item_id": item["id"]}
+                done = "response.function_call_arguments.done"
+                events.append(self._event(done, **place, arguments=text, name=item["name"]))
+        self._items[-1] = {**item, "status": "completed" if complete else "incomplete"}
+        return [*events, self._event("response.output_item.done", output_index=self._at, item=self._items[-1])]
 
     @property
     def _at(self) -> int:
@@ -209,8 +225,8 @@ class ResponsesWriter:
     def _part_place(self) -> dict[str, object]:
         return {"output_index": self._at, "item_id": self._items[-1]["id"], "content_index": 0}
 
-    def _is_in_message(self) -> bool:
-        return bool(self._items) and self._items[-1]["type"] == "message" and self._items[-1]["status"] != "completed"
+    def _is_open(self) -> bool:
+        return bool(self._items) and self._items[-1]["status"] == "in_progress"
 
     def _id(self, kind: str) -> str:
         return f"{kind}_{self._head.id.partition('-')[2]}_{len(self._items)}"

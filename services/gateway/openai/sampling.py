@@ -1,5 +1,6 @@
 """OpenAI's parameters -> ours."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,11 +26,19 @@ _CLASSES = {"flex": PriorityClass.BATCH, "priority": PriorityClass.INTERACTIVE, 
 
 
 def sampling_of(
-    request: GenerationRequest, *, max_tokens: int, logprobs: int | None, grammar: Grammar | None
+    request: GenerationRequest,
+    defaults: Mapping[str, float],
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    grammar: Grammar | None,
 ) -> SamplingParams:
-    """Raises InvalidRequest or Failure for what is out of range."""
+    """`defaults`: for what the request does not give. Raises InvalidRequest or Failure for what is out of range."""
     values = vars(request)
-    given: dict[str, Any] = {name: values[name] for name in _SAME_NAME if values[name] is not None}  # Any: all types
+    given: dict[str, Any] = dict(defaults)  # Any: all types
+    if "top_k" in given:
+        given["top_k"] = int(given["top_k"])
+    given |= {name: values[name] for name in _SAME_NAME if values[name] is not None}
     if given.get("top_k") == -1:  # vLLM's word for off
         given["top_k"] = 0
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
@@ -53,6 +62,9 @@ def for_each_choice(sampling: SamplingParams, count: int) -> list[SamplingParams
 
 
 def priority_of(request: GenerationRequest) -> PriorityClass:
+    if isinstance(request.priority, int):  # vLLM's: the lower the sooner
+        by_sign = (PriorityClass.INTERACTIVE, PriorityClass.DEFAULT, PriorityClass.BATCH)
+        return by_sign[1 + (request.priority > 0) - (request.priority < 0)]
     if request.priority is not None:
         return PriorityClass(request.priority)
     return _CLASSES.get(request.service_tier or "", PriorityClass.DEFAULT)

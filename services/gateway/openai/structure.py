@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from ballast.common.sampling import Grammar, GrammarKind
@@ -11,31 +12,109 @@ from services.gateway.errors import invalid
 # Any: schemas are foreign JSON; the dispatcher says what is wrong with one.
 Schema = Mapping[str, Any]
 
+# Formats that llguidance constrains.
+_FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+# Keys that it does not know. A schema that is not strict is followed without them.
+_LOOSE = {
+    "uniqueItems", "contains", "minContains", "maxContains", "propertyNames", "not", "if", "then", "else",
+    "dependentRequired", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties",
+}  # fmt: skip
+_VALUES = frozenset(("const", "enum", "default", "example", "examples"))
+_BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 
-def grammar_of(response_format: Mapping[str, Any] | None, structured: Mapping[str, Any] | None) -> Grammar | None:
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The form that an answer is bound to.
+
+    Attributes:
+        grammar: None: the answer is free.
+        left_out: Keys of the schema that are not followed, since it is not strict.
+    """
+
+    grammar: Grammar | None = None
+    left_out: frozenset[str] = frozenset()
+
+
+def form_of(response_format: Mapping[str, Any] | None, structured: Mapping[str, Any] | None) -> Form:
     """`response_format` is OpenAI's; `structured_outputs` is vLLM's: json, regex, choice, grammar or json_object."""
     if structured:
         if response_format and response_format.get("type") != "text":
             raise invalid("structured_outputs", "and response_format cannot both be given")
-        return _structured(structured)
+        return Form(_structured(structured))
     match (response_format or {}).get("type", "text"):
         case "text":
-            return None
+            return Form()
         case "json_object":
-            return json_schema({"type": "object"})
+            assert response_format is not None, "has a type"
+            given: object = response_format.get("schema")  # as llama.cpp and others have it
+            return Form(json_schema(cast(Schema, given) if isinstance(given, Mapping) else {"type": "object"}))
         case "json_schema":
             assert response_format is not None, "has a type"
             named = response_format.get("json_schema", response_format)  # in /v1/responses without the layer between
             schema: object = cast(Schema, named).get("schema") if isinstance(named, Mapping) else None
             if not isinstance(schema, (Mapping, bool)):
                 raise invalid("response_format", "json_schema needs a schema, which is an object")
-            return json_schema(cast("Schema | bool", schema))
+            whole = cast("Schema | bool", schema)
+            if cast(Schema, named).get("strict") is True:
+                return Form(json_schema(whole))
+            loose, left_out = loosened(whole)
+            return Form(json_schema(loose), frozenset(left_out))
         case other:
             raise invalid("response_format", f"{other!r} is not known; text, json_object and json_schema are")
 
 
 def json_schema(schema: Schema | bool) -> Grammar:
-    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(_without_remarks(schema), ensure_ascii=False))
+
+
+def loosened(schema: Schema | bool) -> tuple[Schema | bool, set[str]]:
+    """A schema without the keys that no grammar here knows, and these keys."""
+    left_out: set[str] = set()
+
+    def drop(given: Schema) -> Schema:
+        left_out.update(_LOOSE & given.keys())
+        return {key: value for key, value in given.items() if key not in _LOOSE}
+
+    return cast("Schema | bool", _mapped(schema, drop)), left_out
+
+
+def rooted(schema: Schema, root: str) -> Schema:
+    """The schema with references that hold where it stands at `root` of another one: `#/$defs/A` -> `ROOT/$defs/A`."""
+
+    def move(given: Schema) -> Schema:
+        reference = given.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#"):
+            return {**given, "$ref": root + reference[1:]}
+        return given
+
+    return cast(Schema, _mapped(schema, move))
+
+
+def _without_remarks(schema: object) -> object:
+    """Unknown formats are annotations (JSON Schema 2020-12, 7.2.1): pydantic writes them for Path, SecretStr, bytes."""
+
+    def drop(given: Schema) -> Schema:
+        known = given.get("format")
+        return given if isinstance(known, str) and known in _FORMATS else {k: given[k] for k in given if k != "format"}
+
+    return _mapped(schema, drop)
+
+
+def _mapped(schema: object, change: Callable[[Schema], Schema]) -> object:
+    """`change` of each schema within a schema. What stands under these keys are values, or schemas by name."""
+    if isinstance(schema, list):
+        return [_mapped(each, change) for each in cast(list[object], schema)]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: value
+        if key in _VALUES
+        else {name: _mapped(each, change) for name, each in cast(Schema, value).items()}
+        if key in _BY_NAME and isinstance(value, Mapping)
+        else _mapped(value, change)
+        for key, value in change(cast(Schema, schema)).items()
+    }
 
 
 def _structured(given: Mapping[str, Any]) -> Grammar:

@@ -20,7 +20,6 @@ from services.worker.core.migration_messages import (
     PATIENCE_S,
     SPARE_BLOCKS,
     Adopt,
-    DropOrphan,
     Handed,
     Keep,
     MigrationId,
@@ -32,7 +31,6 @@ from services.worker.core.migration_messages import (
     Taken,
     TargetCommand,
     Want,
-    Withdrawn,
 )
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.spans import Span, Stage
@@ -54,7 +52,6 @@ class Phase(Enum):
 class _End(Enum):
     GIVEN_UP = "given up"
     TAKEN = "taken"
-    WITHDRAWN = "withdrawn"
 
 
 @dataclass(slots=True)
@@ -76,7 +73,6 @@ class _Arrival:
     landed_blocks: int = 0
     kv_tokens: int = 0  # all of them have come
     snapshot: SequenceSnapshot | None = None  # handed over
-    withdrawn: bool = False
 
     def keep(self, token_count: int) -> Keep:
         return Keep(self.migration_id, self.sequence_id, token_count)
@@ -88,7 +84,7 @@ class Arrivals:
         self._block_tokens = block_tokens
         self._why_no_room = why_no_room
         self._open: dict[MigrationId, _Arrival] = {}
-        self._over: OrderedDict[MigrationId, tuple[_End, SequenceId]] = OrderedDict()
+        self._over: OrderedDict[MigrationId, _End] = OrderedDict()
         self.stale_total = 0
 
     def __len__(self) -> int:
@@ -138,7 +134,7 @@ class Arrivals:
             why_not = "an earlier migration of it has not ended here"
         why_not = why_not or self._why_no_room(block_count, True)
         if why_not:
-            self._remember(migration_id, _End.GIVEN_UP, offer.sequence_id)
+            self._remember(migration_id, _End.GIVEN_UP)
             return [Say(peer, Off(migration_id, why_not))]
         givers = offer.givers
         arrival = _Arrival(migration_id, offer.sequence_id, peer, epoch, givers, takers, block_count, at_s, at_s)
@@ -146,7 +142,7 @@ class Arrivals:
         self._open[migration_id] = arrival
         return self._ask(arrival)
 
-    def heard(self, at_s: float, peer: WorkerId, message: Handed | Withdrawn | Off) -> list[TargetCommand]:
+    def heard(self, at_s: float, peer: WorkerId, message: Handed | Off) -> list[TargetCommand]:
         arrival = self._open.get(message.migration_id)
         if arrival is not None and arrival.source != peer:
             self.stale_total += 1
@@ -154,8 +150,6 @@ class Arrivals:
         match message:
             case Handed():
                 return self._handed(at_s, arrival, message)
-            case Withdrawn():
-                return self._withdrawn(arrival, message)
             case Off() if arrival is not None and arrival.phase is Phase.COPYING:
                 return self._stop(arrival)
             case Off():
@@ -165,11 +159,10 @@ class Arrivals:
     def _handed(self, at_s: float, arrival: _Arrival | None, handed: Handed) -> list[TargetCommand]:
         snapshot = handed.snapshot
         if arrival is None:
-            end, _ = self._over.get(handed.migration_id, (None, 0))
-            if end is not _End.GIVEN_UP:  # the same once more, or of a migration that nobody remembers
+            if self._over.get(handed.migration_id) is not _End.GIVEN_UP:  # twice, or forgotten
                 self.stale_total += 1
                 return []
-            self._remember(handed.migration_id, _End.TAKEN, snapshot.sequence_id)
+            self._remember(handed.migration_id, _End.TAKEN)
             return [Adopt(snapshot, 0)]
         if arrival.snapshot is not None:
             self.stale_total += 1
@@ -179,17 +172,6 @@ class Arrivals:
             return []
         arrival.phase = Phase.HANDED
         return self._take(arrival) if arrival.kv_tokens else []
-
-    def _withdrawn(self, arrival: _Arrival | None, message: Withdrawn) -> list[TargetCommand]:
-        if arrival is not None:
-            arrival.withdrawn = True
-            return self._stop(arrival)
-        end, sequence_id = self._over.get(message.migration_id, (None, 0))
-        if end is not _End.TAKEN:
-            self.stale_total += 1
-            return []
-        self._remember(message.migration_id, _End.WITHDRAWN, sequence_id)
-        return [DropOrphan(sequence_id)]
 
     # ------------------------------------------------------------ KV
 
@@ -274,9 +256,9 @@ class Arrivals:
     def _quiet(self, arrival: _Arrival) -> list[TargetCommand]:
         """Nothing is, or will be, written for it any more."""
         arrival.kv_tokens = 0
-        if arrival.snapshot is not None and not arrival.withdrawn:
+        if arrival.snapshot is not None:
             return self._take(arrival)
-        self._close(arrival, _End.WITHDRAWN if arrival.withdrawn else _End.GIVEN_UP)
+        self._close(arrival, _End.GIVEN_UP)
         return [arrival.keep(0)]
 
     def tick(self, at_s: float) -> list[TargetCommand]:
@@ -318,10 +300,10 @@ class Arrivals:
 
     def _close(self, arrival: _Arrival, end: _End) -> None:
         del self._open[arrival.migration_id]
-        self._remember(arrival.migration_id, end, arrival.sequence_id)
+        self._remember(arrival.migration_id, end)
 
-    def _remember(self, migration_id: MigrationId, end: _End, sequence_id: SequenceId) -> None:
-        self._over[migration_id] = end, sequence_id
+    def _remember(self, migration_id: MigrationId, end: _End) -> None:
+        self._over[migration_id] = end
         self._over.move_to_end(migration_id)
         while len(self._over) > _REMEMBERED:
             self._over.popitem(last=False)

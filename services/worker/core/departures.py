@@ -6,7 +6,6 @@ whatever is lost on the way costs time, and no token.
 Rule 3: KV is sent only against the target's leave (`Want`), one span at a time.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -28,7 +27,6 @@ from services.worker.core.migration_messages import (
     SourceCommand,
     Taken,
     Want,
-    Withdrawn,
 )
 from services.worker.core.spans import Span, Stage
 from services.worker.policy.departure import Decoding
@@ -36,7 +34,6 @@ from services.worker.policy.departure import Decoding
 WORTH_BLOCKS = 2  # fewer whole blocks are left to the last span: a part of a block is missing then, whatever is done
 _TAIL_ROUNDS = 8  # rounds that copy what has grown meanwhile; then the sequence stands still for the rest
 _MOST_ROUNDS = 2 * _TAIL_ROUNDS
-_REMEMBERED = 256  # sequences that have gone, for clients that withdraw too late
 
 
 class Phase(Enum):
@@ -74,7 +71,6 @@ class Departures:
         self._block_tokens = block_tokens
         self._max_span_blocks = max_span_blocks
         self._open: dict[MigrationId, _Departure] = {}
-        self._gone: OrderedDict[SequenceId, tuple[MigrationId, WorkerId]] = OrderedDict()
         self.stale_total = 0
 
     def __len__(self) -> int:
@@ -176,7 +172,6 @@ class Departures:
             if in_flight(departure.sequence_id):
                 return []  # when its token has come
             departure.phase, departure.handed_s, departure.last_blocks = Phase.HANDED, at_s, end - first
-            self._remember(departure)
             span = Span(first, end, token_count, last=True)
             return [HandAway(departure.to, departure.give(span))]
         if departure.rounds >= _MOST_ROUNDS and departure.tail_rounds >= _TAIL_ROUNDS:
@@ -189,12 +184,6 @@ class Departures:
         span = Span(first, departure.sent_blocks, token_count)
         return [departure.give(span)]
 
-    def _remember(self, departure: _Departure) -> None:
-        self._gone[departure.sequence_id] = departure.migration_id, departure.to
-        self._gone.move_to_end(departure.sequence_id)
-        while len(self._gone) > _REMEMBERED:
-            self._gone.popitem(last=False)
-
     # ------------------------------------------------------------ the end of it
 
     def give_up(self, at_s: float, migration_id: MigrationId, why: str) -> list[SourceCommand]:
@@ -202,7 +191,6 @@ class Departures:
         departure = self._open.get(migration_id)
         if departure is None:
             return []
-        self._gone.pop(departure.sequence_id, None)
         departure.last_blocks = 0
         return self._give_up(departure, at_s, why)
 
@@ -214,11 +202,6 @@ class Departures:
     def peer_lost(self, at_s: float, peer: WorkerId, why: str) -> list[SourceCommand]:
         theirs = [d for d in self._open.values() if d.to == peer]
         return [self._end(departure, at_s, f"the link has ended: {why}") for departure in theirs]
-
-    def withdraw(self, sequence_id: SequenceId) -> list[SourceCommand]:
-        """Its client has gone. That was said here, where it has been until a moment ago."""
-        migration_id, to = self._gone.pop(sequence_id, (None, WorkerId("")))
-        return [] if migration_id is None else [Say(to, Withdrawn(migration_id))]
 
     def _give_up(self, departure: _Departure, at_s: float, why: str) -> list[SourceCommand]:
         departure.phase = Phase.OFFERED  # even if it was about to be handed over

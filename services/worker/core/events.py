@@ -55,7 +55,7 @@ class Submitted:
     priority: PriorityClass = PriorityClass.DEFAULT
     deadline_at_s: float | None = None
     wants_text: bool = True
-    expects_handover: bool = False  # it ran in another leader, which is handing it over to this one
+    expects_handover: bool = False  # another leader had it, and may be handing its KV over to this one
     overtaken: bool = False  # its grammar was compiled meanwhile: requests with higher handles may have come before it
 
 
@@ -202,19 +202,18 @@ class HandOver:
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """Sequences of another leader. They run on at once and keep what they produce until their dispatchers ask.
+    """Sequences of another leader. Each goes on as soon as its KV and its request are here: its dispatcher submits it.
 
-    Told while nothing is in flight, on any stage: the stages take blocks for their KV just before, and those must not
-    be blocks that a batch on its way has been promised. Else they take them `in_order` with batches.
+    Sequences with KV come while nothing is in flight, on any stage: the stages take blocks for their KV just before,
+    and those must not be blocks that a batch on its way has been promised. Else they take them `in_order` with batches.
     """
 
     at_s: float
     snapshots: tuple[SequenceSnapshot, ...]
     suspended_ids: frozenset[SequenceId] = frozenset()  # their KV is on its way: KvArrived or KvLost will follow
     lost_ids: frozenset[SequenceId] = frozenset()  # their KV will not come: computed again
-    last: bool = False  # no other handover is coming: what still waits for one need not
+    last: bool = False  # no other handover is coming: requests that still wait for KV are computed again
     waiting_ids: frozenset[SequenceId] = frozenset()  # suspended, no room on all stages yet: KvAdmitted says when
-    by_tokens: bool = False  # they are known here by other ids: a stage of the group before may know them yet
     in_order: bool = False
 
 
@@ -225,14 +224,6 @@ class RoomExpected:
     at_s: float
     block_count: int
     running_count: int
-
-
-@dataclass(frozen=True, slots=True)
-class OrphanWithdrawn:
-    """Nobody is going to ask for this sequence. If somebody has, it is none."""
-
-    at_s: float
-    sequence_id: SequenceId
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +310,6 @@ Event = (
     | DrainRequested
     | HandOver
     | Adopted
-    | OrphanWithdrawn
     | GroupOpened
     | OfLeaving
     | LeavingStopped
@@ -369,7 +359,7 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class HandedOver:
-    """What HandOver has asked for. The core knows nothing of these sequences any more, the stages' tables still do."""
+    """The sequences that have left. The core knows nothing of them any more, the stages' tables still do."""
 
     snapshots: tuple[tuple[WorkerId, tuple[SequenceSnapshot, ...]], ...]  # by receiver
 
@@ -384,7 +374,7 @@ class Ending:
     error: str = ""
     refused: bool = False  # not taken: place it elsewhere or later
     invalid: bool = False  # with ERROR: the request itself is at fault, no other worker would do better
-    moved_to: str = ""  # not at its end: this worker has it, and will tell the rest to whoever submits it there
+    moved_to: str = ""  # not at its end: it goes on at this worker once it is submitted there
 
 
 @record()
@@ -404,15 +394,8 @@ class Emit:
 
 
 @dataclass(frozen=True, slots=True)
-class WithdrawnTooLate:
-    """A client has withdrawn, and another worker has had its sequence since a moment ago."""
-
-    sequence_id: SequenceId
-
-
-@dataclass(frozen=True, slots=True)
 class StreamsLost:
     """Close the stream of every dispatcher; batches that were in flight do not come back."""
 
 
-Command = Execute | Removed | HandedOver | Emit | WithdrawnTooLate | StreamsLost
+Command = Execute | Removed | HandedOver | Emit | StreamsLost

@@ -115,7 +115,7 @@ class GroupScheduler:
     @property
     def suspended_ids(self) -> tuple[SequenceId, ...]:
         """Ids of the sequences whose KV is on its way; some may have ended meanwhile."""
-        return tuple(self.scheduler.suspended)
+        return tuple(i for i in self.scheduler.suspended if i not in self.scheduler.suspended.arrived)
 
     @property
     def _with_kv(self) -> list[Sequence]:
@@ -137,11 +137,11 @@ class GroupScheduler:
         }
 
     def decoding(self) -> tuple[Decoding, ...]:
-        """The sequences that are past their prompts and could go on elsewhere: those of dispatchers, no orphans."""
+        """The sequences that are past their prompts and could go on elsewhere."""
         return tuple(
             Decoding(s.sequence_id, s.rank, s.token_count, s.reserved_block_count)
             for s in self.scheduler.running
-            if s.unsent is None and s.token_count - s.computed_tokens == 1 and s.output_token_ids
+            if s.token_count - s.computed_tokens == 1 and s.output_token_ids
         )
 
     def why_no_room(self, block_count: int, *, new: bool) -> str:
@@ -209,14 +209,24 @@ class GroupScheduler:
 
     # ---------------------------------------------------------------- coming and going
 
-    def enter(self, sequence: Sequence, at_s: float, *, suspended: bool = False, waits: bool = False) -> None:
-        """It comes into the line; one with KV, which another leader has told of, among those that run or are suspended
-        (and wait).
-        """
+    def enter(self, sequence: Sequence, at_s: float, *, travels: bool = False, waits: bool = False) -> None:
+        """It comes into the line; one with KV among the suspended. Its KV may travel, or wait for room first."""
         if sequence.computed_tokens:
-            self.scheduler.adopt(sequence, at_s, suspended=suspended, waits=waits)
+            self.scheduler.suspended.add(sequence, at_s, travels=travels, waits=waits)
         else:
             self.scheduler.enqueue(sequence)
+
+    def bind(self, kept: Sequence, request: Sequence, at_s: float) -> None:
+        """The request of that KV, by its id. `make_room` is due."""
+        if request.output_token_ids:
+            request.first_token_at_s = at_s
+        self.scheduler.bind(kept, request, at_s)
+
+    def forget_kv(self, kept: Sequence, at_s: float, why: str) -> None:
+        """KV that waits for its request is freed."""
+        if kept.sequence_id in self.scheduler.suspended.arrived:
+            self.scheduler.suspended.forget_kv(kept, at_s, why)
+            self.batches_in_flight.forget(kept)
 
     def make_room(self, at_s: float) -> None:
         """Makes room for sequences that have been adopted: what is too big ends, what is too much is preempted."""
@@ -230,7 +240,7 @@ class GroupScheduler:
         target = self.scheduler.target
         if target is not None and sequence.state is SequenceState.RUNNING and sequence.output_token_ids:
             target.ended(len(sequence.prompt_token_ids), len(sequence.output_token_ids))
-        if sequence.state is not SequenceState.SUSPENDED:
+        if sequence.state is not SequenceState.SUSPENDED or sequence.sequence_id in self.scheduler.suspended.arrived:
             self.scheduler.release(sequence)
             self.batches_in_flight.forget(sequence)
 
@@ -273,7 +283,7 @@ class GroupScheduler:
         """The group is lost, and all its sequences have ended: nobody is left that would have to be told."""
         self.scheduler.admission_limit = None
         for sequence in list(self.scheduler.suspended.values()):
-            self.scheduler.let_go(sequence)
+            self.scheduler.suspended.let_go(sequence)
         self.batches_in_flight.abandon()
 
     # ---------------------------------------------------------------- what happens to the group
@@ -344,9 +354,12 @@ class GroupScheduler:
 
     def _suspend(self, event: KvTravels) -> None:
         self.batches_in_flight.require_none("KV begins to travel")
-        for sequence in [s for s in self.scheduler.running if s.sequence_id in event.sequence_ids]:
+        scheduler = self.scheduler
+        for sequence in [
+            s for s in (*scheduler.running, *scheduler.suspended.kept) if s.sequence_id in event.sequence_ids
+        ]:
             if sequence.computed_tokens:
-                self.scheduler.suspend(sequence, event.at_s, waits=sequence.sequence_id in event.waiting_ids)
+                scheduler.suspend(sequence, event.at_s, waits=sequence.sequence_id in event.waiting_ids)
 
     def _admit_kv(self, event: KvAdmitted) -> None:
         for sequence_id in sorted(event.sequence_ids):
@@ -354,7 +367,7 @@ class GroupScheduler:
             if sequence is None:
                 self.stale_total += 1
             else:
-                self.scheduler.take_blocks(sequence, event.at_s)
+                self.scheduler.suspended.take_blocks(sequence, event.at_s)
 
     def _kv_arrived(self, event: KvArrived) -> None:
         sequence = self.scheduler.suspended.get(event.sequence_id)
@@ -381,7 +394,7 @@ class GroupScheduler:
             self._end_outgrown(event.at_s)
 
     def _let_go(self, sequence: Sequence) -> None:
-        self.scheduler.let_go(sequence)
+        self.scheduler.suspended.let_go(sequence)
         self.batches_in_flight.forget(sequence)
 
     # ---------------------------------------------------------------- inspector
@@ -397,7 +410,7 @@ class GroupScheduler:
         if self._keeps_book:
             self._check_holders({*holders, *(s.sequence_id for s in returning), *self.batches_in_flight.to_remove})
         for sequence_id, sequence in holders.items():
-            if sequence_id not in scheduler.without_blocks:
+            if sequence_id not in scheduler.suspended.without_blocks:
                 self._check_tables(sequence)
 
     def _check_holders(self, may_hold: set[SequenceId]) -> None:

@@ -22,8 +22,8 @@ class WorkerLimits:
     admission_reserve_fraction: float = 0.05
     swap_block_count: int = 0  # KV blocks in host memory for who gives way; 0: victims are computed anew
     swap_blocks_per_step: int = 0  # 0: as many as hide behind the step
-    orphan_timeout_s: float = 10.0  # so long a sequence that was handed over waits for its dispatcher, and vice versa
-    max_held_count: int = 1024  # requests that wait for their sequence to be handed over
+    handover_timeout_s: float = 10.0  # how long a moved request waits for its KV, and KV for its request
+    max_moving_count: int = 1024  # requests that wait for their KV
 
     def __post_init__(self) -> None:
         for name in ("block_tokens", "vocab_size", "max_running_count", "max_waiting_count", "max_waiting_tokens"):
@@ -37,10 +37,10 @@ class WorkerLimits:
                 f"must be at least max_num_seqs ({self.max_running_count}), so that every running request gets its"
                 f" token in each step, got {self.max_batch_tokens}",
             )
-        if self.orphan_timeout_s <= 0.0 or self.max_held_count < 0:
+        if self.handover_timeout_s <= 0.0 or self.max_moving_count < 0:
             raise ConfigError(
-                "orphan_timeout_s, max_held_count",
-                f"must be positive, and not negative, got {self.orphan_timeout_s} and {self.max_held_count}",
+                "handover_timeout_s, max_moving_count",
+                f"must be positive, and not negative, got {self.handover_timeout_s} and {self.max_moving_count}",
             )
         if self.swap_block_count < 0 or self.swap_blocks_per_step < 0:
             raise ConfigError(

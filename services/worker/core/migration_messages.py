@@ -38,17 +38,10 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """From here on the sequence is the target's, whatever happens."""
+    """From here on the sequence is the target's, whatever happens. Its dispatcher submits it there."""
 
     migration_id: MigrationId
     snapshot: SequenceSnapshot
-
-
-@dataclass(frozen=True, slots=True)
-class Withdrawn:
-    """Its client has gone, and the dispatcher has told the source, which does not have it any more."""
-
-    migration_id: MigrationId
 
 
 # ---------------------------------------------------------------- from the target
@@ -146,7 +139,7 @@ class Landed:
 
 
 ForStages = Give | Take | Stop | Keep
-Message = Offer | Handed | Withdrawn | Want | Taken | Off | ForStages | Ready | Landed
+Message = Offer | Handed | Want | Taken | Off | ForStages | Ready | Landed
 
 
 # ---------------------------------------------------------------- commands of both halves
@@ -199,12 +192,5 @@ class Adopt:
     kv_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class DropOrphan:
-    """If nobody has asked for it, nobody will."""
-
-    sequence_id: SequenceId
-
-
 SourceCommand = Say | Give | HandAway | Report
-TargetCommand = Say | Take | Stop | Keep | Adopt | DropOrphan
+TargetCommand = Say | Take | Stop | Keep | Adopt

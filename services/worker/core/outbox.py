@@ -68,17 +68,6 @@ class Outbox:
             letter.texts.append(text)
             letter.has_text = True
 
-    def caught_up(self, sequence: Sequence, token_ids: list[int], text: str, logprobs: list[TokenLogprobs]) -> None:
-        """All that a sequence has produced while its dispatcher was away."""
-        if token_ids or text:
-            letter = self._letter(sequence.key.stream_id)
-            letter.handles.append(sequence.key.handle)
-            letter.token_counts.append(len(token_ids))
-            letter.token_ids.extend(token_ids)
-            letter.texts.append(text)
-            letter.has_text = letter.has_text or bool(text)
-            letter.logprobs.extend(logprobs)
-
     def turned(self, key: SequenceKey, *, waits: bool) -> None:
         """It had been let in and waits, or it has been let in again."""
         letter = self._letter(key.stream_id)
@@ -88,7 +77,7 @@ class Outbox:
             letter.resumed = (*letter.resumed, key.handle)
 
     def moved(self, key: SequenceKey, to: str) -> None:
-        """Another leader has it, and tells the rest."""
+        """The request goes on at another leader."""
         self._letter(key.stream_id).endings.append(Ending(key.handle, None, moved_to=to))
 
     def ended(self, sequence: Sequence, reason: FinishReason, error: str, invalid: bool) -> None:

@@ -53,7 +53,6 @@ def foresee(group_scheduler: GroupScheduler) -> PlainSteps | None:
             token_count - sequence.computed_tokens != 1
             or not sequence.in_engine
             or sequence.first_token_at_s is None
-            or sequence.unsent is not None
             or sequence.sampling.logprobs is not None
             or not 0 <= first <= block_tokens + 1
         ):

@@ -10,10 +10,6 @@ classes decide who is admitted first and who gives way when the cache is full.
 With several batches in flight, a sequence that is in one of them can be neither scheduled nor preempted. Who needs
 the block of such a one skips a batch; as it comes before its victim in the order of service, it is the first to get
 the block when the victim has landed.
-
-A suspended sequence keeps its reservation and is left alone, even if it ends meanwhile: its blocks are being written
-on the stages until `resume`, `lose` or `let_go` is called for it. One that waits for room on some stage has none
-until `take_blocks`.
 """
 
 import bisect
@@ -29,6 +25,7 @@ from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import blocks_for
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.sequence import Sequence, SequenceState
+from services.worker.core.suspended import Suspended
 from services.worker.core.swapping import NOTHING, SwapOrders, SwapSpace
 from services.worker.policy.admission import AdmissionView, admits, most_prompt_tokens, reserved
 from services.worker.policy.batching import PrefillView, chunk_prefills
@@ -72,8 +69,7 @@ class Scheduler:
         self.stage_count = 1
         self.reserved_block_count = 0
         self.running: list[Sequence] = []  # in order of service
-        self.suspended: dict[SequenceId, Sequence] = {}  # those that have ended meanwhile are still among them
-        self.without_blocks: set[SequenceId] = set()  # suspended ones that have no reservation yet
+        self.suspended = Suspended(limits.block_tokens, self._reserve)
         self._waiting: tuple[OrderedDict[SequenceId, Sequence], ...] = tuple(OrderedDict() for _ in PriorityClass)
         self.waiting_count = 0
         self.waiting_tokens = 0
@@ -282,12 +278,7 @@ class Scheduler:
                 self._reserve(sequence, -sequence.reserved_block_count)
                 self.swap.forget(sequence)
             case _:
-                self.let_go(sequence)
-
-    def let_go(self, sequence: Sequence) -> None:
-        """Nothing is written any more into the blocks of a suspended sequence, and it does not need them."""
-        self._leave_suspended(sequence)
-        self._reserve(sequence, -sequence.reserved_block_count)
+                self.suspended.let_go(sequence)
 
     def _reserve(self, sequence: Sequence, added_block_count: int) -> None:
         self.reserved_block_count += added_block_count
@@ -438,15 +429,21 @@ class Scheduler:
         self._reserve(sequence, 1)
         return victims
 
+    @property
+    def _candidates(self) -> list[Sequence]:
+        """Sequences that may have to give way."""
+        return [*self.running, *self.suspended.kept] if self.suspended.arrived else self.running
+
     def _victim(self) -> Sequence:
-        """The sequence, of all that run, that gives way first."""
-        views = [VictimView(s.rank, s.arrival, s.reserved_block_count, s.computed_tokens) for s in self.running]
-        return self.running[choose_victim(views)]
+        """The sequence, of all candidates, that gives way first."""
+        candidates = self._candidates
+        views = [VictimView(s.rank, s.arrival, s.reserved_block_count, s.computed_tokens) for s in candidates]
+        return candidates[choose_victim(views)]
 
     def shed(self, at_s: float, completed_step_id: int) -> list[Sequence]:
         """Preempt until all is within what there is, or until the next victim is one in flight."""
         victims: list[Sequence] = []
-        while not self.settled and self.running:
+        while not self.settled and self._candidates:
             victim = self._victim()
             if victim.step_id > completed_step_id:
                 break
@@ -507,63 +504,46 @@ class Scheduler:
 
     def start_over(self, sequence: Sequence, at_s: float, why: str) -> None:
         """A running sequence, of which nothing is in flight, waits again, with nothing computed."""
+        if sequence.snapshot is not None:
+            self.suspended.forget_kv(sequence, at_s, why)
+            return
         self.running.remove(sequence)
         self._recompute(sequence, at_s, why)
 
     # ---------------------------------------------------------------- KV on its way
 
     def suspend(self, sequence: Sequence, at_s: float, *, waits: bool = False) -> None:
-        self.running.remove(sequence)
-        sequence.move(SequenceState.SUSPENDED, at_s, "its KV waits for room" if waits else "its KV travels")
-        self.suspended[sequence.sequence_id] = sequence
-        if waits:
-            self.without_blocks.add(sequence.sequence_id)
-            self._reserve(sequence, -sequence.reserved_block_count)
-
-    def take_blocks(self, sequence: Sequence, at_s: float) -> None:
-        """There is room for a suspended sequence that has waited for it."""
-        self.without_blocks.remove(sequence.sequence_id)
-        self._reserve(sequence, blocks_for(sequence.token_count, self.block_tokens))
-        sequence.note(at_s, "its KV travels")
+        """It runs, or is KV without a request."""
+        if sequence.state is SequenceState.RUNNING:
+            self.running.remove(sequence)
+        self.suspended.add(sequence, at_s, travels=True, waits=waits)
 
     def resume(self, sequence: Sequence, at_s: float) -> None:
-        if sequence.sequence_id in self.without_blocks:
-            raise InvariantViolation(f"{sequence.name} has its KV in no block", sequence.story())
-        self._leave_suspended(sequence)
-        self._run(sequence, 0, at_s, "its KV is complete")
+        """All its KV is here."""
+        if self.suspended.complete(sequence, at_s):
+            self._run(sequence, 0, at_s, "its KV is complete")
 
-    def _leave_suspended(self, sequence: Sequence) -> None:
-        del self.suspended[sequence.sequence_id]
-        self.without_blocks.discard(sequence.sequence_id)
+    def bind(self, kept: Sequence, request: Sequence, at_s: float) -> None:
+        """The request of that KV is here, under its id. Room is made afterwards, if need be, by `shed`."""
+        if self.suspended.bind(kept, request, at_s):
+            self.resume(request, at_s)
 
     def lose(self, sequence: Sequence, at_s: float) -> None:
         """It loses its KV, suspended or running."""
+        if sequence.snapshot is not None:
+            self.suspended.forget_kv(sequence, at_s, "its KV is lost")
+            return
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
         else:
-            self._leave_suspended(sequence)
+            self.suspended.leave(sequence)
         self._recompute(sequence, at_s, "its KV is lost")
-
-    def adopt(self, sequence: Sequence, at_s: float, *, suspended: bool, waits: bool = False) -> None:
-        """It comes with its KV. Room is made afterwards, if need be, by `shed`."""
-        need = blocks_for(sequence.token_count, self.block_tokens)
-        if not suspended:
-            self._run(sequence, need, at_s, "adopted")
-            return
-        if sequence.state is not SequenceState.ENDED:
-            why = "adopted, its KV waits for room" if waits else "adopted, its KV travels"
-            sequence.move(SequenceState.SUSPENDED, at_s, why)
-        self.suspended[sequence.sequence_id] = sequence
-        if waits:
-            self.without_blocks.add(sequence.sequence_id)
-        else:
-            self._reserve(sequence, need)
 
     # ---------------------------------------------------------------- inspector
 
     def check(self, completed_step_id: int) -> None:
         """Raise InvariantViolation unless counts equal sums, orders hold and every sequence has what it needs."""
-        victim = self._victim() if self.running and not self.settled else None
+        victim = self._victim() if self._candidates and not self.settled else None
         if victim is not None and victim.step_id <= completed_step_id:
             raise InvariantViolation(
                 f"{self.reserved_block_count} of {self.block_count} blocks are reserved, {self.running_count} of"
@@ -572,6 +552,7 @@ class Scheduler:
         waiting = self.waiting
         held = [*self.running, *self.suspended.values(), *self.swap.holders]
         self.swap.check()
+        self.suspended.check()
         for what, have, want in (
             ("waiting_count", self.waiting_count, len(waiting)),
             ("waiting_tokens", self.waiting_tokens, sum(s.token_count for s in waiting)),
@@ -588,12 +569,5 @@ class Scheduler:
                 raise InvariantViolation(f"out of order: {[_order(s) for s in sequences]}")
         for sequence in self.running:
             sequence.check_running(self.block_tokens)
-        for sequence in self.suspended.values():
-            if sequence.state not in (SequenceState.SUSPENDED, SequenceState.ENDED):
-                raise InvariantViolation(f"{sequence.name} is among the suspended", sequence.story())
-            if sequence.reserved_block_count and sequence.sequence_id in self.without_blocks:
-                raise InvariantViolation(f"{sequence.name} waits for room and has some", sequence.story())
-        if not self.without_blocks <= self.suspended.keys():
-            raise InvariantViolation(f"{sorted(self.without_blocks)} wait for room, and not all are suspended")
         for sequence in waiting:
             sequence.check_waiting()

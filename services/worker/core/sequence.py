@@ -4,9 +4,9 @@ from collections import deque
 from enum import Enum
 
 from ballast.common.errors import InvariantViolation
-from ballast.common.sampling import FinishReason
-from services.worker.core.batch import NewSequence, SequenceId, TokenLogprobs
+from services.worker.core.batch import NewSequence, SequenceId
 from services.worker.core.events import SequenceKey, Submitted
+from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.stop import StopRule
 
 STORY_LINES = 32
@@ -20,7 +20,7 @@ class SequenceState(Enum):
     RUNNING = "running"  # its KV is reserved; takes part in batches
     SUSPENDED = "suspended"  # its KV is reserved and on its way from stage to stage
     SWAPPED = "swapped"  # its KV is in host memory, or on its way there or back
-    HELD = "held"  # in no line yet: another leader may be handing its tokens and KV over
+    WAITING_FOR_KV = "waiting for KV"  # in no line yet: another leader may be handing its KV over
     ENDED = "ended"
 
 
@@ -35,35 +35,12 @@ _MOVES = frozenset(
         (SequenceState.RUNNING, SequenceState.SWAPPED),  # preempted, and its KV is kept
         (SequenceState.SWAPPED, SequenceState.RUNNING),  # its KV is back
         (SequenceState.SWAPPED, SequenceState.WAITING),  # what was copied is of no use any more
-        (SequenceState.WAITING, SequenceState.HELD),
-        (SequenceState.HELD, SequenceState.WAITING),
+        (SequenceState.WAITING, SequenceState.WAITING_FOR_KV),
+        (SequenceState.WAITING_FOR_KV, SequenceState.WAITING),
+        (SequenceState.WAITING_FOR_KV, SequenceState.SUSPENDED),
         *((state, SequenceState.ENDED) for state in SequenceState if state is not SequenceState.ENDED),
     }
 )
-
-
-class Unsent:
-    """What an orphan produces while nobody listens, kept for the dispatcher that asks for it.
-
-    The tokens are those of the sequence itself, from `token_count` on.
-    """
-
-    __slots__ = ("char_count", "error", "finish_reason", "invalid", "logprobs", "texts", "token_count")
-
-    def __init__(self, token_count: int, char_count: int) -> None:
-        self.token_count = token_count  # so many tokens, and
-        self.char_count = char_count  # so many characters, were sent before it became an orphan
-        self.texts: list[str] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.finish_reason: FinishReason | None = None  # it has ended
-        self.error = ""
-        self.invalid = False
-
-    def add(self, text: str, logprobs: TokenLogprobs | None = None) -> None:
-        if text:
-            self.texts.append(text)
-        if logprobs is not None:
-            self.logprobs.append(logprobs)
 
 
 class Sequence:
@@ -90,11 +67,11 @@ class Sequence:
         "reserved_tokens",
         "sampling",
         "sequence_id",
+        "snapshot",
         "state",
         "step_id",
         "stop",
         "token_count",
-        "unsent",
         "wants_text",
     )
 
@@ -120,7 +97,7 @@ class Sequence:
         self.step_id = 0  # of the last batch that it took part in
         self.in_engine = False  # a batch of this leader has added it and none has removed it
         self.on_stages = False  # stages hold blocks for it, or know it: they have to be told when it goes
-        self.unsent: Unsent | None = None  # of an orphan
+        self.snapshot: SequenceSnapshot | None = None  # of KV whose request is not here yet
         self.may_overfill = False  # it had been let in before it came to the waiting line: the bound is for others
         self.first_token_at_s: float | None = None  # of this attempt
         self.preempted = False  # its dispatcher has been told that it waits, and not yet that it runs again

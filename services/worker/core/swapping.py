@@ -120,9 +120,9 @@ class SwapSpace:
     # ---------------------------------------------------------------- there and back
 
     def takes(self, sequence: Sequence) -> bool:
-        """Whether it has KV and the host has room for it."""
+        """Whether it runs, has KV and the host has room for it."""
         block_count = blocks_for(sequence.computed_tokens, self._block_tokens)
-        return 0 < block_count <= self._limit - self._host.used_count
+        return sequence.snapshot is None and 0 < block_count <= self._limit - self._host.used_count
 
     def leave(self, sequence: Sequence) -> None:
         table = self._host.hold(sequence.sequence_id, sequence.computed_tokens)

@@ -255,7 +255,7 @@ class Leading:
             s.sequence_id: s.token_count for s in self._group_scheduler.sequences if s.sequence_id in mine & alive
         }
         for snapshot in sorted(coming, key=lambda s: (s.priority.rank, -s.age_s)):
-            counts[snapshot.sequence_id] = len(snapshot.prompt_token_ids) + len(snapshot.output_token_ids)
+            counts[snapshot.sequence_id] = snapshot.token_count
         with_kv, kept = {v.sequence_id: v for v in victims}, dict[SequenceId, Victim]()
         for sequence_id, count in counts.items():
             need = blocks_for(count + 1, self._block_tokens)
@@ -280,5 +280,4 @@ class Leading:
 
     def _weight(self, snapshot: SequenceSnapshot, now_s: float) -> tuple[int, float, int]:
         """See `GroupScheduler.weights`."""
-        token_count = len(snapshot.prompt_token_ids) + len(snapshot.output_token_ids)
-        return snapshot.priority.rank, now_s - snapshot.age_s, blocks_for(token_count, self._block_tokens)
+        return snapshot.priority.rank, now_s - snapshot.age_s, blocks_for(snapshot.token_count, self._block_tokens)

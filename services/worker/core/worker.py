@@ -38,7 +38,6 @@ from services.worker.core.events import (
     LeavingStopped,
     MovedOver,
     OfLeaving,
-    OrphanWithdrawn,
     Removed,
     RoleChanged,
     StepDone,
@@ -48,7 +47,6 @@ from services.worker.core.events import (
     StreamsLost,
     Submitted,
     Tick,
-    WithdrawnTooLate,
 )
 from services.worker.core.group_scheduler import GroupScheduler
 from services.worker.core.handover import ANOTHER_LEADS, Handovers, stop_rule
@@ -91,7 +89,7 @@ class WorkerCore:
         """`block_count`, `book`, `microbatching`, `target`: see `GroupScheduler`. Ids follow on `first_sequence_id`."""
         self._limits = limits
         self._request_table = request_table = RequestTable(limits)
-        self._handovers = Handovers(limits, request_table, self._new_sequence_id)
+        self._handovers = Handovers(limits, request_table)
         self._microbatching, self._target = microbatching, target
         self._steps = Steps()
         self._group_schedulers = [
@@ -107,7 +105,6 @@ class WorkerCore:
         self._prompt_tokens_total = 0
         self._generation_tokens_total = 0
         self._stale_events_total = 0
-        self._withdrawn_too_late: SequenceId | None = None
 
     # ---------------------------------------------------------------- the one door
 
@@ -149,8 +146,6 @@ class WorkerCore:
                 handed_over = self._handovers.hand_over(group_scheduler, event)
             case Adopted():
                 self._handovers.adopt(group_scheduler, event)
-            case OrphanWithdrawn():
-                self._handovers.withdraw(event)
             case GroupOpened():
                 self._open(event)
             case LeavingStopped():
@@ -173,9 +168,6 @@ class WorkerCore:
                 commands.append(removed if each is self._group_schedulers[-1] else replace(removed, leaving=True))
         if handed_over is not None:
             commands.append(handed_over)
-        if self._withdrawn_too_late is not None:
-            commands.append(WithdrawnTooLate(self._withdrawn_too_late))
-            self._withdrawn_too_late = None
         if lost:
             commands.append(StreamsLost())
         if execute is not None:
@@ -227,6 +219,7 @@ class WorkerCore:
         if len(self._group_schedulers) > 1:
             raise InvariantViolation("a group_scheduler is opened while another one is leaving")
         before.stop_swapping(event.at_s)
+        self._handovers.forget_kv(before, event.at_s)
         self._group_schedulers.append(group_scheduler)
         if not before.leads:
             self._close_leaving()
@@ -261,7 +254,7 @@ class WorkerCore:
         request_table = self._request_table
         return self._draining and not (
             request_table.live
-            or request_table.orphans
+            or request_table.kept
             or any(group_scheduler.is_occupied for group_scheduler in self._group_schedulers)
         )
 
@@ -298,9 +291,9 @@ class WorkerCore:
         return self._limits.swap_block_count
 
     @property
-    def orphan_count(self) -> int:
-        """Sequences that no dispatcher has claimed since they were handed over."""
-        return len(self._request_table.orphans)
+    def kept_count(self) -> int:
+        """Sequences that were handed over and that no dispatcher has submitted here yet."""
+        return len(self._request_table.kept)
 
     def running_kv_tokens(self, sequence_id: SequenceId) -> int | None:
         """How many tokens of a sequence that runs have KV; None: it does not run here."""
@@ -409,18 +402,19 @@ class WorkerCore:
             self._stale_events_total += 1
             return
         stream.seen_handle = max(handle, stream.seen_handle)
-        if self._handovers.claim(event):
+        if self._handovers.follow(event):
             return
-        may_hold = self._handovers.may_hold(event)
-        # What is held may run in a larger group than this one is now.
+        kept, waits = self._handovers.kept(event.request_id), self._handovers.may_wait(event)
+        moves = kept is not None or waits
+        # What moves may run in a larger group than this one is now.
         if fault := fault_of(
-            event, self._limits, sys.maxsize if may_hold else group_scheduler.scheduler.ceiling_block_count
+            event, self._limits, sys.maxsize if moves else group_scheduler.scheduler.ceiling_block_count
         ):
             self._request_table.turn_away(event.key, fault, invalid=True)
-        elif not may_hold and (refusal := self._refusal(group_scheduler, event)):
+        elif not moves and (refusal := self._refusal(group_scheduler, event)):
             self._request_table.turn_away(event.key, refusal, invalid=False)
         else:
-            self._accept(group_scheduler, event, may_hold)
+            self._accept(group_scheduler, event, kept, waits=waits)
 
     def _new_sequence_id(self) -> SequenceId:
         self._last_sequence_id += 1
@@ -445,32 +439,37 @@ class WorkerCore:
             )
         return ""
 
-    def _accept(self, group_scheduler: GroupScheduler, event: Submitted, hold: bool) -> None:
-        rule = stop_rule(event, self._limits, (event.output_text, event.delivered_text_chars, 0))
-        sequence = Sequence(self._new_sequence_id(), event, rule)
+    def _accept(self, group_scheduler: GroupScheduler, event: Submitted, kept: Sequence | None, *, waits: bool) -> None:
+        at_s, sequence = event.at_s, Sequence(self._new_sequence_id(), event, stop_rule(event, self._limits))
         sequence.sampling = with_seed(event.sampling)
-        sequence.note(event.at_s, f"submitted: {sequence.token_count} tokens, class {event.priority.value}")
-        self._request_table.enter(sequence, event.at_s)
-        if hold:
-            self._handovers.hold(group_scheduler, sequence, event)
-        else:
-            self._request_table.place(sequence, group_scheduler, event.at_s)
+        sequence.note(at_s, f"submitted: {sequence.token_count} tokens, class {event.priority.value}")
+        self._request_table.enter(sequence)
         if event.output_token_ids:
             sequence.stop.resume(sequence.output_token_ids)
-            self._request_table.turned.append(sequence)  # it was let in elsewhere
-        if sequence.stop.finish_reason is not None:
-            self._request_table.end(sequence, event.at_s, sequence.stop.finish_reason)
-        elif event.deadline_at_s is not None and event.deadline_at_s <= event.at_s:
-            self._request_table.end(sequence, event.at_s, FinishReason.DEADLINE)
-        elif not hold:
-            group_scheduler.scheduler.admit(event.at_s)
+        ending = sequence.stop.finish_reason
+        if ending is None and event.deadline_at_s is not None and event.deadline_at_s <= at_s:
+            ending = FinishReason.DEADLINE
+        if ending is not None:
+            self._request_table.end(sequence, at_s, ending)
+            if kept is not None:
+                self._handovers.free(group_scheduler, kept, at_s, "its request has ended")
+        elif kept is not None:
+            self._handovers.bind(group_scheduler, kept, sequence, at_s)
+            group_scheduler.make_room(at_s)
+            group_scheduler.scheduler.admit(at_s)
+        elif waits:
+            self._handovers.wait(group_scheduler, sequence, at_s)
+        else:
+            self._request_table.place(sequence, group_scheduler, at_s)
+            if event.output_token_ids:
+                self._request_table.turned.append(sequence)  # it was let in elsewhere
+            group_scheduler.scheduler.admit(at_s)
 
     def _abort(self, event: Aborted) -> None:
         stream = self._request_table.streams.get(event.key.stream_id)
         sequence = stream.live.get(event.key.handle) if stream else None
         if sequence is None:
             self._stale_events_total += 1
-            self._withdrawn_too_late = self._request_table.take_moved(event.key)
         else:
             self._request_table.end(sequence, event.at_s, FinishReason.CANCELLED)
 
@@ -515,7 +514,6 @@ class WorkerCore:
                     if (
                         len(output) + 1 < sequence.stop.watched_from
                         and sequence.first_token_at_s is not None
-                        and sequence.unsent is None
                         and logprobs[index] is None
                     ):
                         output.append(token_ids[index])
@@ -543,10 +541,7 @@ class WorkerCore:
         self._generation_tokens_total += 1
         output_count = sequence.append(token_id)
         text = stop.take(token_id, output_count, delta) if output_count >= stop.watched_from else ""
-        if sequence.unsent is None:
-            self._outbox.token(sequence, token_id, text, logprobs)
-        else:
-            sequence.unsent.add(text, logprobs)
+        self._outbox.token(sequence, token_id, text, logprobs)
         if stop.finish_reason is not None:
             self._request_table.end(sequence, at_s, stop.finish_reason)
 
@@ -586,7 +581,7 @@ class WorkerCore:
         for group_scheduler in self._group_schedulers:
             group_scheduler.check()
             for sequence in group_scheduler.sequences:
-                if sequence.state is SequenceState.ENDED:
+                if sequence.state is SequenceState.ENDED or sequence.snapshot is not None:
                     continue
                 placed_count += 1
                 if request_table.group_schedulers.get(sequence.sequence_id) is not group_scheduler:

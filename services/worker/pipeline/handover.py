@@ -18,7 +18,7 @@ from services.worker.pipeline.capacity import Capacities
 from services.worker.pipeline.context import MemberContext
 from services.worker.pipeline.events import HandoverArrived
 from services.worker.pipeline.status import Progress
-from services.worker.pipeline.wire import Topic, roster_to_bytes, snapshot_to_proto
+from services.worker.pipeline.wire import SNAPSHOT, Topic, roster_to_bytes
 
 
 class Handover:
@@ -82,7 +82,7 @@ class Handover:
     def send(self, epoch: Epoch, to: WorkerId, *, more: bool = False) -> None:
         body = pb.Handover(
             epoch=epoch,
-            sequences=[snapshot_to_proto(snapshot) for snapshot in self._going.pop(to, ())],
+            sequences=[SNAPSHOT.message(snapshot) for snapshot in self._going.pop(to, ())],
             block_count=self._context.book.block_count,
             final_block_count=self._final_counts.get(self._role.me, 0),
             more=more,
@@ -95,7 +95,7 @@ class Handover:
         """Takes in the sequences that have come of a group that dissolves: they are computed anew."""
         coming, self._by_tokens = tuple(self._by_tokens), []
         if coming:
-            self._tell(Adopted(now_s, coming, by_tokens=True))
+            self._tell(Adopted(now_s, coming))
 
     def some_came(self, event: HandoverArrived) -> None:
         """Others follow."""

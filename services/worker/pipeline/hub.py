@@ -40,6 +40,7 @@ from services.worker.pipeline.events import (
     Told,
 )
 from services.worker.pipeline.wire import (
+    SNAPSHOT,
     Topic,
     batch_from_bytes,
     capacity_from_bytes,
@@ -48,7 +49,6 @@ from services.worker.pipeline.wire import (
     pieces_from_bytes,
     result_from_bytes,
     room_from_bytes,
-    snapshot_from_proto,
     victim_from_proto,
 )
 from services.worker.shell import MemberEvent
@@ -105,7 +105,7 @@ class Hub:
                 self.post(Told(ending, EpochEnded(now_s, ending, peer)))
             case Topic.HANDOVER:
                 handover = pb.Handover.FromString(_whole(message))
-                snapshots = tuple(snapshot_from_proto(s) for s in handover.sequences)
+                snapshots = tuple(SNAPSHOT.record(s) for s in handover.sequences)
                 counts = handover.block_count, handover.final_block_count
                 self.post(HandoverArrived(epoch, peer, snapshots, *counts, handover.more))
             case Topic.ROSTER | Topic.WAVE:

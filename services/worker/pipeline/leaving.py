@@ -128,8 +128,7 @@ class Leaving:
         if not requests:
             return
         placed, me = self._place(requests), self.role.me
-        # What has not been told yet stays: its dispatcher asks for it here.
-        mine = [r for r in requests if placed[r.sequence_id] == me or r.unsent is not None]
+        mine = [r for r in requests if placed[r.sequence_id] == me]
         ids = frozenset(r.sequence_id for r in mine)
         if by_tokens:
             self._progress.victims_recomputed += len(placed)

@@ -14,7 +14,6 @@ from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import Place
 from ballast.common.transition import Phase
 from ballast.service.logs import get_logger
-from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import BlockBook
 from services.worker.core.events import Execute, GroupLost, GroupOpened, Removed, RoleChanged
 from services.worker.core.mover import Mode
@@ -262,11 +261,6 @@ class GroupMember:
         leaving = self._driver.leaving
         computes = leaving is not None and not leaving.closed and leaving.role.epoch == epoch
         return leaving.stage if leaving is not None and computes else self._stage
-
-    def withdrawn(self, sequence_id: SequenceId) -> list[Answer]:
-        self._migrations.withdrawn(sequence_id)
-        self._is_awake = True
-        return self._answers.take()
 
     def check(self) -> None:
         self._context.book.check()

@@ -20,13 +20,11 @@ from services.worker.core.events import (
     Adopted,
     HandedOver,
     HandOver,
-    OrphanWithdrawn,
     PrefillLimited,
     RoomExpected,
 )
 from services.worker.core.migration_messages import (
     Adopt,
-    DropOrphan,
     ForStages,
     Give,
     HandAway,
@@ -45,7 +43,6 @@ from services.worker.core.migration_messages import (
     Taken,
     TargetCommand,
     Want,
-    Withdrawn,
 )
 from services.worker.core.spans import Stage, stages_of
 from services.worker.links.traffic import TrafficClass
@@ -117,10 +114,6 @@ class Migrations:
             self._begin(now_s)
         if len(self._departures):
             self._carry_out(self._departures.look(now_s, self._core.running_kv_tokens, self._core.in_flight))
-
-    def withdrawn(self, sequence_id: SequenceId) -> None:
-        """Its client has gone, and it has been the target's since a moment ago."""
-        self._carry_out(self._departures.withdraw(sequence_id))
 
     def peer_lost(self, epoch: Epoch, peer: WorkerId, why: str) -> None:
         if peer in self._link and self._link[peer].epoch == epoch:
@@ -218,7 +211,7 @@ class Migrations:
                 why = self._why_not() or ("" if self._role.leads else f"{self._role.leader} leads here")
                 epoch = Epoch(link.epoch)
                 self._carry_out(self._arrivals.offered(now_s, peer, epoch, message, self._stages, why))
-            case Handed() | Withdrawn():
+            case Handed():
                 self._carry_out(self._arrivals.heard(now_s, peer, message))
             case Want() | Taken():
                 self._carry_out(self._departures.heard(now_s, peer, message))
@@ -284,8 +277,6 @@ class Migrations:
                     self._report(command)
                 case Adopt():
                     self._adopt(command)
-                case DropOrphan(sequence_id=sequence_id):
-                    self._tell(OrphanWithdrawn(self._now(), sequence_id))
         self._tell_room()
 
     def _tell_room(self) -> None:

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any
 
-from ballast.common.ids import Epoch, RequestId, WorkerId
+from ballast.common.ids import Epoch, WorkerId
 from ballast.common.sampling import Grammar, SamplingParams
-from ballast.rpc.codec import PRIORITY, SAMPLING, finish_from_proto, finish_to_proto
-from ballast.rpc.mapping import Mapper, map_specially
+from ballast.rpc.codec import SAMPLING
+from ballast.rpc.mapping import Mapper
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.batch import Batch, NewSequence, Slice, StepResult, SwapCopy, TokenLogprobs
@@ -24,7 +24,6 @@ from services.worker.core.migration_messages import (
     Take,
     Taken,
     Want,
-    Withdrawn,
 )
 from services.worker.core.plan import Victim
 from services.worker.core.room import RoomSizes
@@ -33,6 +32,7 @@ from services.worker.core.spans import Piece
 from services.worker.core.transition_messages import RosterReceived, SendRoster
 
 _COPY = Mapper(SwapCopy, pb.SwapCopy)
+SNAPSHOT = Mapper(SequenceSnapshot, pb.SequenceState)
 
 
 class Topic(IntEnum):
@@ -185,59 +185,6 @@ def logprobs_from_proto(message: cluster_pb2.Logprobs) -> TokenLogprobs:
     return TokenLogprobs(message.chosen.token_id, message.chosen.logprob, top)
 
 
-_PLAIN = (
-    "sequence_id",
-    "attempt",
-    "age_s",
-    "wants_text",
-    "computed_tokens",
-    "on_stages",
-    "suspended",
-    "gone",
-    "held_text",
-    "skip_chars",
-    "passed_chars",
-    "emitted_token_count",
-    "emitted_chars",
-    "unsent_text",
-    "matched_stop",
-    "error",
-    "invalid",
-)
-
-
-def snapshot_to_proto(snapshot: SequenceSnapshot) -> pb.SequenceState:
-    message = pb.SequenceState(
-        request_id=snapshot.request_id,
-        priority=PRIORITY.number_of[snapshot.priority],
-        prompt_token_ids=snapshot.prompt_token_ids,
-        output_token_ids=snapshot.output_token_ids,
-        sampling=SAMPLING.message(snapshot.sampling),
-        unsent_logprobs=[logprobs_to_proto(logprobs) for logprobs in snapshot.unsent_logprobs],
-        finish_reason=finish_to_proto(snapshot.finish_reason),
-    )
-    if snapshot.deadline_s is not None:
-        message.deadline_s = snapshot.deadline_s
-    for name in _PLAIN:
-        setattr(message, name, getattr(snapshot, name))
-    return message
-
-
-def snapshot_from_proto(message: pb.SequenceState) -> SequenceSnapshot:
-    return SequenceSnapshot(
-        request_id=RequestId(message.request_id),
-        priority=PRIORITY.member(message.priority, "priority"),
-        deadline_s=message.deadline_s if message.HasField("deadline_s") else None,
-        prompt_token_ids=tuple(message.prompt_token_ids),
-        output_token_ids=tuple(message.output_token_ids),
-        sampling=SAMPLING.record(message.sampling),
-        unsent_logprobs=tuple(logprobs_from_proto(entry) for entry in message.unsent_logprobs),
-        finish_reason=finish_from_proto(message.finish_reason),
-        **{name: getattr(message, name) for name in _PLAIN},
-    )
-
-
-map_specially(SequenceSnapshot, pb.SequenceState, snapshot_to_proto, snapshot_from_proto)
 # What can be said of a migration, by the name of its field. Any: each record and message of its own type.
 _SAID: dict[str, Mapper[Any, Any]] = {
     "offer": Mapper(Offer, pb.MigrationOffer),
@@ -245,7 +192,6 @@ _SAID: dict[str, Mapper[Any, Any]] = {
     "handed": Mapper(Handed, pb.MigrationHanded),
     "taken": Mapper(Taken, pb.MigrationTaken),
     "off": Mapper(Off, pb.MigrationOff),
-    "withdrawn": Mapper(Withdrawn, pb.MigrationWithdrawn),
     "give": Mapper(Give, pb.MigrationGive),
     "take": Mapper(Take, pb.MigrationTake),
     "stop": Mapper(Stop, pb.MigrationStop),

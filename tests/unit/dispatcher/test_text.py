@@ -165,3 +165,26 @@ def test_bytes_of_tokens_are_those_of_the_text(model: Path) -> None:
     assert b"".join(map(encoder.token_bytes, ids)).decode() == text
     assert encoder.token_bytes(0) == b"<|bos|>"
     assert encoder.decode(ids, skip_special_tokens=True) == text
+
+
+def test_a_last_message_goes_on_where_it_ends(model: Path) -> None:
+    encoder = PromptEncoder(model)
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The ship "}]
+    variables = {"continue_final_message": True, "add_generation_prompt": False}
+    ids = asyncio.run(encoder.encode_conversation(messages, variables))
+    assert encoder.decode(ids, skip_special_tokens=False).endswith("The ship ")
+    (model / "other.jinja").write_text("{{ messages[0].content }}")
+    with pytest.raises(InvalidRequest, match="cannot be continued"):
+        asyncio.run(PromptEncoder(model, model / "other.jinja").encode_conversation(messages, variables))
+
+
+def test_sampling_defaults_are_those_of_the_models_authors_or_of_none(model: Path, tmp_path: Path) -> None:
+    assert PromptEncoder(model).default_sampling == {}
+    path = model / "generation_config.json"
+    path.write_text(json.dumps({"do_sample": True, "top_k": 20, "temperature": 0.6, "eos_token_id": 1}))
+    assert PromptEncoder(model).default_sampling == {"temperature": 0.6, "top_k": 20.0}
+    assert PromptEncoder(model, generation_config="ballast").default_sampling == {}
+    assert PromptEncoder(model, generation_config=str(tmp_path / "elsewhere")).default_sampling == {}
+    path.write_text(json.dumps({"top_k": "many"}))
+    with pytest.raises(ConfigError, match="top_k must be a number"):
+        PromptEncoder(model)

@@ -1,15 +1,14 @@
-"""Calls are found in a model's words however these are cut into pieces."""
+"""What the template is given of tools, and what an answer is bound to."""
 
-import itertools
 import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from llguidance import LLMatcher
 
 from services.gateway.errors import Failure
-from services.gateway.openai.tools import Dialect, Hermes, Listener, Llama3Json, ToolCall, listen, tool_use_of
+from services.gateway.openai.formats import ReasoningParser, Thoughts, ToolFormat, thoughts_of
+from services.gateway.openai.tools import tool_use_of
 
 TOOLS: Any = [
     {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}},
@@ -19,78 +18,68 @@ HERMES = "{% if tools %}<tool_call>{% endif %}"
 LLAMA = '{% if tools %}{"name": name, "parameters": {}}{% endif %}'
 
 
-def call(name: str, **arguments: Any) -> ToolCall:
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+def use(choice: object, template: str = HERMES, kind: ToolFormat | None = None, *, parallel: bool = True) -> Any:
+    return tool_use_of(TOOLS, choice, parallel=parallel, template=template, kind=kind)
 
 
-HERMES_CASES = {
-    "plain words": ("plain words", []),
-    "a < b <tool and <tool_call": ("a < b <tool and <tool_call", []),
-    'Well.<tool_call>\n{"name": "clock", "arguments": {"zone": "é"}}\n</tool_call>': (
-        "Well.",
-        [call("clock", zone="é")],
-    ),
-    '<tool_call>{"name":"a","arguments":{}}</tool_call>\n<tool_call>{"name":"b","arguments":{"x":1}}</tool_call>!': (
-        "!",
-        [call("a"), call("b", x=1)],
-    ),
-    '<tool_call>{"name":"a","arguments":{"t":"</tool"}}</tool_call>': ("", [call("a", t="</tool")]),
-    "<tool_call>no json</tool_call>": ("<tool_call>no json</tool_call>", []),
-    '<tool_call>{"name":"a","arguments":{}}': ("", [call("a")]),
-    '<tool_call>{"name":"a","argum': ('<tool_call>{"name":"a","argum', []),
-}
-LLAMA_CASES = {
-    "plain words {not a call}": ("plain words {not a call}", []),
-    '{"name": "a", "parameters": {"x": [1]}}': ("", [call("a", x=[1])]),
-    '<|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}': ("", [call("a"), call("b")]),
-    '{"just": "json"}': ('{"just": "json"}', []),
-    '{"name": "a", "parameters"': ('{"name": "a", "parameters"', []),
-}
-
-
-@pytest.mark.parametrize(("text", "expected"), HERMES_CASES.items())
-@given(cuts=st.lists(st.integers(0, 120)))
-def test_hermes(text: str, expected: tuple[str, list[ToolCall]], cuts: list[int]) -> None:
-    assert heard(Hermes(), text, cuts) == expected
-
-
-@pytest.mark.parametrize(("text", "expected"), LLAMA_CASES.items())
-@given(cuts=st.lists(st.integers(0, 120)))
-def test_llama(text: str, expected: tuple[str, list[ToolCall]], cuts: list[int]) -> None:
-    assert heard(Llama3Json(), text, cuts) == expected
-
-
-@given(text=st.text(alphabet='<tool_cal>/{}" ;:,1n'), cuts=st.lists(st.integers(0, 60)))
-def test_pieces_never_matter_and_words_are_never_lost(text: str, cuts: list[int]) -> None:
-    for make in (Hermes, Llama3Json):
-        assert heard(make(), text, cuts) == listen(make(), text)
-        said, calls = listen(make(), text)
-        assert calls or said == text
-
-
-def heard(listener: Listener, text: str, cuts: list[int]) -> tuple[str, list[ToolCall]]:
-    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    pieces = [listener.feed(text[a:b]) for a, b in itertools.pairwise(edges)] + [listener.finish()]
-    return "".join(piece.text for piece in pieces), [each for piece in pieces for each in piece.calls]
-
-
-def test_the_template_tells_the_dialect_and_the_choice_binds_the_answer() -> None:
-    def use(choice: object, template: str = HERMES, dialect: Dialect | None = None, *, parallel: bool = True) -> Any:
-        return tool_use_of(TOOLS, choice, parallel=parallel, template=template, dialect=dialect)
-
-    assert use(None).dialect is Dialect.HERMES
-    assert use("auto", LLAMA).dialect is Dialect.LLAMA3_JSON
-    assert use("auto", LLAMA, Dialect.HERMES).dialect is Dialect.HERMES
+def test_the_choice_binds_the_answer() -> None:
+    assert use(None).kind is ToolFormat.HERMES
+    assert use("auto", LLAMA, ToolFormat.HERMES).kind is ToolFormat.HERMES
     assert use("none") is None
     assert use("auto").grammar is None
+    assert use("auto", parallel=False).most_calls == 1
     assert json.loads(use("required", parallel=False).grammar.text)["maxItems"] == 1
     named = use({"type": "function", "function": {"name": "clock"}})
     assert json.loads(named.grammar.text)["additionalProperties"] is False
-    assert listen(named.listener(), '{"a": 1}') == ("", [ToolCall("clock", '{"a": 1}')])
-    required = '[{"name": "clock", "arguments": {}}, {"name": "weather", "arguments": {"x": 1}}]'
-    assert listen(use("required").listener(), required) == ("", [call("clock"), call("weather", x=1)])
-    assert listen(use("required").listener(), required[:20]) == (required[:20], [])
-    assert tool_use_of(None, None, parallel=True, template=HERMES, dialect=None) is None
+    assert tool_use_of(None, None, parallel=True, template=HERMES, kind=None) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "kind"),
+    [
+        (HERMES, "hermes"),
+        (LLAMA, "llama3_json"),
+        ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]", "mistral"),
+        ("{% if tools %}<tool_call>\n<function=example>{% endif %}", "qwen3_coder"),
+        ("{% if tools %}<tool_call>{name}<arg_key>{% endif %}", "glm45"),
+        ("{{ tools }}<|start|>assistant<|channel|>", "openai"),
+        ("{{ tools }}<｜tool▁calls▁begin｜>", "deepseek_v3"),
+        ("{{ tools }}[func_name1(params_name1=value)]", "pythonic"),
+        ("{{ tools }}", "hermes"),
+    ],
+)
+def test_the_template_tells_the_format(template: str, kind: str) -> None:
+    assert use("auto", template).kind == kind
+
+
+def test_a_template_may_begin_the_thought() -> None:
+    open_ = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    asked = "{% if add_generation_prompt %}{% if enable_thinking is false %}<think>\n\n</think>{% endif %}{% endif %}"
+    assert thoughts_of(ReasoningParser.AUTO, open_, {}) == Thoughts(open=True)
+    assert thoughts_of(ReasoningParser.AUTO, open_, {"enable_thinking": False}) == Thoughts()
+    assert thoughts_of(ReasoningParser.AUTO, asked, {}) == Thoughts()
+    assert thoughts_of(ReasoningParser.DEEPSEEK_R1, "", {}) == Thoughts(open=True)
+    assert thoughts_of(ReasoningParser.AUTO, "[THINK]", {}) == Thoughts("[THINK]", "[/THINK]")
+    assert thoughts_of(ReasoningParser.NONE, open_, {}) is None
+
+
+def test_references_within_a_tool_hold_below_the_array_of_calls() -> None:
+    leaf = {"type": "object", "properties": {"n": {"type": "integer"}, "$ref": {"type": "string"}}}
+    nested = {
+        "$defs": {"Leaf": leaf},
+        "type": "object",
+        "properties": {"leaf": {"$ref": "#/$defs/Leaf"}, "again": {"$ref": "#"}},
+    }
+    tool: Any = {"type": "function", "function": {"name": "book", "parameters": nested}}
+    grammar = tool_use_of([tool], "required", parallel=True, template=HERMES, kind=None)
+    assert grammar is not None
+    assert grammar.grammar is not None
+    schema = json.loads(grammar.grammar.text)
+    book = schema["$defs"]["0"]
+    assert book["properties"]["leaf"]["$ref"] == "#/$defs/0/$defs/Leaf"
+    assert book["properties"]["again"]["$ref"] == "#/$defs/0"
+    assert book["$defs"]["Leaf"] == leaf  # a property that is called $ref stays
+    assert LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(grammar.grammar.text)) == ""
 
 
 @pytest.mark.parametrize(
@@ -105,5 +94,5 @@ def test_the_template_tells_the_dialect_and_the_choice_binds_the_answer() -> Non
 )
 def test_malformed_tools_are_refused_by_name(tools: Any, choice: Any, template: str, param: str) -> None:
     with pytest.raises(Failure) as caught:
-        tool_use_of(tools, choice, parallel=True, template=template, dialect=None)
+        tool_use_of(tools, choice, parallel=True, template=template, kind=None)
     assert caught.value.param == param

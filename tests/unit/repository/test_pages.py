@@ -121,7 +121,7 @@ def test_messages_on_the_troubleshooting_page_are_said_somewhere() -> None:
 def test_the_changelog_is_short_enough_to_be_read() -> None:
     for version in (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]:
         entries = [re.split(r"\n\n|\n#", entry)[0] for entry in version.split("\n- ")[1:]]
-        assert len(version.split()) <= 1500, "change an entry of what has not been released yet, instead of adding one"
+        assert len(version.split()) <= 2000, "change an entry of what has not been released yet, instead of adding one"
         assert [entry for entry in entries if len(entry.split()) > 60] == []
 
 

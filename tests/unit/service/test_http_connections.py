@@ -26,6 +26,7 @@ class Parts:
     def __init__(self, *, is_endless: bool) -> None:
         self.registry = CollectorRegistry()
         self.ended = asyncio.Event()
+        self.bodies: list[bytes] = []
         bounds = Bounds(max_concurrent_requests=4, max_body_bytes=100, body_timeout_s=5.0)
         door = Door(GatewayMetrics(self.registry), bounds, is_stopping=lambda: False)
         app = door.endpoint(PATH, "cmpl", self._endless if is_endless else self._empty)
@@ -43,6 +44,7 @@ class Parts:
         return events()
 
     async def _empty(self, call: Call) -> Reply:
+        self.bodies.append(call.body)
         return {}
 
     def count(self, status: int) -> float | None:
@@ -51,7 +53,9 @@ class Parts:
 
 
 @asynccontextmanager
-async def served(*, is_endless: bool) -> AsyncGenerator[tuple[Parts, asyncio.StreamReader, asyncio.StreamWriter], None]:
+async def served(
+    *, is_endless: bool, request: bytes = HEAD + b"{}"
+) -> AsyncGenerator[tuple[Parts, asyncio.StreamReader, asyncio.StreamWriter], None]:
     """A client whose request has been sent, and which has read nothing yet."""
     parts, stopping = Parts(is_endless=is_endless), asyncio.Event()
     await parts.server.start()
@@ -60,7 +64,7 @@ async def served(*, is_endless: bool) -> AsyncGenerator[tuple[Parts, asyncio.Str
     client.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=client, limit=1 << 18)
     try:
-        writer.write(HEAD + b"{}")
+        writer.write(request)
         yield parts, reader, writer
     finally:
         writer.close()
@@ -107,3 +111,26 @@ async def test_who_connects_and_says_nothing_is_shown_out(monkeypatch: pytest.Mo
         with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
             await reader.readexactly(1)
         writer.close()
+
+
+@pytest.mark.parametrize("word", ["h2c", "H2C"])
+async def test_an_offer_of_http2_is_passed_over_and_the_body_is_read(word: str) -> None:
+    upgrade = f"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: {word}\r\nHTTP2-Settings: AAMAAABk\r\n".encode()
+    request = HEAD.replace(b"content-length", upgrade + b"content-length") + b"{}"
+    async with served(is_endless=False, request=request) as (parts, reader, _):
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        assert parts.bodies == [b"{}"]
+
+
+async def test_an_answer_to_http_1_0_has_no_chunks_and_ends_with_the_connection() -> None:
+    request = HEAD.replace(b"HTTP/1.1", b"HTTP/1.0") + b"{}"
+    async with served(is_endless=False, request=request) as (_, reader, _):
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200")
+        assert b"chunked" not in head
+        assert body == b"{}"
+    async with served(is_endless=True, request=request) as (parts, reader, writer):
+        assert b"chunked" not in (await reader.readuntil(b"\r\n\r\n")).lower()
+        assert (await reader.readexactly(2 * len(PIECE))) == 2 * PIECE
+        writer.close()
+        await asyncio.wait_for(parts.ended.wait(), 10.0)

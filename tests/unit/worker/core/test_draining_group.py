@@ -1,5 +1,7 @@
 """A worker that serves alone while the group that it was a stage of comes to its end."""
 
+from dataclasses import replace
+
 import pytest
 
 from ballast.common.errors import InvariantViolation
@@ -47,6 +49,11 @@ def dissolving(*names: str, steps: int = 2, block_count: int = 32, stages: int =
 def snapshots_of(commands: list[Command]) -> list[SequenceSnapshot]:
     (handed_over,) = [c for c in commands if isinstance(c, HandedOver)]
     return [s for _, snapshots in handed_over.snapshots for s in snapshots]
+
+
+def from_elsewhere(snapshot: SequenceSnapshot) -> SequenceSnapshot:
+    """The same from a worker that numbers its sequences otherwise."""
+    return replace(snapshot, sequence_id=(7 << 32) + snapshot.sequence_id)
 
 
 def removed_of(commands: list[Command]) -> list[tuple[tuple[SequenceId, ...], bool]]:
@@ -177,13 +184,16 @@ def test_who_is_handed_over_by_its_tokens_leaves_no_kv_behind_and_the_others_sta
     event = HandOver(leader.at_s, {1: W2, 3: W2}, by_tokens=True)
     commands = leader.feed(OfLeaving(leader.at_s, event))
     (snapshot,) = snapshots_of(commands)
-    assert (snapshot.sequence_id, snapshot.computed_tokens, snapshot.output_token_ids) == (1, 0, (5, 5, 5))
+    assert (snapshot.sequence_id, snapshot.computed_tokens, snapshot.token_count) == (1, 0, 6)
     assert removed_of(commands) == [((1,), True)]
     assert ending(leader, 1) == Ending(1, None, moved_to=W2)
     assert leader.core.sequence_ids == (2, 3)
 
     heir = dissolving("own")
-    heir.feed(Adopted(heir.at_s, (snapshot,), by_tokens=True))
+    heir.feed(Adopted(heir.at_s, (from_elsewhere(snapshot),)))
+    assert heir.core.sequence_ids == (1,), "its request is not there"
+    heir.submit("old", output=(5, 5, 5), expects=True)
+    assert heir.core.kept_count == 0
     assert heir.core.sequence_ids == (1, 2), "it has a number of its own there"
     assert heir.core.group_scheduler.sequence_ids == (2,)
 
@@ -194,12 +204,13 @@ def test_what_comes_by_its_tokens_may_come_while_batches_are_in_flight() -> None
     heir = dissolving("own")
     heir.submit("new")
     flying = [heir.batch(), heir.batch()]
-    heir.feed(Adopted(heir.at_s, (snapshot,), by_tokens=True))
+    heir.feed(Adopted(heir.at_s, (from_elsewhere(snapshot),)))
+    heir.submit("old", output=(5, 5, 5), expects=True)
     for execute in flying:
         heir.done(execute)
     assert [heir.batch(), heir.batch()].count(None) == 0
     with pytest.raises(InvariantViolation, match="sequences are adopted while step"):
-        heir.core.handle(Adopted(heir.at_s, ()))
+        heir.core.handle(Adopted(heir.at_s, (replace(from_elsewhere(snapshot), computed_tokens=1),)))
 
 
 def test_the_leaving_lane_has_less_room_and_who_gives_way_waits_in_it() -> None:

@@ -39,7 +39,7 @@ class Owner:
             prompt_token_ids=(7,) * token_count,
             sampling=greedy(50),
         )
-        sequence = Sequence(sequence_id, submitted, stop_rule(submitted, _LIMITS, ("", 0, 0)))
+        sequence = Sequence(sequence_id, submitted, stop_rule(submitted, _LIMITS))
         self.group_scheduler.enter(sequence, 0.0)
         self.group_scheduler.check()
         return sequence

@@ -1,16 +1,21 @@
-"""Stories of sequences that go from one leader to the next, and of their dispatchers."""
+"""Stories of requests that go from one leader to the next: the request by its dispatcher, its KV by the leader."""
+
+from dataclasses import replace
 
 import pytest
 
 from ballast.common.errors import InvariantViolation
-from ballast.common.ids import RequestId, WorkerId
+from ballast.common.ids import WorkerId
 from ballast.common.sampling import FinishReason
+from services.worker.core.blocks import BlockBook
 from services.worker.core.events import (
     Aborted,
     Adopted,
     Emit,
     Ending,
     Event,
+    GroupLost,
+    GroupOpened,
     HandedOver,
     HandOver,
     KvArrived,
@@ -18,13 +23,13 @@ from services.worker.core.events import (
     KvTravels,
     Removed,
     RoleChanged,
-    SequenceKey,
     StreamClosed,
-    Submitted,
     Tick,
 )
 from tests.support.leader import TEXT, W2, Leader, handed_over, reserved
-from tests.support.worker_core import greedy
+from tests.support.worker_core import MEMORY, greedy
+
+OUTPUT = (5, 5, 5)  # of `handed_over(steps=3)`
 
 
 def test_dispatchers_hear_where_their_requests_go_and_the_rest_stays() -> None:
@@ -45,12 +50,27 @@ def test_dispatchers_hear_where_their_requests_go_and_the_rest_stays() -> None:
 
 
 def test_nothing_changes_hands_in_mid_step() -> None:
+    _, snapshots = handed_over()
     leader = Leader()
     leader.submit()
     leader.batch()
-    for event in (HandOver(0.0, W2), RoleChanged(0.0, leads=False), KvTravels(0.0, frozenset()), Adopted(0.0, ())):
+    for event in (
+        HandOver(0.0, W2),
+        RoleChanged(0.0, leads=False),
+        KvTravels(0.0, frozenset()),
+        Adopted(0.0, snapshots),
+    ):
         with pytest.raises(InvariantViolation, match="while step 1 runs"):
             leader.core.handle(event)
+
+
+def test_nothing_is_handed_over_while_its_kv_travels() -> None:
+    leader = Leader()
+    leader.submit()
+    leader.step()
+    leader.feed(KvTravels(leader.at_s, frozenset(leader.core.sequence_ids)))
+    with pytest.raises(InvariantViolation, match="handed over while its KV travels"):
+        leader.core.handle(HandOver(leader.at_s, W2))
 
 
 def test_what_was_removed_is_told_before_a_handover() -> None:
@@ -80,39 +100,105 @@ def test_who_has_sequences_cannot_become_a_follower() -> None:
         leader.core.handle(RoleChanged(leader.at_s, leads=False))
 
 
+# ---------------------------------------------------------------- the two halves meet
+
+
 @pytest.mark.parametrize("travels", [True, False])
-def test_an_adopted_sequence_goes_on_and_its_dispatcher_misses_nothing(travels: bool) -> None:
+@pytest.mark.parametrize("first", ["KV", "request"])
+def test_whichever_half_is_first_waits_and_the_request_goes_on_with_its_kv(first: str, travels: bool) -> None:
     _, snapshots = handed_over(steps=3)
     leader = Leader(ordinal=2)
-    leader.adopt(snapshots, travels=travels)
-    if travels:
-        assert leader.step() == []
-        leader.feed(KvArrived(leader.at_s, snapshots[0].sequence_id))
-    assert [leader.step(6), leader.step(7)] == [[snapshots[0].sequence_id]] * 2
-    assert leader.emits == []
-    key = leader.submit("r", output=(5, 5, 5))
-    assert leader.heard(key) == ([6, 7], TEXT * 2, None)
-    leader.step(8)
-    assert leader.heard(key) == ([6, 7, 8], TEXT * 3, None)
-    assert leader.core.orphan_count == 0
-
-
-def test_a_dispatcher_that_is_faster_than_the_handover_waits_for_it() -> None:
-    _, snapshots = handed_over(steps=3)
-    leader = Leader(ordinal=2)
-    key = leader.submit("r", output=(5, 5, 5), expects=True)
+    key = leader.submit("r", output=OUTPUT, expects=True) if first == "request" else None
     assert not leader.core.has_work
-    leader.adopt(snapshots)
+    leader.adopt(snapshots, travels=travels)
+    assert leader.core.has_work == (key is not None and not travels)
+    if key is None:
+        assert (leader.core.kept_count, leader.core.sequence_ids, reserved(leader)) == (1, (), 2)
+        key = leader.submit("r", output=OUTPUT, expects=True)
+    assert leader.core.kept_count == 0
+    if travels:
+        assert not leader.core.has_work
+        leader.feed(KvArrived(leader.at_s, snapshots[0].sequence_id))
     execute = leader.batch()
     assert execute is not None
-    assert execute.batch.slices[0].first_position == 5  # with its KV
+    assert [s.first_position for s in execute.batch.slices] == [5]  # with its KV
     leader.done(execute, 6)
-    assert leader.heard(key) == ([6], TEXT, None)
+    leader.step(7)
+    assert leader.heard(key) == ([6, 7], TEXT * 2, None)
     assert leader.core.sequence_ids == (snapshots[0].sequence_id,)
+    assert leader.core.totals.prompt_tokens == 0, "its prompt was computed elsewhere"
+
+
+def test_kv_may_be_complete_before_its_request_comes() -> None:
+    _, snapshots = handed_over(steps=3)
+    leader = Leader(ordinal=2)
+    leader.adopt(snapshots, travels=True)
+    leader.feed(KvArrived(leader.at_s, snapshots[0].sequence_id))
+    assert leader.core.group_scheduler.suspended_ids == ()
+    assert not leader.core.has_work
+    leader.submit("r", output=OUTPUT, expects=True)
+    assert leader.step(6) == [snapshots[0].sequence_id]
+
+
+def test_a_client_that_resumes_by_another_dispatcher_finds_the_kv_too() -> None:
+    _, snapshots = handed_over(steps=3)
+    leader = Leader(ordinal=2)
+    leader.adopt(snapshots)
+    leader.submit("r", output=OUTPUT)  # to that dispatcher it is no move
+    assert leader.step(6) == [snapshots[0].sequence_id]
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize(
+    ("prompt", "output"),
+    [
+        ((1, 2, 4), OUTPUT),  # another prompt
+        ((1, 2, 3), (5, 9, 5)),  # other tokens
+        ((1, 2, 3), (5,)),  # fewer than have KV
+        ((1, 2, 3), (5, 5)),  # as many: nothing would be left to compute
+    ],
+)
+def test_a_request_with_other_tokens_does_not_get_the_kv(
+    prompt: tuple[int, ...], output: tuple[int, ...], early: bool
+) -> None:
+    _, snapshots = handed_over(steps=3)
+    leader = Leader(ordinal=2)
+    if not early:
+        leader.adopt(snapshots)
+    leader.submit("r", prompt, output, expects=early)
+    if early:
+        leader.adopt(snapshots)
+    assert leader.core.kept_count == 0
+    execute = leader.batch()
+    assert execute is not None
+    assert execute.batch.removed == (snapshots[0].sequence_id,)
+    assert [s.token_ids for s in execute.batch.slices] == [(*prompt, *output)]
+
+
+@pytest.mark.parametrize("first", ["snapshot", "request"])
+def test_a_request_without_kv_waits_for_the_word_that_there_is_none(first: str) -> None:
+    old = Leader(max_running_count=1)
+    old.submit("runs")
+    old.submit("waits")
+    old.step()
+    snapshots = old.hand_over()
+    assert [s.computed_tokens for s in snapshots] == [3, 0]
+    leader = Leader(ordinal=2)
+    if first == "snapshot":
+        leader.adopt(snapshots[1:])
+        assert reserved(leader) == 0
+        leader.submit("waits", expects=True)
+    else:
+        leader.submit("waits", expects=True)
+        assert not leader.core.has_work
+        leader.adopt(snapshots[1:])
+    execute = leader.batch()
+    assert execute is not None
+    assert [s.token_ids for s in execute.batch.slices] == [(1, 2, 3)]
 
 
 @pytest.mark.parametrize("how", ["last", "timeout"])
-def test_who_waits_in_vain_is_resumed_without_kv(how: str) -> None:
+def test_a_request_that_waits_in_vain_is_computed_again(how: str) -> None:
     leader = Leader(ordinal=2)
     key = leader.submit("r", output=(5, 5), expects=True)
     if how == "last":
@@ -130,30 +216,27 @@ def test_who_waits_in_vain_is_resumed_without_kv(how: str) -> None:
     assert leader.heard(key)[0] == [6]
 
 
-@pytest.mark.parametrize("travels", [False, True], ids=["with its KV", "its KV travels"])
-def test_a_request_that_is_ended_before_its_sequence_comes_leaves_no_orphan(travels: bool) -> None:
-    _, snapshots = handed_over()
+@pytest.mark.parametrize("first", ["KV", "request"])
+@pytest.mark.parametrize("how", ["lost at once", "lost on its way"])
+def test_kv_that_will_not_come_is_computed_again(how: str, first: str) -> None:
+    _, snapshots = handed_over(steps=3)
+    sequence_id = snapshots[0].sequence_id
     leader = Leader(ordinal=2)
-    key = leader.submit("r", output=(5, 5), expects=True)
-    leader.feed(Aborted(leader.at_s, key))
-    leader.adopt(snapshots, travels=travels, last=True)
-    assert leader.core.orphan_count == 0
-    assert not leader.core.sequence_ids
-    if travels:
-        leader.feed(KvArrived(leader.at_s, snapshots[0].sequence_id))
-    assert reserved(leader) == 0
-    assert not leader.core.has_work
-    leader.core.check()
-
-
-def test_that_a_request_was_ended_is_remembered_for_a_time() -> None:
-    _, snapshots = handed_over()
-    leader = Leader(ordinal=2)
-    leader.feed(Aborted(leader.at_s, leader.submit("r", output=(5, 5), expects=True)))
-    leader.at_s += 10.0
-    leader.feed(Tick(leader.at_s))
-    leader.adopt(snapshots, last=True)
-    assert leader.core.orphan_count == 1
+    if first == "request":
+        leader.submit("r", output=OUTPUT, expects=True)
+    if how == "lost at once":
+        told = leader.feed(Adopted(leader.at_s, snapshots, lost_ids=frozenset({sequence_id})))
+    else:
+        leader.adopt(snapshots, travels=True)
+        told = leader.feed(KvLost(leader.at_s, sequence_id))
+    removed = [i for command in told if isinstance(command, Removed) for i in command.batch.removed]
+    if first == "KV":
+        assert reserved(leader) == 0
+        leader.submit("r", output=OUTPUT, expects=True)
+    execute = leader.batch()
+    assert execute is not None
+    assert execute.batch.slices[0].token_ids == (1, 2, 3, *OUTPUT)
+    assert sequence_id in (*execute.batch.removed, *removed)
 
 
 def test_who_waits_in_vain_at_a_follower_is_refused() -> None:
@@ -168,7 +251,7 @@ def test_who_waits_in_vain_at_a_follower_is_refused() -> None:
 
 
 @pytest.mark.parametrize("way", ["abort", "deadline", "close", "move"])
-def test_who_waits_can_leave(way: str) -> None:
+def test_a_request_that_waits_for_its_kv_can_leave(way: str) -> None:
     leader = Leader(ordinal=2)
     key = leader.submit("r", output=(5,), expects=True, deadline_at_s=leader.at_s + 1.0)
     leaving: dict[str, Event] = {
@@ -186,155 +269,146 @@ def test_who_waits_can_leave(way: str) -> None:
         assert (ending.finish_reason, ending.moved_to) == (reasons.get(way), "w3" if way == "move" else "")
 
 
-@pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize(
-    ("prompt", "output", "delivered_chars"),
-    [
-        ((1, 2, 4), (5, 5, 5), 6),  # another prompt
-        ((1, 2, 3), (5, 5, 9), 6),  # other tokens
-        ((1, 2, 3), (5,), 2),  # lacks what was sent
-        ((1, 2, 3), (5, 5, 5), 4),  # lacks text that was sent
-        ((1, 2, 3), (5, 5, 5), 7),  # has text that there never was
-    ],
-)
-def test_a_request_that_disagrees_starts_anew_and_the_orphan_goes(
-    prompt: tuple[int, ...], output: tuple[int, ...], delivered_chars: int, early: bool
-) -> None:
+# ---------------------------------------------------------------- KV that nobody asks for
+
+
+@pytest.mark.parametrize("travels", [False, True])
+@pytest.mark.parametrize("aborted", [False, True])
+def test_kv_that_nobody_asks_for_is_freed_after_a_time(aborted: bool, travels: bool) -> None:
     _, snapshots = handed_over(steps=3)
     leader = Leader(ordinal=2)
-    if not early:
-        leader.adopt(snapshots)
-    leader.submit("r", prompt, output, delivered_chars=delivered_chars, expects=early)
-    if early:
-        leader.adopt(snapshots)
-    assert leader.core.orphan_count == 0
-    execute = leader.batch()
-    assert execute is not None
-    assert execute.batch.removed == (snapshots[0].sequence_id,)
-    assert [s.token_ids for s in execute.batch.slices] == [(*prompt, *output)]
-
-
-def test_a_request_without_text_and_logprobs_may_lack_tokens() -> None:
-    old = Leader()
-    old.feed(
-        Submitted(
-            at_s=old.at_s,
-            key=SequenceKey(1, 1),
-            request_id=RequestId("r"),
-            attempt=1,
-            prompt_token_ids=(1, 2, 3),
-            sampling=greedy(20),
-            wants_text=False,
-        )
-    )
-    for _ in range(3):
-        old.step()
-    leader = Leader(ordinal=2)
-    leader.adopt(old.hand_over())
-    leader.feed(
-        Submitted(
-            at_s=leader.at_s,
-            key=SequenceKey(1, 1),
-            request_id=RequestId("r"),
-            attempt=2,
-            prompt_token_ids=(1, 2, 3),
-            sampling=greedy(20),
-            output_token_ids=(5,),
-            wants_text=False,
-        )
-    )
-    assert leader.heard(SequenceKey(1, 1)) == ([5, 5], "", None)
-
-
-def test_an_orphan_that_has_ended_keeps_its_end_for_a_while() -> None:
-    _, snapshots = handed_over(steps=3)
-    leader = Leader(ordinal=2)
-    leader.adopt(snapshots)
-    while leader.core.has_work:
-        leader.step(6)
-    assert reserved(leader) == 0
-    key = leader.submit("r", output=(5, 5, 5))
-    assert leader.heard(key) == ([6] * 17, TEXT * 17, Ending(key.handle, FinishReason.LENGTH))
-
-
-@pytest.mark.parametrize("ended", [True, False])
-def test_an_orphan_that_nobody_asks_for_is_dropped(ended: bool) -> None:
-    _, snapshots = handed_over(steps=3)
-    leader = Leader(ordinal=2)
-    leader.adopt(snapshots)
-    while ended and leader.core.has_work:
-        leader.step(6)
+    if aborted:
+        leader.feed(Aborted(leader.at_s, leader.submit("r", output=OUTPUT, expects=True)))
+    leader.adopt(snapshots, travels=travels)
+    assert leader.core.next_deadline_at_s == leader.at_s + 10.0
     leader.at_s += 10.0
     leader.feed(Tick(leader.at_s))
-    assert (leader.core.orphan_count, leader.core.sequence_ids, reserved(leader)) == (0, (), 0)
-    key = leader.submit("r", output=(5, 5, 5))
-    assert leader.heard(key)[0] == []
-
-
-@pytest.mark.parametrize("ended", [True, False])
-def test_an_orphan_that_moves_on_loses_nothing(ended: bool) -> None:
-    _, snapshots = handed_over(steps=3)
-    between = Leader(ordinal=2)
-    between.adopt(snapshots)
-    between.step(6)
-    while ended and between.core.has_work:
-        between.step(6)
-    leader = Leader(ordinal=3)
-    leader.adopt(between.hand_over(WorkerId("w3")))
-    assert between.emits == []
-    key = leader.submit("r", output=(5, 5, 5))
-    tokens, text, ending = leader.heard(key)
-    assert (tokens, text) == ([6] * (17 if ended else 1), TEXT * len(tokens))
-    assert (ending is not None) == ended
-
-
-def test_a_second_drop_finds_a_suspended_sequence_that_has_ended() -> None:
-    _, snapshots = handed_over(steps=3)
-    between = Leader(ordinal=2)
-    key = between.submit("r", output=(5, 5, 5), expects=True)
-    between.adopt(snapshots, travels=True)
-    between.feed(Aborted(between.at_s, key))
-    (gone,) = between.hand_over(WorkerId("w3"))
-    assert (gone.gone, gone.suspended) == (True, True)
-    leader = Leader(ordinal=3)
-    leader.adopt((gone,), travels=True)
-    assert (leader.core.sequence_ids, reserved(leader)) == ((), 2)
-    leader.feed(KvLost(leader.at_s, gone.sequence_id))
+    assert leader.core.kept_count == 0
+    if travels:
+        assert reserved(leader) == 2, "its blocks are being written"
+        leader.feed(KvArrived(leader.at_s, snapshots[0].sequence_id))
     assert (reserved(leader), leader.book.used_count) == (0, 0)
 
 
-def test_the_stop_matcher_goes_on_in_mid_word() -> None:
-    old = Leader()
-    old.submit(sampling=greedy(20, stop=("aba",)))  # the second token completes it
-    old.step()
-    (snapshot,) = old.hand_over()
-    assert (snapshot.held_text, snapshot.emitted_chars) == ("ab", 0)
+@pytest.mark.parametrize("travels", [False, True])
+def test_an_aborted_request_frees_its_kv(travels: bool) -> None:
+    _, snapshots = handed_over(steps=3)
     leader = Leader(ordinal=2)
-    leader.adopt((snapshot,))
+    leader.adopt(snapshots, travels=travels)
+    leader.feed(Aborted(leader.at_s, leader.submit("r", output=OUTPUT, expects=True)))
+    if travels:
+        leader.feed(KvArrived(leader.at_s, snapshots[0].sequence_id))
+    assert (leader.core.kept_count, reserved(leader)) == (0, 0)
+
+
+def test_a_request_that_has_nothing_left_to_do_frees_its_kv() -> None:
+    _, snapshots = handed_over(steps=3)
+    leader = Leader(ordinal=2)
+    leader.adopt(snapshots)
+    key = leader.submit("r", output=OUTPUT, sampling=greedy(3), expects=True)
+    assert leader.heard(key)[2] == Ending(key.handle, FinishReason.LENGTH)
+    assert (leader.core.kept_count, reserved(leader)) == (0, 0)
+
+
+def test_kv_without_a_request_gives_way_like_what_runs() -> None:
+    _, snapshots = handed_over(steps=3)
+    leader = Leader(ordinal=2, block_count=4)
+    leader.submit("old")
+    leader.at_s += 1.0
     leader.step()
-    key = leader.submit("r", output=(5,), sampling=greedy(20, stop=("aba",)), delivered_chars=0)
+    leader.adopt(snapshots)  # the latest, as it has come here by the clock of its submission
+    for _ in range(10):
+        leader.step()
+    assert (leader.core.kept_count, leader.core.totals.preemptions) == (1, 1)
+    leader.submit("r", output=OUTPUT, expects=True)
+    assert leader.core.kept_count == 0
+    assert leader.core.load(leader.at_s, MEMORY).waiting_count == 1
+
+
+def test_a_second_drop_sends_kv_without_a_request_along() -> None:
+    _, snapshots = handed_over(steps=3)
+    leader = Leader(ordinal=2)
+    leader.adopt(snapshots)
+    leader.at_s += 1.0
+    (moved,) = leader.hand_over(WorkerId("w3"))
+    assert moved == replace(snapshots[0], age_s=snapshots[0].age_s + 1.0)
+    assert (leader.core.kept_count, reserved(leader), leader.core.totals.moved) == (0, 0, 0)
+    late = leader.submit("r", output=OUTPUT, expects=True)
+    assert leader.heard(late)[2] == Ending(late.handle, None, moved_to="w3"), "its dispatcher follows"
+    third = Leader(ordinal=3)
+    third.adopt((moved,))
+    third.submit("r", output=OUTPUT, expects=True)
+    assert third.step() == [moved.sequence_id]
+
+
+def test_kv_without_a_request_travels_to_other_stages_of_its_leader() -> None:
+    _, snapshots = handed_over(steps=3)
+    sequence_id = snapshots[0].sequence_id
+    leader = Leader(ordinal=2)
+    leader.adopt(snapshots)
+    assert leader.core.group_scheduler.kv_tokens == {sequence_id: 5}
+    leader.feed(KvTravels(leader.at_s, frozenset({sequence_id})))
+    assert leader.core.group_scheduler.suspended_ids == (sequence_id,)
+    leader.feed(KvArrived(leader.at_s, sequence_id))
+    leader.submit("r", output=OUTPUT, expects=True)
+    assert leader.step() == [sequence_id]
+
+
+def test_a_group_that_dissolves_keeps_no_kv_for_requests_to_come() -> None:
+    _, snapshots = handed_over(steps=3)
+    leader = Leader(ordinal=2, stages=2)
+    leader.adopt(snapshots)
+    leader.feed(GroupOpened(leader.at_s, BlockBook(8, 4)))
+    assert leader.core.leaving is not None
+    assert leader.core.leaving.sequences == []
+    leader.submit("r", output=OUTPUT, expects=True)
+    execute = leader.batch()
+    assert execute is not None
+    assert execute.batch.slices[0].token_ids == (1, 2, 3, *OUTPUT)
+
+
+def test_a_group_that_is_lost_takes_all_kv_with_it() -> None:
+    _, snapshots = handed_over(steps=3)
+    leader = Leader(ordinal=2)
+    leader.adopt(snapshots)
+    leader.submit("other", expects=True)
+    leader.core.handle(GroupLost(leader.at_s))
+    leader.core.check()
+    assert (leader.core.kept_count, leader.core.sequence_ids, reserved(leader)) == (0, (), 0)
+
+
+# ---------------------------------------------------------------- what must not be lost on the way
+
+
+def test_a_stop_string_that_spans_the_move_is_found() -> None:
+    old = Leader()
+    before = old.submit(sampling=greedy(20, stop=("aba",)))  # the second token completes it
+    old.step()
+    snapshots = old.hand_over()
+    assert old.heard(before)[:2] == ([5], ""), "its text may be the beginning of a stop string"
+    leader = Leader(ordinal=2)
+    leader.adopt(snapshots)
+    key = leader.submit("r", output=(5,), sampling=greedy(20, stop=("aba",)), delivered_chars=0, expects=True)
+    leader.step()
     assert leader.heard(key) == ([5], "", Ending(key.handle, FinishReason.STOP, "aba"))
 
 
-def test_deadlines_and_seniority_are_told_in_seconds_not_in_instants() -> None:
+def test_seniority_is_told_in_seconds_not_in_instants() -> None:
     old = Leader(ordinal=5, max_running_count=1)
     old.submit("runs")
-    old.submit("waits", deadline_at_s=old.at_s + 3.0)
+    old.submit("waits")
     old.at_s += 2.0
     old.step()
     snapshots = old.hand_over()
     assert [s.age_s for s in snapshots] == [2.0, 2.0]
-    assert snapshots[1].deadline_s == 1.0
     leader = Leader(ordinal=2, max_running_count=1)
     leader.submit("young", prompt=(1,))
     leader.at_s += 1.0
     leader.submit("younger")
+    for name, output in (("runs", (5,)), ("waits", ())):
+        leader.submit(name, output=output, expects=True)
     leader.adopt(snapshots)  # one place: the youngest of those that run has to wait again
-    runs = leader.step()
-    assert runs == [snapshots[0].sequence_id]
-    assert leader.core.next_deadline_at_s == leader.at_s + 1.0
-    leader.feed(Tick(leader.at_s + 1.0))
-    assert snapshots[1].sequence_id not in leader.core.sequence_ids
+    assert leader.step() == [snapshots[0].sequence_id]
 
 
 def test_a_handover_that_comes_twice_is_taken_once() -> None:
@@ -345,22 +419,24 @@ def test_a_handover_that_comes_twice_is_taken_once() -> None:
     assert (leader.core.totals.adopted, leader.core.totals.stale_events) == (1, 1)
 
 
-def test_kv_that_will_not_come_is_computed_again() -> None:
-    _, snapshots = handed_over(steps=3)
-    leader = Leader(ordinal=2)
-    leader.feed(Adopted(leader.at_s, snapshots, lost_ids=frozenset({snapshots[0].sequence_id})))
-    execute = leader.batch()
-    assert execute is not None
-    assert execute.batch.removed == (snapshots[0].sequence_id,)
-    assert execute.batch.slices[0].token_ids == (1, 2, 3, 5, 5, 5)
-
-
 def test_the_later_of_two_dispatchers_that_wait_for_one_sequence_gets_it() -> None:
     _, snapshots = handed_over(steps=3)
     leader = Leader(ordinal=2)
     earlier = leader.submit("r", output=(5,), expects=True)
-    later = leader.submit("r", output=(5, 5, 5), expects=True)
+    later = leader.submit("r", output=OUTPUT, expects=True)
     leader.adopt(snapshots)
     leader.step(6)
     assert leader.heard(later)[0] == [6]
     assert leader.heard(earlier)[0] == [6]  # resumed by itself: one token behind its own
+
+
+def test_of_two_leaders_that_send_kv_of_one_request_the_later_is_believed() -> None:
+    _, earlier = handed_over(steps=2)
+    _, later = handed_over(steps=3, ordinal=3)
+    leader = Leader(ordinal=2)
+    leader.adopt(earlier)
+    leader.adopt(later)
+    assert leader.core.kept_count == 1
+    leader.submit("r", output=OUTPUT, expects=True)
+    assert leader.step() == [later[0].sequence_id]
+    assert leader.book.table(earlier[0].sequence_id) == ()

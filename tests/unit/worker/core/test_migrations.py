@@ -6,13 +6,12 @@ import random
 import pytest
 
 from ballast.common.ids import Epoch, RequestId, WorkerId
-from ballast.common.sampling import PriorityClass, SamplingParams
+from ballast.common.sampling import PriorityClass
 from services.worker.core.arrivals import Arrivals
 from services.worker.core.departures import Departures
 from services.worker.core.migration_messages import (
     PATIENCE_S,
     Adopt,
-    DropOrphan,
     Give,
     HandAway,
     Handed,
@@ -25,7 +24,6 @@ from services.worker.core.migration_messages import (
     Take,
     Taken,
     Want,
-    Withdrawn,
 )
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.spans import Hop, Span, Stage, hops
@@ -69,29 +67,11 @@ def snapshot(sequence_id: int, computed_tokens: int) -> SequenceSnapshot:
     return SequenceSnapshot(
         sequence_id=sequence_id,
         request_id=RequestId(f"r{sequence_id}"),
-        attempt=1,
+        computed_tokens=computed_tokens,
+        checksum=0,
+        token_count=computed_tokens + 1,
         priority=PriorityClass.DEFAULT,
         age_s=0.0,
-        deadline_s=None,
-        prompt_token_ids=(7,) * computed_tokens,
-        output_token_ids=(7,),
-        sampling=SamplingParams(seed=1),
-        wants_text=False,
-        computed_tokens=computed_tokens,
-        on_stages=True,
-        suspended=False,
-        gone=False,
-        held_text="",
-        skip_chars=0,
-        passed_chars=0,
-        emitted_token_count=1,
-        emitted_chars=0,
-        unsent_text="",
-        unsent_logprobs=(),
-        finish_reason=None,
-        matched_stop="",
-        error="",
-        invalid=False,
     )
 
 
@@ -207,15 +187,6 @@ def test_a_last_span_that_cannot_be_sent_leaves_the_sequence_here() -> None:
     assert isinstance(look(departures, 0.4, 25)[0], HandAway)
     done = report(departures, list(departures.give_up(0.4, MIGRATION, "no link")))
     assert (done.moved, done.why) == (False, "no link")
-    assert departures.withdraw(SEQUENCE) == []
-
-
-def test_a_client_that_withdraws_too_late_is_told_to_the_target() -> None:
-    departures = leaving(3)
-    departures.heard(0.2, W2, want(0, 4))
-    assert isinstance(look(departures, 0.2, 3)[0], HandAway)
-    assert departures.withdraw(SEQUENCE) == [Say(W2, Withdrawn(MIGRATION))]
-    assert departures.withdraw(SEQUENCE) == []
 
 
 # ---------------------------------------------------------------- the target
@@ -302,17 +273,6 @@ def test_a_sequence_that_was_handed_over_is_taken_even_if_the_target_has_given_u
     assert landed(coming, 0.3, None) == [keep(0)]
     assert coming.heard(0.2, W1, state) == [Adopt(state.snapshot, 0)]
     assert coming.heard(0.2, W1, state) == []
-
-
-def test_a_withdrawn_sequence_is_dropped_before_and_after_it_was_taken() -> None:
-    coming = copying()
-    assert coming.heard(0.2, W1, Withdrawn(MIGRATION)) == [Stop(MIGRATION)]
-    assert landed(coming, 0.3, None) == [keep(0)]
-    coming = copying()
-    coming.heard(0.2, W1, Handed(MIGRATION, snapshot(SEQUENCE, 26)))
-    landed(coming, 0.2, Span(5, 7, 26, last=True))
-    assert coming.heard(0.3, W1, Withdrawn(MIGRATION)) == [DropOrphan(SEQUENCE)]
-    assert coming.heard(0.3, W1, Withdrawn(MIGRATION)) == []
 
 
 # ---------------------------------------------------------------- groups of several stages

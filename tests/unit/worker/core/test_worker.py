@@ -488,5 +488,5 @@ def test_check_sees_a_sequence_that_is_in_no_lane_or_in_another_than_is_noted() 
         core.check()
     del group_schedulers[7]
     del group_schedulers[sequence_id]
-    with pytest.raises(InvariantViolation, match="is held and in a group_scheduler, or neither"):
+    with pytest.raises(InvariantViolation, match="waits for KV in a group, or is in none"):
         core.check()

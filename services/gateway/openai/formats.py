@@ -1,0 +1,530 @@
+"""How models write thoughts and tool calls: one small function a format, over `scanner`.
+
+Sources: the chat templates and model cards of Qwen 2.5/3 and Hermes (`hermes`), Qwen3-Coder, Llama 3, Mistral
+(tokenizers v3 to v11), DeepSeek V3 and V3.1, GPT-OSS (harmony), GLM-4.5, Llama 4 (`pythonic`).
+"""
+
+import ast
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, cast
+
+from services.gateway.openai.scanner import (
+    Arguments,
+    Body,
+    CallBegin,
+    CallEnd,
+    Events,
+    Format,
+    Found,
+    Reasoning,
+    Scanner,
+    Test,
+    Text,
+    collect,
+    literal,
+    more,
+    space,
+    string,
+    until,
+    until_trimmed,
+    value,
+)
+
+
+class ToolFormat(StrEnum):
+    """How a model writes its calls. The names are vLLM's, where it has the format."""
+
+    HERMES = "hermes"
+    QWEN3_CODER = "qwen3_coder"
+    LLAMA3_JSON = "llama3_json"
+    MISTRAL = "mistral"
+    DEEPSEEK_V3 = "deepseek_v3"
+    OPENAI = "openai"  # GPT-OSS: thoughts, calls and text are channels
+    GLM45 = "glm45"
+    PYTHONIC = "pythonic"
+
+
+class ReasoningParser(StrEnum):
+    """How a model writes thoughts. The names are vLLM's, where it has the parser."""
+
+    AUTO = "auto"
+    NONE = "none"
+    QWEN3 = "qwen3"  # <think> ... </think>
+    DEEPSEEK_R1 = "deepseek_r1"  # the same, begun by the prompt whatever the template says
+    MISTRAL = "mistral"  # [THINK] ... [/THINK]
+
+
+@dataclass(frozen=True, slots=True)
+class Thoughts:
+    """The tags around a thought. `open`: the prompt has the first one already, so the answer begins inside."""
+
+    begin: str = "<think>"
+    end: str = "</think>"
+    open: bool = False
+
+
+def format_by_template(template: str) -> ToolFormat:
+    """The format that a chat template writes calls in; Hermes' where it does not tell."""
+    return next((kind for mark, kind in _MARKS if mark in template), ToolFormat.HERMES)
+
+
+def thoughts_of(parser: ReasoningParser, template: str, variables: Mapping[str, object]) -> Thoughts | None:
+    """The tags of a model's thoughts; None: it has none.
+
+    Args:
+        parser: What the operator says. `auto`: by the template, and `<think>` at an answer's beginning wherever.
+        template: A thought is open if its generation prompt ends with the first tag.
+        variables: Of the template, for this request.
+    """
+    match parser:
+        case ReasoningParser.NONE:
+            return None
+        case ReasoningParser.MISTRAL:
+            return Thoughts("[THINK]", "[/THINK]")
+        case ReasoningParser.DEEPSEEK_R1:
+            return Thoughts(open=True)
+        case ReasoningParser.AUTO if "[THINK]" in template:
+            return Thoughts("[THINK]", "[/THINK]")
+        case _:
+            _, _, prompt = template.rpartition("add_generation_prompt")
+            ends_inside = "<think>" in prompt and "</think>" not in prompt
+            return Thoughts(open=ends_inside and variables.get("enable_thinking") is not False)
+
+
+_MARKS = (
+    ("<|channel|>", ToolFormat.OPENAI),
+    ("[TOOL_CALLS]", ToolFormat.MISTRAL),
+    ("<｜tool▁calls▁begin｜>", ToolFormat.DEEPSEEK_V3),
+    ("<arg_key>", ToolFormat.GLM45),
+    ("<function=", ToolFormat.QWEN3_CODER),
+    ("<tool_call>", ToolFormat.HERMES),
+    ("[func_name1(", ToolFormat.PYTHONIC),
+    ("<|python_tag|>", ToolFormat.LLAMA3_JSON),
+    ('"parameters"', ToolFormat.LLAMA3_JSON),
+)
+
+
+def answer(thoughts: Thoughts | None, calls: Format) -> Format:
+    """Thoughts at the beginning of an answer, then what `calls` finds."""
+
+    def parse(scanner: Scanner) -> Events:
+        if thoughts is not None:
+            yield from _thoughts(scanner, thoughts)
+        yield from calls(scanner)
+
+    return parse
+
+
+def plain(scanner: Scanner) -> Events:
+    """Text, all of it."""
+    scanner.passes_text = True
+    yield from until(scanner, (), Text)
+
+
+def format_of(kind: ToolFormat, tools: Sequence[Mapping[str, Any]], thoughts: Thoughts | None) -> Format:
+    """Args:
+    tools: Of the request, for formats that write values without their types.
+    thoughts: None: `<think>` is text.
+    """
+    types = dict(map(_named_properties, tools))
+    again = thoughts and Thoughts(thoughts.begin, thoughts.end)  # between calls, too
+    if kind is ToolFormat.OPENAI:
+        return _harmony
+    if kind is ToolFormat.LLAMA3_JSON:
+        calls: Format = _llama3_json
+    elif kind is ToolFormat.PYTHONIC:
+        calls = _pythonic
+    elif kind is ToolFormat.MISTRAL:
+        calls = _tagged("[TOOL_CALLS]", _mistral, again)
+    elif kind is ToolFormat.DEEPSEEK_V3:
+        calls = _tagged("<｜tool▁calls▁begin｜>", _deepseek, again)
+    elif kind is ToolFormat.GLM45:
+        calls = _tagged("<tool_call>", lambda scanner: _glm(scanner, types), again)
+    elif kind is ToolFormat.QWEN3_CODER:
+        calls = _tagged("<tool_call>", lambda scanner: _qwen3_coder(scanner, types), again)
+    else:
+        calls = _tagged("<tool_call>", _hermes, again)
+    return answer(thoughts, calls)
+
+
+def array_of_calls(scanner: Scanner) -> Events:
+    """An answer that is bound to be a JSON array of calls."""
+    yield from space(scanner)
+    if (yield from literal(scanner, "[")):
+        yield from _objects(scanner, "]")
+
+
+def arguments_of(name: str) -> Format:
+    """An answer that is bound to be the arguments of one function."""
+
+    def parse(scanner: Scanner) -> Events:
+        yield from space(scanner)
+        if scanner.rest:
+            yield CallBegin(name)
+            yield CallEnd((yield from value(scanner, Arguments)))
+
+    return parse
+
+
+# ------------------------------------------------------------------------------------------------ thoughts
+
+
+def _thoughts(scanner: Scanner, tags: Thoughts) -> Events:
+    """Thoughts that come next, one or several. Space around them is dropped; without one, nothing is consumed."""
+    is_open = tags.open
+    while True:
+        start = scanner.at
+        yield from space(scanner)
+        if not (yield from literal(scanner, tags.begin)) and not is_open:
+            scanner.at = start
+            return
+        is_open = False
+        yield from space(scanner, "\r\n")
+        yield from until_trimmed(scanner, tags.end, Reasoning, most=sys.maxsize)
+        yield from space(scanner, "\r\n")
+
+
+# ------------------------------------------------------------------------------------------------ calls
+
+
+def _tagged(begin: str, body: Body, thoughts: Thoughts | None) -> Format:
+    """Text in which calls stand behind a tag. What follows the tag and is no call is text, with the tag."""
+
+    def parse(scanner: Scanner) -> Events:
+        while (yield from until(scanner, (begin,), Text)) is not None:
+            start, scanner.starved = scanner.at - len(begin), False
+            if (yield from body(scanner)):
+                yield from space(scanner, "\r\n")
+                if thoughts is not None:
+                    yield from _thoughts(scanner, thoughts)
+            elif scanner.starved and scanner.cut:
+                return  # a call that was cut off before its arguments
+            else:
+                yield Text(scanner.text[start : scanner.at])
+
+    return parse
+
+
+def _hermes(scanner: Scanner) -> Test:
+    """`{"name": ..., "arguments": {...}}</tool_call>`; the last tag may be missing."""
+    yield from space(scanner)
+    if not (yield from _object(scanner)):
+        return False
+    yield from space(scanner)
+    yield from literal(scanner, "</tool_call>")
+    return True
+
+
+def _object(scanner: Scanner, *, bare: bool = True) -> Test:
+    """`{"name": ..., "arguments": ...}`, or with `parameters`. False: it is none, and no event has been given.
+
+    `bare`: a call may have no arguments at all.
+    """
+    if not (yield from literal(scanner, "{")):
+        return False
+    name: str | None = None
+    early: str | None = None  # arguments that came before the name
+    begun = False
+    while True:
+        yield from space(scanner, " \t\r\n,")
+        if (yield from literal(scanner, "}")):
+            break
+        key = yield from string(scanner) if scanner.rest.startswith('"') else _nothing()
+        if key is None:
+            return (yield from _broken(begun))
+        yield from space(scanner)
+        if not (yield from literal(scanner, ":")):
+            return (yield from _broken(begun))
+        yield from space(scanner)
+        if key == "name" and name is None:
+            name = yield from string(scanner)
+            if name is None:
+                return (yield from _broken(begun))
+        elif key in ("arguments", "parameters") and not begun and early is None:
+            if name is not None and scanner.rest.startswith("{"):
+                begun = True
+                yield CallBegin(name)
+                if not (yield from value(scanner, Arguments)):
+                    yield CallEnd(complete=False)
+                    return True
+            else:
+                start = scanner.at
+                if not (yield from value(scanner, None)):
+                    return False
+                early = _as_object(scanner.text[start : scanner.at])
+                if early is None:
+                    return False
+        elif not (yield from value(scanner, None)):
+            return (yield from _broken(begun))
+    if name is None or not (bare or begun or early is not None):
+        return False
+    if not begun:
+        yield CallBegin(name)
+        yield Arguments(early or "{}")
+    yield CallEnd(complete=True)
+    return True
+
+
+def _nothing() -> Found:
+    return None
+    yield None
+
+
+def _broken(begun: bool) -> Test:
+    if begun:  # the arguments were whole, and what follows them is no JSON
+        yield CallEnd(complete=True)
+    return begun
+
+
+def _as_object(text: str) -> str | None:
+    """Arguments that are an object, a text that holds one, or null: as an object; None: anything else."""
+    if text.startswith("{"):
+        return text
+    try:
+        value: object = json.loads(text)
+    except ValueError:
+        return None
+    if value is None:
+        return "{}"
+    return value if isinstance(value, str) else None
+
+
+def _objects(scanner: Scanner, end: str, *, bare: bool = True) -> Test:
+    """Calls as objects, with commas or semicolons between, up to `end` (empty: the answer's end)."""
+    found = False
+    while True:
+        yield from space(scanner, " \t\r\n,;")
+        if not scanner.rest or (end and (yield from literal(scanner, end))):
+            return found
+        start = scanner.at
+        if not (yield from _object(scanner, bare=bare)):
+            scanner.at = len(scanner.text) if found and scanner.starved and scanner.cut else start
+            return found
+        found = True
+
+
+def _llama3_json(scanner: Scanner) -> Events:
+    """An answer that begins with a brace, or with the tag for it, is calls or nothing."""
+    start = scanner.at
+    yield from space(scanner)
+    tagged = yield from literal(scanner, "<|python_tag|>")
+    yield from space(scanner)
+    if (tagged or scanner.rest.startswith("{")) and (yield from _objects(scanner, "", bare=False)):
+        yield from space(scanner)
+        start = scanner.at
+    elif scanner.starved and scanner.cut and _is_head(scanner.rest):
+        return
+    scanner.at = start
+    yield from until(scanner, (), Text)
+
+
+def _is_head(text: str) -> bool:
+    """The beginning of a call, as far as it goes."""
+    return text.startswith(('{"name"', '{ "name"', '{"type"'))
+
+
+def _mistral(scanner: Scanner) -> Test:
+    """An array of objects; or `name[ARGS]{...}`, also with `[CALL_ID]...` between or without `[ARGS]`."""
+    yield from space(scanner)
+    if (yield from literal(scanner, "[")):
+        return (yield from _objects(scanner, "]"))
+    start = scanner.at
+    name, tag = yield from collect(scanner, ("[ARGS]", "[CALL_ID]", "{", "[TOOL_CALLS]"))
+    if tag == "[CALL_ID]":
+        _, tag = yield from collect(scanner, ("[ARGS]", "{"))
+    name = name.strip()
+    if tag not in ("[ARGS]", "{") or not name or any(c.isspace() for c in name):
+        scanner.at = len(scanner.text) if tag is None else start
+        return False
+    if tag == "{":
+        scanner.at -= 1
+    yield from space(scanner)
+    yield CallBegin(name)
+    yield CallEnd((yield from value(scanner, Arguments)))
+    return True
+
+
+def _deepseek(scanner: Scanner) -> Test:
+    """Calls between tags: V3 writes `function<sep>name`, a line break and a fenced object, V3.1 `name<sep>{...}`."""
+    found = False
+    while True:
+        yield from space(scanner)
+        if not (yield from literal(scanner, "<｜tool▁call▁begin｜>")):
+            yield from literal(scanner, "<｜tool▁calls▁end｜>")
+            return found
+        name, tag = yield from collect(scanner, ("<｜tool▁sep｜>",))
+        if tag is None:
+            return found
+        yield from space(scanner)
+        if not scanner.rest.startswith("{"):
+            name, tag = yield from collect(scanner, ("```json", "<｜tool▁call▁end｜>"))
+            if tag != "```json":
+                return found
+            yield from space(scanner)
+        found = True
+        yield CallBegin(name.strip())
+        whole = yield from value(scanner, Arguments)
+        yield CallEnd(whole)
+        yield from collect(scanner, ("<｜tool▁call▁end｜>",))
+
+
+def _qwen3_coder(scanner: Scanner, types: Mapping[str, Mapping[str, Any]]) -> Test:
+    """`<function=name>`, then each parameter between `<parameter=key>` and its end tag, as bare text."""
+    yield from space(scanner)
+    if not (yield from literal(scanner, "<function=")):
+        return False
+    name, tag = yield from collect(scanner, (">",))
+    if tag is None:
+        return False
+    name = name.strip()
+    yield CallBegin(name)
+    before = "{"
+    while True:
+        yield from space(scanner)
+        if not (yield from literal(scanner, "<parameter=")):
+            break
+        key, _ = yield from collect(scanner, (">",))
+        yield from literal(scanner, "\n")
+        yield Arguments(f"{before}{_quoted(key.strip())}: ")
+        if not (yield from _bare_value(scanner, "</parameter>", types.get(name, {}).get(key.strip()), most=1)):
+            yield CallEnd(complete=False)
+            return True
+        before = ", "
+    whole = yield from literal(scanner, "</function>")
+    if whole:
+        yield Arguments("{}" if before == "{" else "}")
+    yield CallEnd(whole)
+    yield from space(scanner)
+    yield from literal(scanner, "</tool_call>")
+    return True
+
+
+def _glm(scanner: Scanner, types: Mapping[str, Mapping[str, Any]]) -> Test:
+    """`name`, then pairs of `<arg_key>` and `<arg_value>`, each with its end tag, as bare text."""
+    name, tag = yield from collect(scanner, ("<arg_key>", "</tool_call>"))
+    name = name.strip()
+    if tag is None or not name or name.startswith("{"):
+        return False
+    yield CallBegin(name)
+    before = "{"
+    while tag == "<arg_key>":
+        key, _ = yield from collect(scanner, ("</arg_key>",))
+        yield from collect(scanner, ("<arg_value>",))
+        yield Arguments(f"{before}{_quoted(key.strip())}: ")
+        if not (yield from _bare_value(scanner, "</arg_value>", types.get(name, {}).get(key.strip()), most=0)):
+            yield CallEnd(complete=False)
+            return True
+        before = ", "
+        _, tag = yield from collect(scanner, ("<arg_key>", "</tool_call>"))
+    yield Arguments("{}" if before == "{" else "}")
+    yield CallEnd(complete=True)
+    return True
+
+
+def _harmony(scanner: Scanner) -> Events:
+    """GPT-OSS: messages with a channel each. analysis: a thought; commentary to a function: a call; else text."""
+    tags = ("<|channel|>", "<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|message|>")
+    while (tag := (yield from until(scanner, tags, Text))) is not None:
+        if tag == "<|start|>":
+            _, tag = yield from collect(scanner, ("<|channel|>", "<|message|>"))
+        if tag != "<|channel|>":
+            continue
+        head, tag = yield from collect(scanner, ("<|message|>",))
+        if tag is None:
+            return
+        ends = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
+        _, _, target = head.partition("to=functions.")
+        if target:
+            yield CallBegin(target.split("<|")[0].split()[0])
+            yield from space(scanner)
+            whole = yield from value(scanner, Arguments)
+            yield CallEnd(whole)
+            _, tag = yield from collect(scanner, ends)
+        elif head.strip().startswith("analysis"):
+            tag = yield from until(scanner, ends, Reasoning)
+        else:
+            tag = yield from until(scanner, ends, Text)
+        if tag == "<|start|>":
+            scanner.at -= len("<|start|>")
+
+
+def _pythonic(scanner: Scanner) -> Events:
+    """An answer that is a Python list of calls with keyword arguments: `[f(a=1), g()]`. Given in one piece."""
+    start = scanner.at
+    yield from space(scanner)
+    if scanner.rest.startswith("["):
+        while (yield from more(scanner)):
+            pass
+        calls = _python_calls(scanner.rest)
+        if calls:
+            scanner.at = len(scanner.text)
+            for name, arguments in calls:
+                yield CallBegin(name)
+                yield Arguments(arguments)
+                yield CallEnd(complete=True)
+            return
+        if scanner.cut:
+            return
+    scanner.at = start
+    yield from until(scanner, (), Text)
+
+
+def _python_calls(text: str) -> list[tuple[str, str]]:
+    """Empty: the text is something else."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    found: list[tuple[str, str]] = []
+    for call in tree.elts if isinstance(tree, ast.List) else []:
+        if not isinstance(call, ast.Call) or call.args or not all(keyword.arg for keyword in call.keywords):
+            return []
+        try:
+            values = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+            found.append((ast.unparse(call.func), json.dumps(values, ensure_ascii=False, allow_nan=False)))
+        except (ValueError, TypeError):
+            return []
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ bare values
+
+
+def _named_properties(tool: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    function: Mapping[str, Any] = tool.get("function") or {}
+    parameters: Mapping[str, Any] = function.get("parameters") or {}
+    properties: object = parameters.get("properties")
+    return str(function.get("name")), cast(Mapping[str, Any], properties) if isinstance(properties, Mapping) else {}
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _bare_value(scanner: Scanner, end: str, schema: object, *, most: int) -> Test:
+    """Text up to the end tag as a JSON value, without its last line breaks, `most` at the most. False: it does not end.
+
+    It is a string if the schema says so, and streams; else it is taken as JSON, or as a string if it is none.
+    """
+    kind: object = cast(Mapping[str, Any], schema).get("type") if isinstance(schema, Mapping) else None
+    if kind == "string":
+        yield Arguments('"')
+        ended = yield from until_trimmed(scanner, end, lambda text: Arguments(_quoted(text)[1:-1]), most)
+        yield Arguments('"')
+        return ended is not None
+    text, tag = yield from collect(scanner, (end,))
+    text = text.removesuffix("\n") if most else text
+    try:
+        json.loads(text, parse_constant=_refuse)
+        yield Arguments(text.strip())
+    except (ValueError, RecursionError):
+        yield Arguments(_quoted(text))
+    return tag is not None
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(word)

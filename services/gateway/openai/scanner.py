@@ -1,0 +1,289 @@
+"""An answer's text, read from front to back while it comes, and the events that a parser makes of it.
+
+A format is a generator over a `Scanner`: it yields events, and `None` where it needs more text. It never looks at how
+the text was cut into pieces, so any split of an answer gives the same events (but for where deltas are cut).
+"""
+
+import json
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Part of the answer's content."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Part of a thought."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegin:
+    """A call of the function with this name begins."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """Part of the JSON text of the arguments of the call that has begun."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """The call is over. `complete`: its arguments are whole; False: the answer ended amid them."""
+
+    complete: bool
+
+
+Event = Text | Reasoning | CallBegin | Arguments | CallEnd
+
+
+class Scanner:
+    """The text of an answer as far as it is known, read from front to back."""
+
+    __slots__ = ("at", "cut", "ended", "passes_text", "starved", "text")
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.at = 0
+        self.ended = False
+        self.cut = False  # the answer ended for want of tokens
+        self.passes_text = False  # nothing but text is looked for any more
+        self.starved = False  # more was needed, and the answer was over
+
+    @property
+    def rest(self) -> str:
+        return self.text[self.at :]
+
+    def take(self, count: int) -> str:
+        self.at += count
+        return self.text[self.at - count : self.at]
+
+
+Events = Generator[Event | None, None, None]  # None: more text is needed
+Test = Generator[Event | None, None, bool]
+Found = Generator[Event | None, None, str | None]
+_RAW = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+_BEHIND_A_WORD = frozenset(",;}] \t\r\n<")
+
+Body = Callable[[Scanner], Test]
+Format = Callable[[Scanner], Events]
+
+
+class AnswerParser:
+    """Parses one choice. `feed` it the text piece by piece, then `finish` it.
+
+    Args:
+        parse: The format.
+        most_calls: Further calls are dropped; None: there is no bound.
+    """
+
+    def __init__(self, parse: Format, most_calls: int | None = None) -> None:
+        self._scanner = Scanner()
+        self._events = parse(self._scanner)
+        self._is_over = False
+        self._most_calls = most_calls
+        self._call_count = 0
+
+    @property
+    def passes_text(self) -> bool:
+        """All that is still to come is text, so that it need not be fed any more."""
+        return self._scanner.passes_text
+
+    def feed(self, text: str) -> list[Event]:
+        self._scanner.text += text
+        return self._run()
+
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        """The rest. `cut`: the answer ended for want of tokens, so a call that has not begun yet is dropped."""
+        self._scanner.ended, self._scanner.cut = True, cut
+        return self._run()
+
+    def _run(self) -> list[Event]:
+        found: list[Event] = []
+        while not self._is_over:
+            try:
+                event = next(self._events)
+            except StopIteration:
+                self._is_over = True
+                break
+            if event is None:
+                break
+            self._call_count += isinstance(event, CallBegin)
+            is_of_call = isinstance(event, (CallBegin, Arguments, CallEnd))
+            if not (is_of_call and self._most_calls is not None and self._call_count > self._most_calls):
+                _add(found, event)
+        return found
+
+
+def _add(events: list[Event], event: Event) -> None:
+    """Joins neighbours of one kind: a chunk of text becomes one delta of each."""
+    last = events[-1] if events else None
+    if isinstance(event, (Text, Reasoning, Arguments)) and type(last) is type(event):
+        assert isinstance(last, (Text, Reasoning, Arguments)), "of the same type"
+        events[-1] = type(event)(last.text + event.text)
+    else:
+        events.append(event)
+
+
+def more(scanner: Scanner) -> Test:
+    """Waits for more text. False: there is none."""
+    length = len(scanner.text)
+    while len(scanner.text) == length:
+        if scanner.ended:
+            scanner.starved = True
+            return False
+        yield None
+    return True
+
+
+def until(scanner: Scanner, tags: Sequence[str], make: Callable[[str], Event]) -> Found:
+    """Passes text on as events up to the first of the tags, which is consumed and returned; None: the answer's end."""
+    while True:
+        rest = scanner.rest
+        places = [(rest.find(tag), -len(tag), tag) for tag in tags if tag in rest]
+        if places:
+            place, _, tag = min(places)
+            if place:
+                yield make(scanner.take(place))
+            scanner.take(len(tag))
+            return tag
+        keep = 0 if scanner.ended else max((_begun(rest, tag) for tag in tags), default=0)
+        if len(rest) > keep:
+            yield make(scanner.take(len(rest) - keep))
+        if not (yield from more(scanner)) and not scanner.rest:
+            return None
+
+
+def until_trimmed(scanner: Scanner, tag: str, make: Callable[[str], Event], most: int) -> Found:
+    """`until` a tag, without the last line breaks before it, `most` of them at the most."""
+    held = ""
+    reading = until(scanner, (tag,), Text)
+    while True:
+        try:
+            event = next(reading)
+        except StopIteration as over:
+            if len(held) > most:
+                yield make(held[: len(held) - most])
+            return over.value
+        if isinstance(event, Text):
+            text = held + event.text
+            body = text.rstrip("\r\n")
+            held = text[len(body) :]
+            if body:
+                yield make(body)
+        else:
+            yield event
+
+
+def collect(scanner: Scanner, tags: Sequence[str]) -> Generator[Event | None, None, tuple[str, str | None]]:
+    """Consumes text up to the first of the tags, which is consumed too: (text, tag)."""
+    parts: list[str] = []
+    reading = until(scanner, tags, Text)
+    while True:
+        try:
+            event = next(reading)
+        except StopIteration as over:
+            return "".join(parts), over.value
+        if event is None:
+            yield None
+        elif isinstance(event, Text):
+            parts.append(event.text)
+
+
+def _begun(text: str, tag: str) -> int:
+    """Characters at the end of `text` that may be the beginning of the tag."""
+    return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if tag.startswith(text[-n:])), 0)
+
+
+def space(scanner: Scanner, characters: str = " \t\r\n") -> Events:
+    while True:
+        rest = scanner.rest
+        scanner.take(len(rest) - len(rest.lstrip(characters)))
+        if scanner.rest or not (yield from more(scanner)):
+            return
+
+
+def literal(scanner: Scanner, text: str) -> Test:
+    """Consumes `text` if it comes next."""
+    while not scanner.rest.startswith(text):
+        if not text.startswith(scanner.rest) or not (yield from more(scanner)):
+            return False
+    scanner.take(len(text))
+    return True
+
+
+def string(scanner: Scanner) -> Found:
+    """A JSON string, decoded; None: there is none, or it does not end."""
+    start = scanner.at
+    if not (yield from value(scanner, None)):
+        return None
+    try:
+        decoded: object = json.loads(scanner.text[start : scanner.at])
+    except ValueError:
+        return None
+    return decoded if isinstance(decoded, str) else None
+
+
+def value(scanner: Scanner, make: Callable[[str], Event] | None) -> Test:
+    """A JSON value, told by its brackets and quotes alone; True: it is whole. With `make` it is passed on as it comes
+    and as it was written, but for raw line breaks and tabs within strings, which JSON forbids: these are escaped.
+    Without, it is consumed only when it is whole.
+    """
+    depth, inside, escaped, begun = 0, False, False, False
+    while True:
+        rest = scanner.rest
+        written: list[str] = []
+        first = 0  # character that is not written yet
+        end: int | None = None
+        for place, character in enumerate(rest):
+            if inside:
+                if escaped:
+                    escaped = False
+                elif character == "\\":
+                    escaped = True
+                elif character == '"':
+                    inside = False
+                elif character in _RAW:
+                    written += rest[first:place], _RAW[character]
+                    first = place + 1
+            elif character == '"':
+                inside = begun = True
+            elif character in "{[":
+                depth, begun = depth + 1, True
+            elif depth:
+                depth -= character in "}]"
+            elif character in _BEHIND_A_WORD:
+                end = place
+                break
+            else:
+                begun = True
+                continue
+            if not (inside or depth):
+                end = place + 1
+                break
+        if make is None:  # whole or not at all: looked at again from its beginning
+            if end is None and (yield from more(scanner)):
+                depth, inside, escaped, begun = 0, False, False, False
+                continue
+        elif text := "".join(written) + rest[first:end]:
+            yield make(text)
+        if end is None and make is not None:
+            scanner.take(len(rest))
+            if (yield from more(scanner)):
+                continue
+        whole = begun and (end is not None or not (depth or inside))
+        if make is None and whole:
+            scanner.take(len(rest) if end is None else end)
+        elif end is not None:
+            scanner.take(end)
+        return whole

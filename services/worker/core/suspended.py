@@ -1,0 +1,103 @@
+"""Sequences whose KV is on its way, or complete before its request.
+
+A suspended sequence keeps its reservation and is left alone, even if it ends meanwhile: its blocks are being written
+on the stages. One that waits for room on some stage has none until `take_blocks`. KV of a moved request may have
+`arrived` before the request: it gives way like what runs.
+"""
+
+from collections.abc import Callable
+
+from ballast.common.errors import InvariantViolation
+from services.worker.core.batch import SequenceId
+from services.worker.core.blocks import blocks_for
+from services.worker.core.sequence import Sequence, SequenceState
+
+
+class Suspended(dict[SequenceId, Sequence]):
+    """By id. Those that have ended meanwhile are still among them."""
+
+    def __init__(self, block_tokens: int, reserve: Callable[[Sequence, int], None]) -> None:
+        """`reserve` adds blocks to the reservation of a sequence, or takes them away."""
+        super().__init__()
+        self._block_tokens = block_tokens
+        self._reserve = reserve
+        self.without_blocks: set[SequenceId] = set()  # they have no reservation yet
+        self.arrived: set[SequenceId] = set()  # they wait for their request alone
+
+    @property
+    def kept(self) -> list[Sequence]:
+        """Complete KV whose request is not here."""
+        return [self[sequence_id] for sequence_id in sorted(self.arrived)]
+
+    def add(self, sequence: Sequence, at_s: float, *, travels: bool, waits: bool) -> None:
+        """It ran here, or comes from another leader. Its KV `travels`, perhaps when there is room (`waits`); or it is
+        here.
+        """
+        why = "its KV waits for room" if waits else "its KV travels" if travels else "its KV is here"
+        if sequence.state is SequenceState.SUSPENDED:
+            self.arrived.remove(sequence.sequence_id)
+            sequence.note(at_s, why)
+        else:
+            sequence.move(SequenceState.SUSPENDED, at_s, why)
+        self[sequence.sequence_id] = sequence
+        if waits:
+            self.without_blocks.add(sequence.sequence_id)
+            self._reserve(sequence, -sequence.reserved_block_count)
+        elif not sequence.reserved_block_count:
+            self._reserve(sequence, blocks_for(sequence.token_count, self._block_tokens))
+        if not (travels or waits):
+            self.arrived.add(sequence.sequence_id)
+
+    def take_blocks(self, sequence: Sequence, at_s: float) -> None:
+        """There is room for one that has waited for it."""
+        self.without_blocks.remove(sequence.sequence_id)
+        self._reserve(sequence, blocks_for(sequence.token_count, self._block_tokens))
+        sequence.note(at_s, "its KV travels")
+
+    def bind(self, kept: Sequence, request: Sequence, at_s: float) -> bool:
+        """The request of that KV is here, under its id. Returns whether the KV is complete: then it is to run."""
+        self[kept.sequence_id] = request
+        request.move(SequenceState.SUSPENDED, at_s, "its KV is here, or on its way")
+        request.computed_tokens, request.on_stages = kept.computed_tokens, kept.on_stages
+        request.reserved_block_count, request.reserved_tokens = kept.reserved_block_count, kept.reserved_tokens
+        return kept.sequence_id in self.arrived
+
+    def complete(self, sequence: Sequence, at_s: float) -> bool:
+        """All its KV is here. Returns whether it is to run, and then it has left; else its request is missing."""
+        if sequence.sequence_id in self.without_blocks:
+            raise InvariantViolation(f"{sequence.name} has its KV in no block", sequence.story())
+        if sequence.snapshot is not None:
+            self.arrived.add(sequence.sequence_id)
+            sequence.note(at_s, "its KV is complete, its request is not here")
+            return False
+        self.leave(sequence)
+        return True
+
+    def leave(self, sequence: Sequence) -> None:
+        del self[sequence.sequence_id]
+        self.without_blocks.discard(sequence.sequence_id)
+        self.arrived.discard(sequence.sequence_id)
+
+    def let_go(self, sequence: Sequence) -> None:
+        """Nothing is written any more into its blocks, and it does not need them."""
+        self.leave(sequence)
+        self._reserve(sequence, -sequence.reserved_block_count)
+
+    def forget_kv(self, kept: Sequence, at_s: float, why: str) -> None:
+        """KV whose request is not here is freed. The request will be computed again."""
+        self.let_go(kept)
+        kept.computed_tokens = 0
+        kept.move(SequenceState.WAITING, at_s, why)
+
+    def check(self) -> None:
+        """Raise InvariantViolation unless states, reservations and sets agree."""
+        for sequence_id, sequence in self.items():
+            if sequence.state not in (SequenceState.SUSPENDED, SequenceState.ENDED):
+                raise InvariantViolation(f"{sequence.name} is among the suspended", sequence.story())
+            if sequence.reserved_block_count and sequence_id in self.without_blocks:
+                raise InvariantViolation(f"{sequence.name} waits for room and has some", sequence.story())
+            if sequence_id in self.arrived and sequence.snapshot is None:
+                raise InvariantViolation(f"{sequence.name} has all its KV and does not run", sequence.story())
+        if not self.without_blocks | self.arrived <= self.keys() or self.without_blocks & self.arrived:
+            waits, has = sorted(self.without_blocks), sorted(self.arrived)
+            raise InvariantViolation(f"{waits} wait for room, {has} for their requests, and not all are suspended")

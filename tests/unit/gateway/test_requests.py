@@ -1,0 +1,99 @@
+"""Fields of requests: followed, or refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ballast.common.errors import InvalidRequest
+from ballast.common.sampling import GrammarKind, PriorityClass
+from services.gateway.errors import Failure, failure_of
+from services.gateway.openai.messages import messages_for_template
+from services.gateway.openai.requests import UNSUPPORTED, ChatRequest, CompletionRequest, parse, refuse_unsupported
+from services.gateway.openai.sampling import priority_of
+from services.gateway.openai.structure import form_of
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+TEXT: dict[str, Any] = {"prompt": "hi"}
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return parse(ChatRequest, json.dumps({**CHAT, **fields}).encode())
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_a_field_that_would_change_the_answer_is_refused_by_name(name: str) -> None:
+    shape: Any = ChatRequest if name in ChatRequest.model_fields else CompletionRequest
+    given = {**(CHAT if shape is ChatRequest else TEXT), name: "something"}
+    with pytest.raises(Failure) as caught:
+        refuse_unsupported(parse(shape, json.dumps(given).encode()))
+    assert (caught.value.param, caught.value.status) == (name, 400)
+    for off in (None, False, [], {}):
+        if shape is ChatRequest:
+            refuse_unsupported(chat(**{name: off}))
+
+
+def test_the_docs_name_each_field_that_is_refused() -> None:
+    page = Path("docs/openai.md").read_text()
+    assert [name for name in UNSUPPORTED if f"`{name}`" not in page] == []
+
+
+def test_echo_is_for_completions() -> None:
+    refuse_unsupported(parse(CompletionRequest, json.dumps({**TEXT, "echo": True}).encode()))
+
+
+def test_older_names_of_structured_outputs_are_followed() -> None:
+    form = form_of(None, chat(guided_regex="a+").structured)
+    assert form.grammar is not None
+    assert (form.grammar.kind, form.grammar.text) == (GrammarKind.REGEX, "a+")
+    assert chat(guided_json={"type": "object"}).structured == {"json": {"type": "object"}}
+    with pytest.raises(Failure):
+        _ = chat(guided_regex="a", structured_outputs={"regex": "a"}).structured
+
+
+def test_numbers_as_priorities_are_vllms() -> None:
+    classes = [priority_of(chat(priority=each)) for each in (-1, 0, 5, "batch")]
+    assert classes == [PriorityClass.INTERACTIVE, PriorityClass.DEFAULT, PriorityClass.BATCH, PriorityClass.BATCH]
+
+
+SET = {"type": "array", "items": {"type": "string", "format": "path"}, "uniqueItems": True}
+
+
+def json_schema(strict: bool | None) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": SET, "strict": strict}}
+
+
+def test_a_schema_that_is_not_strict_is_followed_as_far_as_it_goes_and_the_answer_says_so() -> None:
+    loose = form_of(json_schema(None), None)
+    assert loose.left_out == {"uniqueItems"}
+    assert loose.grammar is not None
+    assert "uniqueItems" not in loose.grammar.text
+    strict = form_of(json_schema(strict=True), None)
+    assert strict.grammar is not None
+    assert "uniqueItems" in strict.grammar.text  # the dispatcher refuses it, with the key's name
+    assert "format" not in strict.grammar.text  # an annotation, strict or not
+
+
+def test_keys_are_left_out_where_they_are_keywords_only() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"not": {"type": "string"}, "format": {"const": {"format": "path", "if": 1}}},
+        "required": ["not"],
+    }
+    form = form_of({"type": "json_schema", "json_schema": {"schema": schema}}, None)
+    assert form.grammar is not None
+    assert (json.loads(form.grammar.text), form.left_out) == (schema, frozenset())
+
+
+def test_arguments_of_earlier_calls_that_are_no_json_go_on_as_they_are() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "a", "arguments": '{"x": '}}
+    [message] = messages_for_template([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"x": '
+
+
+def test_a_prompt_that_is_too_long_is_told_in_the_words_that_gateways_look_for() -> None:
+    why = "100 and a prompt of 5000 tokens exceed max_model_len 4096; at most 0 fit"
+    failure = failure_of(InvalidRequest("sampling.max_tokens", why))
+    assert failure.code == "context_length_exceeded"
+    assert "This model's maximum context length is 4096 tokens" in str(failure.body()["error"])
