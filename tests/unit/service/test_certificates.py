@@ -50,6 +50,7 @@ async def test_an_http_server_goes_on_with_a_renewed_certificate(keys: Path) -> 
         await asyncio.sleep(1.5)
         assert await served_until(server.port, keys / "ca.crt") == before
         make_certificates(keys, days=90, hosts=["127.0.0.1"], workers=[], renew=True)
+        after = before
         for _ in range(50):
             if (after := await served_until(server.port, keys / "ca.crt")) != before:
                 break
