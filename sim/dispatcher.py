@@ -24,6 +24,7 @@ from sim.instance import Instance
 from sim.state import Site
 from sim.streams import Output
 
+_AGAIN_S = 0.05  # until a stream that has ended is made anew
 _PLAIN_ENDINGS = (FinishReason.STOP, FinishReason.LENGTH)  # after which no other place is looked for
 
 
@@ -353,8 +354,15 @@ class DispatcherNode:
             if link.open:
                 link.open = False
                 self.feed(d.WorkerLost(self._clock.now_s, link.key, why))
+                self._clock.after(_AGAIN_S, self._labels["link"], partial(self._connect_again, link))
 
         self._be_reached(link, self._labels["link"], arrive)
+
+    def _connect_again(self, lost: _Link) -> None:
+        """As long as the worker is in the layout, and that life of it goes on."""
+        if self._links.get(lost.key) is lost:
+            link = self._links[lost.key] = _Link(self, lost.key, lost.instance)
+            self._reach(link, self._labels["link"], partial(self._connect, link))
 
     def _hear(self, link: _Link, output: Output) -> None:
         if self._lines.troubled:

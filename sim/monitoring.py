@@ -1,9 +1,9 @@
 """Monitors in virtual time, and the workers' reports to them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ballast.common.ids import DispatcherId, Incarnation, WorkerId
 from ballast.common.layout import Place
@@ -64,7 +64,7 @@ class MonitorNode:
         self.feed(m.Ticked(self._clock.now_s, self._cause("tick")))
 
     def _look_around(self) -> None:
-        if not self._state.is_up or self.process.paused or self.process.crashed:
+        if not self._state.reaches(self.name) or self.process.paused or self.process.crashed:
             return
         stored = self._state.stored
         words = tuple(self._state.backlogs.values())
@@ -133,7 +133,8 @@ class MonitorNode:
 
     def load(self) -> ClusterLoad:
         workers = {name: entry.load for name, entry in sorted(self.core.entries.items()) if entry.load is not None}
-        return ClusterLoad(workers, self.core.traffic(self._clock.now_s), self.core.pace(), self.core.slowness())
+        traffic, fresh = self.core.traffic(self._clock.now_s)
+        return ClusterLoad(workers, traffic, self.core.pace(), self.core.slowness(), fresh)
 
 
 class Reporting(Protocol):
@@ -145,13 +146,20 @@ class Reporting(Protocol):
     def load(self) -> LoadReport: ...
 
 
+class Monitors(NamedTuple):
+    """As a worker knows them."""
+
+    leader: Callable[[], MonitorNode | None]  # as found in the state server, where the worker looks again and again
+    by_name: Mapping[str, MonitorNode]  # all that it has heard of: asked where that one does not lead or answer
+
+
 class Reporter:
     """A worker's reports to the monitor that leads."""
 
     def __init__(
         self,
         site: Site,
-        leader: Callable[[], MonitorNode | None],
+        monitors: Monitors,
         instance: m.Instance,
         worker: Reporting,
         *,
@@ -160,13 +168,12 @@ class Reporter:
         place: Callable[[], Place | None] = lambda: None,
         pace: Pace | None = None,
     ) -> None:
-        """`leader`: as somebody finds it who looks in the state server again and again."""
         self._name = instance.worker_id
         self._place, self._pace = place, pace
         self._instance = instance
         self._ended = False
         self._clock = clock = site.clock
-        self._leader = leader
+        self._leader, self._monitors = monitors
         self._worker = worker
         self._delays = site.delays
         self._lines = site.lines
@@ -203,10 +210,22 @@ class Reporter:
         self._stream_id = 0
         self._clock.after(2 * self._delays.rpc_s, self._label, self._come_back)
 
+    def _find(self) -> MonitorNode | None:
+        found = self._leader()
+        if found is not None and self._leads(found):
+            return found
+        return next(filter(self._leads, self._monitors.values()), found)
+
+    def _leads(self, monitor: MonitorNode) -> bool:
+        """It says so, if it is reached."""
+        process, cut = monitor.process, self._lines.is_cut
+        reached = not (cut(self._name, process.name) or cut(process.name, self._name))
+        return reached and monitor.core.active and not (process.crashed or process.paused)
+
     def _come_back(self) -> None:
         if self._worker.crashed:
             return
-        monitor = self._leader()
+        monitor = self._find()
         if self._worker.paused or monitor is None or monitor.process.crashed:
             self._clock.after(_LOOK_S, self._label, self._come_back)
             return
@@ -250,7 +269,7 @@ class Reporter:
 
     def _has_gone_over(self) -> bool:
         """To another monitor, which leads now; or has to look for one, as the one that it knew has ended."""
-        monitor, leader = self._monitor, self._leader()
+        monitor, leader = self._monitor, self._find()
         if leader is monitor and monitor is not None and not monitor.process.crashed:
             return False
         self._say(lambda _, stream_id, now_s: m.StreamEnded(now_s, self._cause, stream_id, said_goodbye=False))
@@ -286,7 +305,7 @@ def share_traffic(
         nonlocal serial
         now = traffic()
         serial += 1
-        if not state.is_up:
+        if not state.reaches(dispatcher_id):
             return
         if not now.is_idle:
             state.backlogs[dispatcher_id] = m.BacklogWord(dispatcher_id, f"1.{serial}", now)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Protocol
 
 from ballast.common.errors import InvalidRequest, StaleEpoch
-from ballast.common.ids import Epoch, WorkerId
+from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Member
 from ballast.common.transition import Phase
 from ballast.rpc.fencing import PLANNER_TOKEN, Fence
@@ -20,6 +20,7 @@ from services.planner.core.machine import PlannerCore, PlannerRules
 from services.planner.core.prediction_log import Predicted
 from services.planner.core.record import TransitionRecord
 from services.planner.core.transition import Journal, MemberSaid
+from services.planner.peers import PROBE_TIMEOUT_S
 from services.planner.policy.migrate import MigrationRules, Move, is_round_due, migrations
 from services.planner.shell.balancing import INTERVAL_S, WITHIN_S
 from services.worker.core import plan as wp
@@ -37,6 +38,7 @@ class Peer(Protocol):
 
     crashed: bool
     paused: bool
+    incarnation: Incarnation
     transitions: Transitions
     fence: Fence
 
@@ -116,6 +118,8 @@ class PlannerNode:
                 self._clock.after(self._delays.rpc_s, b"planner asks loads", partial(self._read_loads, cause_id))
             case p.CallMember():
                 self._call(command)
+            case p.ProbeInstance():
+                self._probe(command)
             case p.TransitionMoved(record, _):
                 if record.journal.stage.over:
                     self.records.append(record)
@@ -273,6 +277,25 @@ class PlannerNode:
 
     # ------------------------------------------------------------ members
 
+    def _probe(self, command: p.ProbeInstance) -> None:
+        """As `services.planner.peers.Members.probe`: a machine that is there refuses for a process that is gone."""
+        name, lines = command.worker_id, self._lines
+
+        def answered() -> None:
+            peer = self._members[name]
+            if lines.is_cut(self.name, name) or lines.is_cut(name, self.name) or (peer.paused and not peer.crashed):
+                wait_s, found = PROBE_TIMEOUT_S, p.Probed.SILENT
+            else:
+                is_there = not peer.crashed and peer.incarnation == command.incarnation
+                wait_s, found = self._delays.rpc_s, p.Probed.ALIVE if is_there else p.Probed.GONE
+            self._clock.after(wait_s, b"planner has probed", lambda: self.process.run(partial(hear, found)))
+
+        def hear(found: p.Probed) -> None:
+            now_s = self._clock.now_s
+            self.feed(p.InstanceProbed(now_s, command.cause_id, name, command.incarnation, found))
+
+        self._clock.after(self._delays.rpc_s, b"planner probes", answered)
+
     def _call(self, command: p.CallMember) -> None:
         """The member's engine hears of it at its next step boundary; the answer is how far it is now."""
         worker_id = command.member.worker_id
@@ -368,8 +391,8 @@ def _translate(change: m.Change | None, at_s: float, cause_id: str) -> p.Monitor
             return p.InstanceUp(
                 at_s, cause_id, i.worker_id, i.incarnation, i.address, i.model, draining, i.data_address, place
             )
-        case m.InstanceLost(worker_id, incarnation, why):
-            return p.InstanceLost(at_s, cause_id, worker_id, incarnation, why)
+        case m.InstanceLost(worker_id, incarnation, why, silent):
+            return p.InstanceLost(at_s, cause_id, worker_id, incarnation, why, silent)
         case m.InstanceDraining(worker_id, incarnation):
             return p.InstanceDraining(at_s, cause_id, worker_id, incarnation)
         case m.Raised(Overload(required_bytes=required)):

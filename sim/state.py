@@ -18,10 +18,12 @@ from sim.clock import Clock
 from sim.lines import Lines
 from sim.process import Process
 
+STATE = "state"  # the server's name, for the lines to it
 _TIMEOUT_S = 2.0  # of an operation, as services have it
 _POLL_S = 1.0  # dispatchers look at the layout even if nobody has told them of a new one
 _BEGAN_S = 1e6  # by the server's clock, when the world begins: tokens are times, and epochs are not
 _REMEMBERED_S = 10.0
+NOBODY = "?"  # holds the leases of a server whose keys are garbage
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class Contents:
 
     def acquire(self, name: str, holder: str, ttl_s: float, now_s: float, above: int = 0) -> int | None:
         lease = self._lease(name, now_s)
+        if lease is not None and lease.until_s == math.inf and lease.holder != holder:
+            lease = None  # without expiry it is nobody's
         if lease is not None and lease.holder != holder:
             return None
         token = lease.token if lease is not None else 0
@@ -119,16 +123,17 @@ class Contents:
 class StateServer:
     """It may be away, slow, empty again, or what it was some time ago."""
 
-    def __init__(self, clock: Clock, delays: Delays) -> None:
+    def __init__(self, clock: Clock, delays: Delays, lines: Lines) -> None:
         self._clock = clock
         self._delays = delays
+        self._lines = lines
         self.contents = Contents()
         self.backlogs: dict[DispatcherId, BacklogWord] = {}
         self.is_up = True
         self.slow_s = 0.0  # each operation takes so much longer
-        self._watchers: list[Callable[[Layout], None]] = []
+        self._watchers: list[tuple[str, Callable[[Layout], None]]] = []
         self.on_journal: Callable[[Journal], None] = lambda _: None  # hears of each that has been written, at once
-        self._leaders: dict[str, str] = {}  # as whoever looked last has found them
+        self._leaders: dict[tuple[str, str], str] = {}  # by lease and by who looked: as it has found them last
         self._past: list[tuple[float, Contents]] | None = None
 
     @property
@@ -139,8 +144,14 @@ class StateServer:
     def now_s(self) -> float:
         return self._clock.now_s + _BEGAN_S
 
-    def watch(self, told: Callable[[Layout], None]) -> None:
-        self._watchers.append(told)
+    def watch(self, told: Callable[[Layout], None], name: str = STATE) -> None:
+        """`name` of the process that watches."""
+        self._watchers.append((name, told))
+
+    def reaches(self, name: str) -> bool:
+        """Whether it answers that process."""
+        lines = self._lines
+        return self.is_up and not (lines.troubled and (lines.is_cut(name, STATE) or lines.is_cut(STATE, name)))
 
     # ------------------------------------------------------------ operations
 
@@ -150,7 +161,7 @@ class StateServer:
         """Done after one delay; what it gives is called after another one, or `failed` when there was no answer."""
 
         def arrive() -> None:
-            if not self.is_up:
+            if not self.reaches(by.name):
                 self._clock.after(_TIMEOUT_S, f"{what} fails".encode(), lambda: by.run(failed))
                 return
             answered = operation()
@@ -180,17 +191,18 @@ class StateServer:
     def acquire(self, name: str, holder: str, ttl_s: float, above: int = 0) -> int | None:
         return self.contents.acquire(name, holder, ttl_s, self.now_s, above)
 
-    def leader(self, name: str) -> str | None:
-        """The leader as somebody finds it who looks again and again: the last one while there is none, or no answer."""
+    def leader(self, name: str, by: str) -> str | None:
+        """The leader as `by` finds it, who looks again and again: the last one while there is none, or no answer."""
         lease = self.contents.leases.get(name)
-        if self.is_up and lease is not None and lease.until_s > self.now_s:
-            self._leaders[name] = lease.holder
-        return self._leaders.get(name)
+        if self.reaches(by) and lease is not None and lease.until_s > self.now_s and lease.holder != NOBODY:
+            self._leaders[name, by] = lease.holder
+        return self._leaders.get((name, by))
 
     def _tell(self, layout: Layout) -> None:
         """Whoever watches gets a hint, and reads."""
-        for told in self._watchers:
-            self._clock.after(3 * self._delays.state_s, b"layout", partial(told, layout))
+        for name, told in self._watchers:
+            bring = partial(self._lines.bring, STATE, name, partial(told, layout))
+            self._clock.after(3 * self._delays.state_s, b"layout", bring)
 
     # ------------------------------------------------------------ what may become of it
 
@@ -212,6 +224,12 @@ class StateServer:
     def _come_back(self) -> None:
         self.is_up = True
         self._clock.after(_POLL_S, b"dispatchers look", self._look)
+
+    def become_garbage(self) -> None:
+        """Leases have a holder that nobody is, and no expiry; what dispatchers have said cannot be read."""
+        for name, lease in self.contents.leases.items():
+            self.contents.leases[name] = Lease(NOBODY, lease.token, math.inf)
+        self.backlogs.clear()
 
     def lose_everything(self) -> None:
         self.contents = Contents()

@@ -1,5 +1,6 @@
 """What may happen to a whole cluster while it is simulated, beside what `sim.faults` says of workers."""
 
+import math
 from functools import partial
 
 from sim.links import SILENCE_S
@@ -24,7 +25,8 @@ class Troubles:
             return
         number = self._cuts[line] = self._cuts.get(line, 0) + 1
         lines.cut(source, to)
-        self._clock.after(for_s, b"line is whole", partial(self._mend, source, to))
+        if for_s < math.inf:
+            self._clock.after(for_s, b"line is whole", partial(self._mend, source, to))
         self._clock.after(SILENCE_S, b"silence", partial(self._silent, source, to, number))
 
     def _mend(self, source: str, to: str) -> None:

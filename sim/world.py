@@ -40,7 +40,7 @@ from sim.instance import Instance
 from sim.lines import Lines
 from sim.links import SimLinks, SimPlane, Wires
 from sim.memory import Geometry, SimMemory
-from sim.monitoring import MonitorNode, Reporter, share_traffic
+from sim.monitoring import MonitorNode, Monitors, Reporter, share_traffic
 from sim.network import Endpoint, Network
 from sim.pages import HugePages
 from sim.planning import Peer, PlannerNode
@@ -109,7 +109,7 @@ class World:
         self._pace = Pace(cost, options.model.layer_count, rules.worker.max_batch_tokens)
         self._cost = cost
         self._microbatching = lookahead(lambda: cost) if rules.worker.lookahead else by_token_count
-        self.state = StateServer(self.clock, delays)
+        self.state = StateServer(self.clock, delays, self.lines)
         self._site = Site(self.clock, delays, self.lines, self.state)
         self.planes: dict[str, SimPlane] = {}
         self.monitors: dict[str, MonitorNode] = {}
@@ -147,12 +147,12 @@ class World:
     def monitor(self) -> MonitorNode:
         """That leads, or one of them."""
         living = [node for node in self.monitors.values() if not node.process.crashed]
-        return next((node for node in living if node.core.active), living[0])
+        return next((node for node in living if node.core.active), (living or list(self.monitors.values()))[0])
 
     @property
     def planner(self) -> PlannerNode:
         living = [node for node in self.planners.values() if not node.process.crashed]
-        return next((node for node in living if node.core.active), living[0])
+        return next((node for node in living if node.core.active), (living or list(self.planners.values()))[0])
 
     @property
     def _elects(self) -> bool:
@@ -170,14 +170,14 @@ class World:
             self._site,
             rules.planner,
             rules.migrations,
-            self._leading_monitor,
+            partial(self._leading_monitor, name),
             self._peers,
             name=name,
             elected=self._elects,
         )
 
-    def _leading_monitor(self) -> MonitorNode | None:
-        name = self.state.leader("monitor")
+    def _leading_monitor(self, by: str) -> MonitorNode | None:
+        name = self.state.leader("monitor", by)
         return None if name is None else self.monitors[name]
 
     def _listens(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
@@ -254,7 +254,7 @@ class World:
         address = f"{worker_id}:1"
         reporter = Reporter(
             self._site,
-            self._leading_monitor,
+            Monitors(partial(self._leading_monitor, worker_id), self.monitors),
             Announcement(worker_id, incarnation, address, self.model_info, address),
             instance,
             interval_s=rules.report_interval_s,
@@ -275,7 +275,7 @@ class World:
             model=self.model_info,
             max_waiting_count=rules.worker.max_waiting_count,
         )
-        self.state.watch(node.adopt)
+        self.state.watch(node.adopt, node.name)
         share_traffic(self.clock, self.state, dispatcher_id, node.traffic, interval_s=rules.backlog_interval_s)
         return node
 

@@ -138,6 +138,7 @@ class Served:
     first_count: int  # requests that had their first token
     ttft_p99_s: float | None  # of these requests; None where there are none
     tpot_s: float | None  # mean over the tokens after the first ones
+    token_count: int = 0  # first ones and others
 
 
 def served_between(before: Traffic, after: Traffic) -> Served | None:
@@ -147,7 +148,9 @@ def served_between(before: Traffic, after: Traffic) -> Served | None:
     tokens, took_s = after.later_count - before.later_count, after.later_s - before.later_s
     if min([tokens, *counts]) < 0 or took_s < 0.0:
         return None
-    return Served(sum(counts), _quantile(counts, 0.99, _WAITS_S), took_s / tokens if tokens else None)
+    return Served(
+        sum(counts), _quantile(counts, 0.99, _WAITS_S), took_s / tokens if tokens else None, sum(counts) + tokens
+    )
 
 
 def _quantile(counts: Sequence[int], share: float, bounds: Sequence[float]) -> float | None:

@@ -8,7 +8,8 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from ballast.common.errors import Unavailable
+from ballast.common.addresses import checked_address
+from ballast.common.errors import InvalidRequest, Unavailable
 from ballast.service.logs import get_logger
 from ballast.service.state import StateServer
 
@@ -117,7 +118,8 @@ class LeaderAddress:
                 unasked += 1
             else:
                 unasked = 0
-                with contextlib.suppress(Unavailable):
-                    self.current = await self._state.leader_address(self._name) or self.current
+                with contextlib.suppress(Unavailable, InvalidRequest):  # garbage in the server is nobody's address
+                    address = await self._state.leader_address(self._name)
+                    self.current = checked_address(address) if address else self.current
             self._answers = False
             await asyncio.sleep(self._interval_s)

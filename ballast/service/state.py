@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import redis.asyncio as aioredis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import ResponseError
 
 from ballast.common.errors import ConfigError, Unavailable
 from ballast.common.ids import Incarnation
@@ -31,20 +32,39 @@ T = TypeVar("T")
 # restarted empty would otherwise hand out numbers that were used before (I5).
 _GROW = """
 local function grow(last)
-  local now = redis.call('TIME')
-  return math.max((tonumber(last) or 0) + 1, now[1] * 1000 + math.floor(now[2] / 1000))
+  local now, number = redis.call('TIME'), tonumber(last) or 0
+  if not (number >= 0 and number < 2 ^ 52) then number = 0 end
+  return math.max(number + 1, now[1] * 1000 + math.floor(now[2] / 1000))
 end
 """
 
-# KEYS: lease, token counter, address. ARGV: holder, TTL in ms, address, what the token has to exceed.
+# Keys that became something else than they should be, or a lease that nobody holds as it would never end, are made
+# anew: else there would be no leader until somebody deleted them.
+HEAL = """
+local function heal(key, kind)
+  local found = redis.call('TYPE', key).ok
+  if found ~= kind and found ~= 'none' then redis.call('DEL', key) end
+end
+"""
+
+# KEYS: lease, token counter, address, candidates. ARGV: holder, TTL in ms, address, what the token has to exceed.
 # Gives the fencing token, or 0 if somebody else holds the lease.
 _ACQUIRE = (
     _GROW
+    + HEAL
     + """
+heal(KEYS[1], 'hash')
+heal(KEYS[2], 'string')
+heal(KEYS[4], 'zset')
+local now = redis.call('TIME')
+redis.call('ZREMRANGEBYSCORE', KEYS[4], '-inf', now[1])
+redis.call('ZADD', KEYS[4], now[1] + 60, ARGV[3])
+redis.call('EXPIRE', KEYS[4], 60)
+if redis.call('PTTL', KEYS[1]) == -1 then redis.call('DEL', KEYS[1]) end
 local holder = redis.call('HGET', KEYS[1], 'holder')
 if holder and holder ~= ARGV[1] then return 0 end
 local token = redis.call('HGET', KEYS[1], 'token')
-if not holder or tonumber(token) <= tonumber(ARGV[4]) then
+if not holder or (tonumber(token) or 0) <= tonumber(ARGV[4]) then
   token = string.format('%.0f', math.max(grow(redis.call('GET', KEYS[2])), tonumber(ARGV[4]) + 1))
   redis.call('SET', KEYS[2], token)
   redis.call('HSET', KEYS[1], 'holder', ARGV[1], 'token', token)
@@ -64,12 +84,32 @@ return 0
 # KEYS: incarnations of a kind. ARGV: name.
 _INCARNATION = (
     _GROW
+    + HEAL
     + """
+heal(KEYS[1], 'hash')
 local next = string.format('%.0f', grow(redis.call('HGET', KEYS[1], ARGV[1])))
 redis.call('HSET', KEYS[1], ARGV[1], next)
 return tonumber(next)
 """
 )
+
+
+def is_garbage(reply: object) -> bool:
+    """Whether the key of a pipelined command holds another type than that command is for."""
+    return isinstance(reply, ResponseError) and str(reply).startswith("WRONGTYPE")
+
+
+def unless_garbage(reply: Any, otherwise: Any) -> Any:
+    """The reply of a pipelined command; `otherwise` where the key holds another type. Any: of any command.
+
+    Raises:
+        Unavailable: the server has refused the command for another reason.
+    """
+    if is_garbage(reply):
+        return otherwise
+    if isinstance(reply, Exception):
+        raise Unavailable("state server", redact(str(reply)))
+    return reply
 
 
 def lease_key(name: str) -> str:
@@ -80,6 +120,11 @@ def lease_key(name: str) -> str:
 def address_key(name: str) -> str:
     """host:port of the lease's holder; gone with the lease."""
     return f"{KEY_PREFIX}{name}:address"
+
+
+def candidates_key(name: str) -> str:
+    """Sorted set of host:port: all who try for the lease, until a minute after they have ended."""
+    return f"{KEY_PREFIX}{name}:candidates"
 
 
 def _cancel_count() -> int:
@@ -191,7 +236,7 @@ class StateServer:
         Gives its fencing token (grows with every change of holder, and is `above` what others have seen), or None if
         somebody else holds it.
         """
-        keys = [lease_key(name), f"{lease_key(name)}:token", address_key(name)]
+        keys = [lease_key(name), f"{lease_key(name)}:token", address_key(name), candidates_key(name)]
         args = [holder, int(ttl_s * 1000), address, above]
         token = await self.run(cast(Awaitable[Any], self._acquire(keys=keys, args=args)))
         return int(token) or None

@@ -76,7 +76,11 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
 
     def _answer(self) -> pb.ReportResponse:
         core = self._shell.core
-        return pb.ReportResponse(lease_s=core.rules.lease_s, least_interval_s=core.least_report_interval_s)
+        return pb.ReportResponse(
+            lease_s=core.rules.lease_s,
+            least_interval_s=core.least_report_interval_s,
+            monitor_addresses=self._shell.monitor_addresses,
+        )
 
     def _take(self, request: pb.ReportRequest, stream: ReportStream, instance: Instance | None) -> Instance:
         """Gives whoever has announced itself. Raises InvalidRequest: the message makes no sense."""
@@ -130,6 +134,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
     ) -> pb.GetClusterStatusResponse:
         rows = await self._shell.rows()
         demand = self._shell.cluster_demand()
+        traffic, fresh = self._shell.traffic()
         pace, slowness = self._shell.core.pace(), self._shell.core.slowness()
         return pb.GetClusterStatusResponse(
             monitor_id=self._shell.monitor_id,
@@ -139,7 +144,8 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
             demand_bytes=_int64(demand.wanted_bytes),
             capacity_bytes=_int64(demand.capacity_bytes),
             undropped_capacity_bytes=_int64(demand.undropped_bytes),
-            traffic=codec.TRAFFIC.message(self._shell.traffic()),
+            traffic=codec.TRAFFIC.message(traffic),
+            fresh_traffic=None if fresh is None else codec.TRAFFIC.message(fresh),
             pace=None if pace is None else codec.PACE.message(pace),
         )
 

@@ -144,6 +144,11 @@ class RegistryStore(Protocol):
 class Environment(Protocol):
     """What others have written into the state server. Every call ends within seconds; Unavailable without an answer."""
 
+    @property
+    def monitor_addresses(self) -> tuple[str, ...]:
+        """Of all monitors that run, as read last."""
+        ...
+
     async def read(self) -> tuple[Layout | None, tuple[BacklogWord, ...]]: ...
 
     async def forget(self, dispatcher_ids: tuple[DispatcherId, ...]) -> None: ...
@@ -263,6 +268,11 @@ class MonitorShell:
         layout = self.core.groups.layout
         return layout.epoch if layout is not None else 0
 
+    @property
+    def monitor_addresses(self) -> tuple[str, ...]:
+        """Of all monitors that run, this one among them."""
+        return self._surroundings.monitor_addresses
+
     def open_stream(self) -> ReportStream:
         self._last_number += 1
         stream = ReportStream(self._last_number)
@@ -297,7 +307,7 @@ class MonitorShell:
     def group_demands(self) -> tuple[GroupDemand, ...]:
         return self.core.group_demands(time.monotonic())
 
-    def traffic(self) -> Traffic:
+    def traffic(self) -> tuple[Traffic, Traffic | None]:
         return self.core.traffic(time.monotonic())
 
     def cluster_demand(self) -> ClusterDemand:

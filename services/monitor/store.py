@@ -9,6 +9,7 @@ backlogs               hash dispatcher id -> "<serial> <numbers of ballast.commo
 
 import base64
 import binascii
+import contextlib
 from collections.abc import Awaitable
 from typing import Any, cast
 
@@ -16,16 +17,17 @@ from google.protobuf.message import DecodeError
 from pydantic import TypeAdapter, ValidationError
 from redis.typing import EncodableT, FieldT
 
-from ballast.common.errors import BallastError
+from ballast.common.errors import BallastError, InvalidRequest
 from ballast.common.ids import DispatcherId, Incarnation, WorkerId
 from ballast.common.instance import Instance
 from ballast.common.layout import Layout
 from ballast.common.load import LoadReport
 from ballast.common.model import ModelInfo
 from ballast.common.traffic import read_traffic
+from ballast.rpc import border
 from ballast.rpc.codec import LAYOUT
 from ballast.service.logs import get_logger
-from ballast.service.state import KEY_PREFIX, StateServer
+from ballast.service.state import KEY_PREFIX, StateServer, candidates_key, is_garbage, unless_garbage
 from ballastpb.cluster.v1 import cluster_pb2
 from services.monitor.core.messages import BacklogWord, WholeMemory
 from services.monitor.shell import Row
@@ -34,6 +36,7 @@ _LAYOUT = f"{KEY_PREFIX}layout"
 _BACKLOGS = f"{KEY_PREFIX}backlogs"
 _ROW_PREFIX = f"{KEY_PREFIX}registry:"
 _SCAN_COUNT = 500
+_MOST_MONITORS = 16
 _ROWS_AT_ONCE = 100  # rows per round trip: bounds the buffers on both sides
 
 _MODEL = TypeAdapter(ModelInfo)
@@ -56,7 +59,10 @@ class RedisRegistry:
             if first == 0 and forget:
                 pipe.delete(*(_ROW_PREFIX + worker_id for worker_id in sorted(forget)))
             if len(pipe):
-                await self._state.run(pipe.execute())
+                replies = await self._state.run(cast(Awaitable[list[Any]], pipe.execute(raise_on_error=False)))
+                if any(map(is_garbage, replies)):  # written anew with the next ones
+                    keys = [_ROW_PREFIX + row.instance.worker_id for row in rows[first : first + _ROWS_AT_ONCE]]
+                    await self._state.run(self._state.redis.delete(*keys))
 
     async def read(self) -> list[Row]:
         """All rows, by worker id; those that this version cannot read are left out and named in the log."""
@@ -77,8 +83,8 @@ class RedisRegistry:
             pipe = redis.pipeline(transaction=False)
             for key in some:
                 pipe.hgetall(key)
-            reading = cast(Awaitable[list[dict[str, str]]], pipe.execute())
-            rows += [_from_fields(*pair) for pair in zip(some, await self._state.run(reading), strict=True)]
+            replies = await self._state.run(cast(Awaitable[list[Any]], pipe.execute(raise_on_error=False)))
+            rows += [_from_fields(key, unless_garbage(reply, {})) for key, reply in zip(some, replies, strict=True)]
         return [row for row in rows if row is not None]
 
 
@@ -124,13 +130,19 @@ class RedisSurroundings:
         self._state = state
         self._body: str | None = None  # of the layout below
         self._layout: Layout | None = None
+        self.monitor_addresses: tuple[str, ...] = ()  # of all monitors that run, as read last
 
     async def read(self) -> tuple[Layout | None, tuple[BacklogWord, ...]]:
         pipe = self._state.redis.pipeline(transaction=False)
         pipe.get(_LAYOUT)
         pipe.hgetall(_BACKLOGS)
-        reading = cast(Awaitable[tuple[str | None, dict[str, str]]], pipe.execute())
-        body, backlogs = await self._state.run(reading)
+        cast(Any, pipe).zrange(candidates_key("monitor"), 0, -1)  # Any: redis-py types it in part only
+        replies = await self._state.run(cast(Awaitable[list[Any]], pipe.execute(raise_on_error=False)))
+        if is_garbage(replies[1]):  # dispatchers could write nothing into it
+            await self._state.run(self._state.redis.delete(_BACKLOGS))
+        body = cast(str | None, unless_garbage(replies[0], None))
+        backlogs = cast(dict[str, str], unless_garbage(replies[1], {}))
+        self.monitor_addresses = _addresses_of(unless_garbage(replies[2], []))
         if body != self._body:  # decoded once, not with every look
             self._body, self._layout = body, _layout_from(body)
         words = [_word_from(*item) for item in sorted(backlogs.items())]
@@ -138,6 +150,14 @@ class RedisSurroundings:
 
     async def forget(self, dispatcher_ids: tuple[DispatcherId, ...]) -> None:
         await self._state.run(self._state.redis.hdel(_BACKLOGS, *dispatcher_ids))
+
+
+def _addresses_of(given: list[str]) -> tuple[str, ...]:
+    found: list[str] = []
+    for address in given[:_MOST_MONITORS]:
+        with contextlib.suppress(InvalidRequest):
+            found.append(border.address("monitor", address))
+    return tuple(found)
 
 
 def _layout_from(body: str | None) -> Layout | None:

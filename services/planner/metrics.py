@@ -89,7 +89,7 @@ _ORDERED = Counter(
 )
 _SHORTFALL = Gauge(
     "ballast_plan_shortfall_bytes",
-    "KV memory that the newest plan for an overload could not free",
+    "KV memory that the newest overload lacked and its plan does not free; all of it where nothing is done",
     registry=REGISTRY,
 )
 

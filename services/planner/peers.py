@@ -26,7 +26,7 @@ from ballast.common.load import LoadReport
 from ballast.common.transition import Phase, Status
 from ballast.rpc import border, codec
 from ballast.rpc.announce import check_announce
-from ballast.rpc.channel import Dial, open_channel
+from ballast.rpc.channel import Dial, is_refused, open_channel
 from ballast.rpc.errors import answered, asking
 from ballast.rpc.fencing import MAX_TOKEN, PLANNER_TOKEN, with_token
 from ballast.rpc.mapping import Choice, Mapper
@@ -46,6 +46,7 @@ from services.planner.core.messages import (
     InstanceUp,
     MonitorEvent,
     OverloadRaised,
+    Probed,
     ReliefRaised,
     SnapshotBegan,
     SnapshotEnded,
@@ -58,6 +59,8 @@ _LONGEST_BACK_OFF_S = 1.0
 _LOOK_UP_S = 0.5  # how often a silent stream is checked for a monitor that has taken over
 _ANSWER_TIMEOUT_S = 3.0
 _MAX_WHY_CHARS = 16_384
+PROBE_TIMEOUT_S = 1.0
+_MOST_PROBES = 64  # at once
 
 _Answer = (
     worker_pb2.PrepareResponse | worker_pb2.CommitResponse | worker_pb2.AbortResponse | worker_pb2.GetTransitionResponse
@@ -116,7 +119,8 @@ class MonitorEvents:
             except InvalidRequest as error:
                 self._refusals.note(worker_id, error)
         pace = codec.PACE.record(answer.pace) if answer.HasField("pace") else None
-        return ClusterLoad(loads, codec.TRAFFIC.record(answer.traffic), pace, slowness)
+        fresh = codec.TRAFFIC.record(answer.fresh_traffic) if answer.HasField("fresh_traffic") else None
+        return ClusterLoad(loads, codec.TRAFFIC.record(answer.traffic), pace, slowness, fresh)
 
     async def _listen(self, target: str) -> AsyncGenerator[MonitorEvent, None]:
         """Ends when the stream ends or another monitor takes over; raises when the stream fails."""
@@ -193,6 +197,7 @@ class Members:
         self._on_fenced = on_fenced
         self._dial = dial
         self._refusals = Refusals()
+        self._probes = asyncio.Semaphore(_MOST_PROBES)
 
     def lead(self, token: int | None) -> None:
         """From now on orders carry this token. None: who leads no more keeps its old one, which workers know."""
@@ -214,6 +219,18 @@ class Members:
                 drain = stub.Drain(worker_pb2.DrainRequest(), timeout=timeout_s, metadata=self._orders)
                 answer = answered(await drain, address)
         return answer.running_request_count
+
+    async def probe(self, address: str, worker_id: WorkerId, incarnation: Incarnation) -> Probed:
+        """Whether that life of a worker is at its address."""
+        async with self._probes, self._dial(address) as channel:
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+            try:
+                with asking(address):
+                    call = stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=PROBE_TIMEOUT_S)
+                    status = answered(await call, address)
+            except BallastError:
+                return Probed.GONE if await is_refused(address, PROBE_TIMEOUT_S) else Probed.SILENT
+        return Probed.ALIVE if (status.worker_id, status.incarnation) == (worker_id, incarnation) else Probed.GONE
 
     async def call(self, command: CallMember, timeout_s: float) -> MemberSaid | None:
         """What the member says; None if it says nothing (in time). A refusal to prepare is FAILED."""

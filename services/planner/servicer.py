@@ -161,6 +161,7 @@ def _predicted_to_proto(predicted: Predicted, now_s: float) -> pb.Prediction:
             first_count=served.first_count,
             ttft_p99_s=served.ttft_p99_s,
             tpot_s=served.tpot_s,
+            tokens_per_s=predicted.tokens_per_s,
         )
     return pb.Prediction(
         decision=predicted.decision,

@@ -22,7 +22,7 @@ from ballast.common.model import ModelInfo
 from ballast.common.transition import TransitionKind
 from ballast.rpc import border, codec
 from ballast.service.logs import get_logger
-from ballast.service.state import KEY_PREFIX, StateServer, lease_key
+from ballast.service.state import HEAL, KEY_PREFIX, StateServer, lease_key, unless_garbage
 from ballastpb.cluster.v1 import cluster_pb2 as pb
 from services.planner.core.messages import StoredLayout, WriteJournal, WriteLayout, WriteOutcome
 from services.planner.core.stages import Stage
@@ -57,7 +57,10 @@ local function number(key, field) return string.match(redis.call('HGET', key, fi
 # KEYS: layout, meta, lease. ARGV: expected epoch ("" for none), token, new epoch, body, model, channel, partial.
 _WRITE = (
     _NUMBER
+    + HEAL
     + """
+heal(KEYS[1], 'string')
+heal(KEYS[2], 'hash')
 if redis.call('HGET', KEYS[3], 'token') ~= ARGV[2] then return 'FENCED' end
 if number(KEYS[2], 'epoch') ~= ARGV[1] then return 'CONFLICT' end
 redis.call('SET', KEYS[1], ARGV[4])
@@ -71,7 +74,11 @@ return 'WRITTEN'
 # ("": the layout stays), model, channel, partial, stage, journal body.
 _WRITE_JOURNAL = (
     _NUMBER
+    + HEAL
     + """
+heal(KEYS[1], 'string')
+heal(KEYS[2], 'hash')
+heal(KEYS[4], 'hash')
 if redis.call('HGET', KEYS[3], 'token') ~= ARGV[2] then return 'FENCED' end
 local old = redis.call('HMGET', KEYS[4], 'epoch', 'stage', 'body')
 if old[1] == ARGV[3] and old[2] == ARGV[8] and old[3] == ARGV[9] then return 'WRITTEN' end
@@ -104,10 +111,9 @@ class RedisLayoutStore:
         pipe.hgetall(META_KEY)
         pipe.hgetall(JOURNAL_KEY)
         # Any: a list of replies.
-        body, meta, noted = cast(
-            tuple[str | None, dict[str, str], dict[str, str]],
-            await self._state.run(cast(Awaitable[Any], pipe.execute())),
-        )
+        replies = await self._state.run(cast(Awaitable[list[Any]], pipe.execute(raise_on_error=False)))
+        body = cast(str | None, unless_garbage(replies[0], None))
+        meta, noted = (cast(dict[str, str], unless_garbage(reply, {})) for reply in replies[1:])
         stored_epoch = _epoch_from(meta.get("epoch", ""))
         if stored_epoch is None:
             return None

@@ -27,6 +27,7 @@ _ANSWER_TIMEOUT_S = 3.0
 _GOODBYE_TIMEOUT_S = 1.0
 _FIRST_BACK_OFF_S = 0.1
 _LONGEST_BACK_OFF_S = 1.0
+_MOST_MONITORS = 16
 
 # Any stream of this shape; grpc's own type is generic over the messages.
 _Call = grpc.aio.StreamStreamCall[pb.ReportRequest, pb.ReportResponse]
@@ -38,6 +39,8 @@ def alone() -> None:
 
 class MonitorReporter:
     """`run` keeps one Report stream to the active monitor open until `leave` is called (or it is cancelled).
+
+    Monitors tell the addresses of all of them, so that the one that leads is found without the state server, too.
 
     Args:
         load: Called before each report, on the event loop; must be quick.
@@ -63,6 +66,7 @@ class MonitorReporter:
         self._load = load
         self._place, self._pace = place, pace
         self._monitor = LeaderAddress(state, "monitor", monitor_address)
+        self._others: tuple[str, ...] = ()  # addresses of all monitors, as one of them has told
         self._interval_s = interval_s
         self._told: LoadReport | None = None  # over the stream that is open
         self._leaving = asyncio.Event()
@@ -86,22 +90,30 @@ class MonitorReporter:
             lookup.cancel()
 
     async def _keep_reporting(self) -> None:
-        back_off_s, last_why = _FIRST_BACK_OFF_S, ""
+        back_off_s, last_why, attempts = _FIRST_BACK_OFF_S, "", 0
         while not self._leaving.is_set():
-            target = self._monitor.current
+            target = self._target(attempts)
             why = "no monitor is active"
             if target is not None:
                 try:
                     await self._report_to(target)
+                    attempts = 0
                     continue  # left, or another monitor took over
                 except BallastError as error:
                     why = str(error)
                     self._log_refusal(error, target, last_why)
             if self.connected:
-                back_off_s = _FIRST_BACK_OFF_S
+                back_off_s, attempts = _FIRST_BACK_OFF_S, 0
+            attempts += 1
             self.connected, last_why = False, why
             await self._pause(back_off_s)
             back_off_s = min(2 * back_off_s, _LONGEST_BACK_OFF_S)
+
+    def _target(self, attempts: int) -> str | None:
+        """The monitor that leads by the state server; where that fails, the next one that it may have become."""
+        found = self._monitor.current
+        targets = ([] if found is None else [found]) + [address for address in self._others if address != found]
+        return targets[attempts % len(targets)] if targets else None
 
     def _log_refusal(self, error: BallastError, target: str, last_why: str) -> None:
         log = get_logger().bind(monitor=target)
@@ -111,23 +123,26 @@ class MonitorReporter:
             log.warning("monitor not reached, trying again", why=str(error))
 
     async def _report_to(self, target: str) -> None:
-        """Returns when this instance leaves or another monitor is the target; raises when the stream fails."""
+        """Returns when this instance leaves or another monitor is found; raises when the stream fails."""
         with asking(target):
             await self._report_over(target)
 
     async def _report_over(self, target: str) -> None:
+        found = self._monitor.current
         async with self._dial(target) as channel:
             stub = monitor_pb2_grpc.MonitorServiceStub(channel)
             call = stub.Report()
             try:
                 await self._exchange(call, self._report(announce=self._announce), target)
                 get_logger().info("reporting to the monitor", monitor=target)
-                while not self._leaving.is_set() and target == self._monitor.current:
+                while not self._leaving.is_set() and self._monitor.current in (found, target):
                     self._due.clear()
                     self._told = load = self._load()
                     answer = await self._exchange(call, self._report(load=codec.LOAD.message(load)), target)
                     self.connected = True
-                    self._monitor.confirm()
+                    self._others = tuple(answer.monitor_addresses)[:_MOST_MONITORS]
+                    if target == found:
+                        self._monitor.confirm()
                     least_s = min(answer.least_interval_s, _LONGEST_INTERVAL_S)
                     regular_s = max(self._interval_s, least_s)
                     hasty_s = min(regular_s, max(HASTY_REPORT_S, least_s))

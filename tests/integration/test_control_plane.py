@@ -20,6 +20,7 @@ from tests.support.control_plane import ControlPlane, address, control_plane, na
 from tests.support.reporting_worker import model_info
 from tools.local.ports import free_port
 from tools.local.process import ChildProcess
+from tools.local.proxy import Proxy
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -42,14 +43,52 @@ async def test_workers_come_into_the_layout_and_leave_it(plane: ControlPlane) ->
     layout = await plane.layout_until(planner, lambda now: names(now) == {"w2", "w3"}, "w1 is dead")
     assert "connection refused" in layout.reason, "that should beat the lease"
 
+    w3.send_signal(signal.SIGSTOP)
+    layout = await plane.layout_until(planner, lambda now: names(now) == {"w2"}, "w3 is silent")
+    assert "does not answer the planner" in layout.reason
+    w3.send_signal(signal.SIGCONT)
+    await plane.layout_until(planner, lambda now: names(now) == {"w2", "w3"}, "w3 speaks again")
+
     w2.send_signal(signal.SIGTERM)
     layout = await plane.layout_until(planner, lambda now: names(now) == {"w3"}, "w2 said goodbye")
     assert "it left" in layout.reason
 
-    w3.send_signal(signal.SIGSTOP)
-    await plane.layout_until(planner, lambda now: not names(now), "w3 is silent")
-    w3.send_signal(signal.SIGCONT)
-    await plane.layout_until(planner, lambda now: names(now) == {"w3"}, "w3 speaks again")
+
+async def test_a_new_monitor_that_hears_nobody_takes_nobody_out_of_the_layout(plane: ControlPlane) -> None:
+    """The workers know the first one alone, by an address that the second one does not take over."""
+    m1 = await plane.monitor("m1")
+    planner = await plane.planner("p1")
+    for name in ("w1", "w2", "w3"):
+        await plane.worker(name, "--monitor-address", address(m1), "--heeds-no-other")
+    before = await plane.layout_until(planner, lambda now: names(now) == {"w1", "w2", "w3"}, "three workers")
+    m2 = await plane.monitor("m2")
+    m1.send_signal(signal.SIGKILL)
+    await plane.until(lambda: "warmed up" in m2.log_tail(30), "the second monitor leads")
+    await plane.until(lambda: planner.log_tail(30).count("planner_finds_it=alive") == 3, "the planner has asked them")
+    await asyncio.sleep(3.0)
+    after = await plane.layout_until(planner, lambda _: True, "any")
+    assert after == before
+    assert not (await plane.status(m2)).instances
+
+
+async def test_workers_find_the_next_monitor_without_the_state_server(plane: ControlPlane) -> None:
+    m1 = await plane.monitor("m1")
+    planner = await plane.planner("p1")
+    async with Proxy(f"127.0.0.1:{plane.state.port}") as proxy:
+        for name in ("w1", "w2"):
+            await plane.ready(
+                plane.start(
+                    "tests.support.reporting_worker", "--worker-id", name, redis_url=f"redis://{proxy.address}/0"
+                )
+            )
+        before = await plane.layout_until(planner, lambda now: names(now) == {"w1", "w2"}, "two workers")
+        m2 = await plane.monitor("m2")
+        await asyncio.sleep(1.5)  # the first one reads of the second, and tells
+        proxy.to_server.swallows = proxy.to_client.swallows = True
+        m1.send_signal(signal.SIGKILL)
+        await plane.until(lambda: "warmed up" in m2.log_tail(30), "the second monitor leads")
+        await plane.until(lambda: m2.log_tail(30).count("instance up") == 2, "it hears both")
+    assert await plane.layout_until(planner, lambda _: True, "any") == before
 
 
 async def test_a_standby_monitor_takes_over_and_nobody_is_lost(plane: ControlPlane) -> None:

@@ -210,9 +210,13 @@ class PlannerMachine(RuleBasedStateMachine):
     def up(self, worker_id: WorkerId, incarnation: Incarnation, draining: bool, layers: int) -> None:
         self.tell(p.InstanceUp(self.now_s, "c", worker_id, incarnation, "host:1", model_info(layers), draining))
 
-    @rule(worker_id=WORKERS, incarnation=LIVES)
-    def lose(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
-        self.tell(p.InstanceLost(self.now_s, "c", worker_id, incarnation, "silent"))
+    @rule(worker_id=WORKERS, incarnation=LIVES, silent=st.booleans())
+    def lose(self, worker_id: WorkerId, incarnation: Incarnation, silent: bool) -> None:
+        self.tell(p.InstanceLost(self.now_s, "c", worker_id, incarnation, "silent", silent))
+
+    @rule(worker_id=WORKERS, incarnation=LIVES, found=st.sampled_from(p.Probed))
+    def probed(self, worker_id: WorkerId, incarnation: Incarnation, found: p.Probed) -> None:
+        self.tell(p.InstanceProbed(self.now_s, "c", worker_id, incarnation, found))
 
     @rule(worker_id=WORKERS, incarnation=LIVES)
     def drain_by_itself(self, worker_id: WorkerId, incarnation: Incarnation) -> None:

@@ -28,6 +28,7 @@ from sim.memory import Geometry
 from sim.results import Outcome, SimRun
 from sim.world import World, WorldOptions
 from tests.support.agreement import Agreement
+from tests.support.cluster_availability import Availability
 from tests.support.cluster_swarm import Kind, Swarm, draw
 from tests.support.simulated import options
 
@@ -174,6 +175,8 @@ def _story(seed: int) -> Story:
     world.state.watch(epochs.see)
     agreement = Agreement(world)
     world.clock.every(_GLANCE_S, b"look", agreement.look)
+    availability = Availability(world)
+    world.clock.every(_GLANCE_S, b"look", availability.look)
     swarm.expect(troubles)
     try:
         run = world.run()
@@ -181,8 +184,9 @@ def _story(seed: int) -> Story:
             ended = record.outcome is Outcome.FINISHED or record.request_id in swarm.left
             assert ended, f"{record.request_id} is {record.outcome}: {record.error}"
         swarm.is_over = True
-        _heal(world)
-        _check_stages(world)
+        if not swarm.is_for_ever:
+            _heal(world)
+            _check_stages(world)
         for node in world.planners.values():
             assert node.published == sorted(set(node.published)), f"{node.name} tells of {node.published}"
     except (InvariantViolation, AssertionError, ValueError, KeyError) as error:
@@ -197,6 +201,7 @@ def _story(seed: int) -> Story:
 _OF_CONTROL = (
     *(Kind.STOP_MONITOR, Kind.NEW_MONITOR, Kind.STOP_PLANNER, Kind.NEW_PLANNER),
     *(Kind.STATE_AWAY, Kind.STATE_SLOW, Kind.STATE_EMPTY, Kind.STATE_BACK, Kind.FAILOVER),
+    *(Kind.STATE_GARBAGE, Kind.NETWORK, Kind.NO_DISCOVERY, Kind.ALL_STOP),
 )
 
 

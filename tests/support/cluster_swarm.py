@@ -1,5 +1,6 @@
 """What may break in a story of a whole cluster: each seed draws kinds of trouble, and the phases they are aimed at."""
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from services.planner.core.transition import Journal, changed_members
 from sim.faults import Fault, FaultKind
 from sim.instance import Instance
 from sim.planning import PlannerNode
+from sim.state import STATE
 from sim.troubles import Troubles
 from sim.world import World
 
@@ -52,6 +54,10 @@ class Kind(StrEnum):
     STATE_EMPTY = "state empty"
     STATE_BACK = "state back"  # it is what it was some time ago
     FAILOVER = "failover"  # likewise, and the planners end with it
+    STATE_GARBAGE = "state garbage"  # its leases have no expiry, and are nobody's
+    NETWORK = "network"  # no process of one role hears those of another; and the other way, or not
+    NO_DISCOVERY = "no discovery"  # the monitor ends while workers do not reach the state server
+    ALL_STOP = "all stop"  # all processes of a role of the control plane
 
 
 # As they are journaled: nobody has been told of it yet.
@@ -59,12 +65,23 @@ _STAGES = {"planned": Stage.PREPARING, "decided": Stage.COMMITTING, "over": Stag
 # Often, as these are what transitions have to bear; the rest now and then.
 _OFTEN = (
     *(Kind.CRASH, Kind.RESTART, Kind.PAUSE, Kind.PAUSE, Kind.VANISH, Kind.DEAF, Kind.APART, Kind.RESET),
-    *(Kind.LATE, Kind.ISOLATED, Kind.DEMAND, Kind.FAILOVER),
+    *(Kind.LATE, Kind.ISOLATED, Kind.DEMAND, Kind.FAILOVER, Kind.NETWORK, Kind.NETWORK, Kind.NO_DISCOVERY),
 )
 _AT_STAGES = (Kind.ISOLATED, Kind.FAILOVER)  # these matter where a word is on its way
 _PHASES = ("preparing", "prepared", "committing", "exchanging", "layers", "any", *_STAGES)
 _DURATIONS_S = (0.05, 0.3, 1.0, 2.5, 4.0, 7.0, 12.0)
 _DELAYS_S = (0.0, 0.001, 0.01, 0.1, 0.5)
+_LONG_S = 12.0  # of a network: longer than leases
+# Roles that may be apart for ever: requests end all the same.
+_APART = (
+    ("workers", "monitors"),
+    ("workers", "planners"),
+    ("workers", "state"),
+    ("monitors", "planners"),
+    ("monitors", "state"),
+    ("planners", "state"),
+)
+_APART_FOR_A_WHILE = (*_APART, _APART[0], ("dispatchers", "state"), ("workers", "dispatchers"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,20 +100,27 @@ class Trouble:
 
 
 def draw(rng: random.Random, worker_count: int, last_s: float) -> list[Trouble]:
-    """Between none and four, of a few kinds."""
+    """Between none and four, of a few kinds; now and then a network that fails for ever, and nothing else."""
+    if rng.random() < 0.06:
+        at_s = rng.uniform(0.0, 0.7 * last_s)
+        return [Trouble(Kind.NETWORK, rng.randrange(worker_count), rng.choice(_PHASES), at_s, 0.0, math.inf)]
     count = rng.choice((0, 1, 2, 2, 2, 3, 3, 4))
     kinds = [rng.choice(_OFTEN if rng.random() < 0.6 else tuple(Kind)) for _ in range(count)]
     return [
         Trouble(
             kind,
             rng.randrange(worker_count),
-            rng.choice(tuple(_STAGES) if kind in _AT_STAGES and rng.random() < 0.6 else _PHASES),
+            _NEVER if kind is Kind.NETWORK and rng.random() < 0.5 else _aim_of(kind, rng),
             rng.uniform(0.0, 0.7 * last_s),
             rng.choice(_DELAYS_S),
             rng.choice(_DURATIONS_S),
         )
         for kind in kinds
     ]
+
+
+def _aim_of(kind: Kind, rng: random.Random) -> str:
+    return rng.choice(tuple(_STAGES) if kind in _AT_STAGES and rng.random() < 0.6 else _PHASES)
 
 
 @dataclass(slots=True)
@@ -112,6 +136,7 @@ class Swarm:
     lost: Callable[[], None]  # nobody remembers the last epochs: all planners and the state server were lost at once
     told: list[str] = field(default_factory=list[str])
     met: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+    is_for_ever: bool = False  # something stays broken
     left: set[str] = field(default_factory=set[str])  # requests of clients that have
     is_over: bool = False  # nothing breaks any more
     _aimed: list[tuple[Trouble, Callable[[], None]]] = field(default_factory=list[tuple[Trouble, Callable[[], None]]])
@@ -147,6 +172,7 @@ class Swarm:
                 return
             phase = self._phase_of(trouble.victim)
             if self._strike(trouble, acts):
+                self.is_for_ever |= trouble.duration_s == math.inf
                 self.met[trouble.kind, phase] += 1
                 self.told.append(f"{trouble} at {clock.now_s - zero_s:.3f} s, {phase}")
 
@@ -239,6 +265,19 @@ class Swarm:
                 acts.stop(world.planner, for_s)
             case Kind.NEW_PLANNER:
                 acts.replace(world.planner, for_s)
+            case Kind.NETWORK:
+                roles = rng.choice(_APART if for_s == math.inf else _APART_FOR_A_WHILE)
+                ways = (roles, roles[::-1])
+                for source, to in rng.choice(((ways[0],), (ways[1],), ways)):
+                    self._cut_roles(acts, source, to, for_s if for_s < 2.5 else max(for_s, _LONG_S))
+            case Kind.NO_DISCOVERY:
+                self._cut_roles(acts, "workers", "state", max(for_s, _LONG_S))
+                acts.replace(world.monitor, for_s)
+            case Kind.ALL_STOP:
+                for node in rng.choice((list(world.monitors.values()), self._planners)):
+                    acts.stop(node, for_s)
+            case Kind.STATE_GARBAGE:
+                world.state.become_garbage()
             case Kind.STATE_AWAY:
                 world.state.go_away(for_s)
             case Kind.STATE_SLOW:
@@ -295,6 +334,19 @@ class Swarm:
         elif now_s < world.zero_s + self.last_s:
             living = tuple(sorted(worker for worker in world.instances if worker not in world.crashed))
             planner.feed(p.DropRequested(now_s, "operator", name, worker_ids=living[:2]))
+
+    def _cut_roles(self, acts: Troubles, source: str, to: str, for_s: float) -> None:
+        world = self.world
+        names = {
+            "workers": list(world.instances),
+            "monitors": list(world.monitors),
+            "planners": list(world.planners),
+            "dispatchers": [node.name for node in world.dispatchers],
+            "state": [STATE],
+        }
+        for one in names[source]:
+            for other in names[to]:
+                acts.cut(one, other, for_s)
 
     def _everybody(self, me: str) -> list[str]:
         """Whom a worker talks to."""

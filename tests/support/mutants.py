@@ -17,6 +17,7 @@ from typing import Any
 from ballast.common.ids import Epoch
 from ballast.rpc.fencing import Fence
 from services.planner.core import transition as planner_transition
+from services.planner.core.evictions import Suspects
 from services.planner.core.membership import Membership
 from services.planner.core.stages import Stage
 from services.planner.core.transition import Coordinator
@@ -30,6 +31,7 @@ from services.worker.pipeline.driver import TransitionDriver
 from services.worker.pipeline.handover import Handover
 from services.worker.pipeline.planner_side import Transitions
 from services.worker.pipeline.restoring import Restoring
+from sim.dispatcher import DispatcherNode
 from tests.support.cluster_campaign import story
 
 _TIMEOUT_S = 3600.0
@@ -129,6 +131,16 @@ def _leader_only(landed: Any) -> Any:
     return one
 
 
+def _without_minority_rule(gone: Any) -> Any:
+    """Who answers neither monitor nor planner is gone, though it may be these that are cut off."""
+    return lambda self, _, groups, left: gone(self, 1 << 30, groups, left)
+
+
+def _silence_is_death(_: Any) -> Any:
+    """R1: whom the monitor does not hear is gone, whatever it answers to the planner."""
+    return lambda self, *_: [(w, suspect.incarnation, suspect.why) for w, suspect in sorted(self._by_id.items())]
+
+
 MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "wrong-block": (_instead(Mover, "_blocks", _wrong_block),),
     "B1-outside-not-told": (_instead(TransitionDriver, "is_outside", _never),),
@@ -147,6 +159,9 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "prepared-for-ever": (_instead(Transitions, "_watch", _nothing),),
     "peer-loss-ignored": (_instead(Transition, "handle", _deaf_to_losses),),
     "early-roster-lost": (_instead(TransitionDriver, "_dissolve", _forgets_early),),
+    "silence-is-death": (_instead(Suspects, "gone", _silence_is_death),),
+    "minority-rule-gone": (_instead(Suspects, "gone", _without_minority_rule),),
+    "stream-not-made-anew": (_instead(DispatcherNode, "_connect_again", _nothing),),  # R11
     "unfenced": (_instead(Fence, "take", _nothing),),
 }
 

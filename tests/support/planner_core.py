@@ -69,6 +69,7 @@ class Planner:
         self.answered = 0  # events that have been handled
         self.load: LoadReport | None = LOAD
         self.traffic, self.pace = Traffic(), PACE  # nothing is known of what comes: no comparison
+        self.fresh_traffic: Traffic | None = None  # of the dispatchers that speak; None: all do
         self.lives: dict[str, int] = {}
 
     def tell(self, event: Event) -> None:
@@ -104,7 +105,8 @@ class Planner:
             case ReadLoads():
                 loads = {WorkerId(w): self.load for w in self.lives if self.load is not None}
                 failure = "" if loads else "no monitor"
-                self.events.append(LoadsRead(self.now_s, "c", ClusterLoad(loads, self.traffic, self.pace), failure))
+                load = ClusterLoad(loads, self.traffic, self.pace, fresh_traffic=self.fresh_traffic)
+                self.events.append(LoadsRead(self.now_s, "c", load, failure))
             case _:
                 pass
 

@@ -89,6 +89,7 @@ async def main(life: Lifecycle) -> None:
     parser.add_argument("--incarnation", type=int)
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--monitor-address")
+    parser.add_argument("--heeds-no-other", action="store_true", help="monitor than the one at that address")
     arguments = parser.parse_args()
     logs.configure(service="worker", instance=arguments.worker_id, level="info", form="console")
     state = StateServer(arguments.redis_url)
@@ -109,6 +110,8 @@ async def main(life: Lifecycle) -> None:
         state=state,
         interval_s=0.1,
     )
+    if arguments.heeds_no_other:
+        reporter._target = lambda attempts: arguments.monitor_address  # pyright: ignore[reportPrivateUsage]
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(reporter.run())

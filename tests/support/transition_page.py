@@ -12,8 +12,9 @@ Written by `make pages` from the tables in the code: every step of the planner i
 `services/planner/core/stages.py`, a member runs from `services/worker/core/phases.py`, and deadlines are theirs.
 
 A drop merges instances into a pipeline, a restore takes it apart. The planner conducts both in two phases over the
-members whose groups change; what has been decided is in its journal. A loss needs no transition: a worker that leaves a
-group says so by closing its links, reads the layers that it lacks, and is placed again as what it then says it is.
+members whose groups change; what has been decided is in its journal. After a loss the others leave their group and
+the layout at once, without a transition; a restore of their own brings the layers back that they lack, and they are
+placed again.
 """
 
 

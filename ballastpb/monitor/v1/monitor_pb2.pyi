@@ -101,19 +101,25 @@ class ReportResponse(_message.Message):
 
     LEASE_S_FIELD_NUMBER: _builtins.int
     LEAST_INTERVAL_S_FIELD_NUMBER: _builtins.int
+    MONITOR_ADDRESSES_FIELD_NUMBER: _builtins.int
     lease_s: _builtins.float
     """Silence for longer than this means lost."""
     least_interval_s: _builtins.float
     """Reports should not follow each other faster: longer the more instances there are."""
+    @_builtins.property
+    def monitor_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """host:port of all monitors that run, this one among them: where to look for the one that leads when it is not here."""
+
     def __init__(
         self,
         *,
         lease_s: _builtins.float = ...,
         least_interval_s: _builtins.float = ...,
+        monitor_addresses: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_s", b"lease_s", "least_interval_s", b"least_interval_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_s", b"lease_s", "least_interval_s", b"least_interval_s", "monitor_addresses", b"monitor_addresses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -220,19 +226,23 @@ class InstanceLost(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     WHY_FIELD_NUMBER: _builtins.int
+    SILENT_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     why: _builtins.str
+    silent: _builtins.bool
+    """Nothing was heard of it for long, and there is no other evidence of its end."""
     def __init__(
         self,
         *,
         worker_id: _builtins.str = ...,
         incarnation: _builtins.int = ...,
         why: _builtins.str = ...,
+        silent: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "why", b"why", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "silent", b"silent", "why", b"why", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -451,6 +461,7 @@ class GetClusterStatusResponse(_message.Message):
     CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     UNDROPPED_CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     TRAFFIC_FIELD_NUMBER: _builtins.int
+    FRESH_TRAFFIC_FIELD_NUMBER: _builtins.int
     PACE_FIELD_NUMBER: _builtins.int
     monitor_id: _builtins.str
     active: _builtins.bool
@@ -467,7 +478,11 @@ class GetClusterStatusResponse(_message.Message):
 
     @_builtins.property
     def traffic(self) -> _cluster_pb2.Traffic:
-        """Of all dispatchers together."""
+        """Of all dispatchers together, each by its last word."""
+
+    @_builtins.property
+    def fresh_traffic(self) -> _cluster_pb2.Traffic:
+        """Of those that still speak. Absent: that are all of them."""
 
     @_builtins.property
     def pace(self) -> _cluster_pb2.Pace:
@@ -484,11 +499,12 @@ class GetClusterStatusResponse(_message.Message):
         capacity_bytes: _builtins.int = ...,
         undropped_capacity_bytes: _builtins.int = ...,
         traffic: _cluster_pb2.Traffic | None = ...,
+        fresh_traffic: _cluster_pb2.Traffic | None = ...,
         pace: _cluster_pb2.Pace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["pace", b"pace", "traffic", b"traffic"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fresh_traffic", b"fresh_traffic", "pace", b"pace", "traffic", b"traffic"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "capacity_bytes", b"capacity_bytes", "demand_bytes", b"demand_bytes", "groups", b"groups", "instances", b"instances", "monitor_id", b"monitor_id", "pace", b"pace", "traffic", b"traffic", "undropped_capacity_bytes", b"undropped_capacity_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "capacity_bytes", b"capacity_bytes", "demand_bytes", b"demand_bytes", "fresh_traffic", b"fresh_traffic", "groups", b"groups", "instances", b"instances", "monitor_id", b"monitor_id", "pace", b"pace", "traffic", b"traffic", "undropped_capacity_bytes", b"undropped_capacity_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -481,11 +481,14 @@ class Outcome(_message.Message):
     FIRST_COUNT_FIELD_NUMBER: _builtins.int
     TTFT_P99_S_FIELD_NUMBER: _builtins.int
     TPOT_S_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     after_s: _builtins.float
     """Until the horizon or the next transition."""
     first_count: _builtins.int
     ttft_p99_s: _builtins.float
+    """Absent: no request had its first token meanwhile."""
     tpot_s: _builtins.float
+    tokens_per_s: _builtins.float
     def __init__(
         self,
         *,
@@ -493,15 +496,20 @@ class Outcome(_message.Message):
         first_count: _builtins.int = ...,
         ttft_p99_s: _builtins.float | None = ...,
         tpot_s: _builtins.float | None = ...,
+        tokens_per_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_s", b"_tpot_s", "_ttft_p99_s", b"_ttft_p99_s", "tpot_s", b"tpot_s", "ttft_p99_s", b"ttft_p99_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tokens_per_s", b"_tokens_per_s", "_tpot_s", b"_tpot_s", "_ttft_p99_s", b"_ttft_p99_s", "tokens_per_s", b"tokens_per_s", "tpot_s", b"tpot_s", "ttft_p99_s", b"ttft_p99_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_s", b"_tpot_s", "_ttft_p99_s", b"_ttft_p99_s", "after_s", b"after_s", "first_count", b"first_count", "tpot_s", b"tpot_s", "ttft_p99_s", b"ttft_p99_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tokens_per_s", b"_tokens_per_s", "_tpot_s", b"_tpot_s", "_ttft_p99_s", b"_ttft_p99_s", "after_s", b"after_s", "first_count", b"first_count", "tokens_per_s", b"tokens_per_s", "tpot_s", b"tpot_s", "ttft_p99_s", b"ttft_p99_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tokens_per_s: _TypeAlias = _typing.Literal["tokens_per_s"]  # noqa: Y015
+    _WhichOneofArgType__tokens_per_s: _TypeAlias = _typing.Literal["_tokens_per_s", b"_tokens_per_s"]  # noqa: Y015
     _WhichOneofReturnType__tpot_s: _TypeAlias = _typing.Literal["tpot_s"]  # noqa: Y015
     _WhichOneofArgType__tpot_s: _TypeAlias = _typing.Literal["_tpot_s", b"_tpot_s"]  # noqa: Y015
     _WhichOneofReturnType__ttft_p99_s: _TypeAlias = _typing.Literal["ttft_p99_s"]  # noqa: Y015
     _WhichOneofArgType__ttft_p99_s: _TypeAlias = _typing.Literal["_ttft_p99_s", b"_ttft_p99_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tokens_per_s) -> _WhichOneofReturnType__tokens_per_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tpot_s) -> _WhichOneofReturnType__tpot_s | None: ...
     @_typing.overload

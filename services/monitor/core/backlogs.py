@@ -15,7 +15,8 @@ _NOTHING = Traffic()
 
 @dataclass(slots=True)
 class Backlogs:
-    lease_s: float  # a dispatcher that says nothing new for longer is not there: its requests are not either
+    lease_s: float  # a dispatcher that says nothing new for longer is not there: its requests are no demand
+    forget_s: float  # for so long the last word of a silent dispatcher is what is known of its traffic
     _words: dict[DispatcherId, tuple[BacklogWord, float]] = field(  # and when it was new
         default_factory=dict[DispatcherId, tuple[BacklogWord, float]]
     )
@@ -28,22 +29,32 @@ class Backlogs:
             unchanged = before is not None and before[0].serial == word.serial
             self._words[word.dispatcher_id] = (word, before[1] if before is not None and unchanged else at_s)
 
-    def traffic(self, at_s: float) -> Traffic:
-        """Of all dispatchers that are there."""
-        fresh = [word.traffic for word, since_s in self._words.values() if at_s - since_s <= self.lease_s]
-        return sum_traffic(fresh) if fresh else _NOTHING
+    def traffic(self, at_s: float) -> tuple[Traffic, Traffic | None]:
+        """Of all dispatchers, each by its last word, and of those that still speak; None: that are all of them."""
+        known = [word.traffic for word, since_s in self._words.values() if at_s - since_s <= self.forget_s]
+        fresh = self._fresh(at_s)
+        return _sum(known), None if len(fresh) == len(known) else _sum(fresh)
 
     def total(self, at_s: float) -> Backlog:
-        traffic = self.traffic(at_s)
+        """Of those that still speak."""
+        traffic = _sum(self._fresh(at_s))
         return Backlog(traffic.queued_count, traffic.queued_tokens)
+
+    def _fresh(self, at_s: float) -> list[Traffic]:
+        return [word.traffic for word, since_s in self._words.values() if at_s - since_s <= self.lease_s]
 
     def known(self, at_s: float) -> bool:
         """Whether the state server has been read lately: without it an empty backlog is no news."""
         return self._read_at_s is not None and at_s - self._read_at_s <= self.lease_s
 
-    def silent(self, at_s: float, for_s: float) -> tuple[DispatcherId, ...]:
-        return tuple(sorted(name for name, (_, since_s) in self._words.items() if at_s - since_s > for_s))
+    def silent(self, at_s: float) -> tuple[DispatcherId, ...]:
+        """Those whose last word is forgotten."""
+        return tuple(sorted(name for name, (_, since_s) in self._words.items() if at_s - since_s > self.forget_s))
 
     def clear(self) -> None:
         self._words.clear()
         self._read_at_s = None
+
+
+def _sum(parts: list[Traffic]) -> Traffic:
+    return sum_traffic(parts) if parts else _NOTHING

@@ -1,7 +1,7 @@
 """Membership of the cluster: who is there, in which life, how loaded (pure; `handle` is the only door).
 
 Who counts as lost, and when:
-- silence: nothing heard for `lease_s`. Always decides in the end.
+- silence: nothing heard for `lease_s`. The planner, which is told that this is all, asks the instance itself.
 - goodbye: the worker closed its stream on purpose. Lost at once.
 - a broken stream alone proves nothing (it may be the network): the address is probed, and only a refused connection,
   which says that the process is gone, makes the instance lost before its lease runs out.
@@ -123,7 +123,7 @@ class MonitorCore:
     def __post_init__(self) -> None:
         self.pressure = Pressure(self.rules.pressure)
         self.wanted = Wanted(self.rules.pressure.relief_threshold_fraction)
-        self._backlogs = Backlogs(self.rules.backlog_lease_s)
+        self._backlogs = Backlogs(self.rules.backlog_lease_s, self.rules.backlog_forget_s)
 
     @property
     def least_report_interval_s(self) -> float:
@@ -258,7 +258,7 @@ class MonitorCore:
             return []
         self.groups.adopt(event.at_s, event.layout)
         self._backlogs.read(event.at_s, event.backlogs)
-        silent = self._backlogs.silent(event.at_s, self.rules.backlog_forget_s)
+        silent = self._backlogs.silent(event.at_s)
         return [ForgetBacklogs(silent)] if silent else []
 
     def _leadership_changed(self, event: LeadershipChanged) -> list[Command]:
@@ -288,7 +288,7 @@ class MonitorCore:
         for worker_id in sorted(self.entries):
             silent_s = event.at_s - self.entries[worker_id].heard_at_s
             if silent_s > self.rules.lease_s:
-                commands += self._lose(worker_id, f"silent for {silent_s:.1f} s", event.cause_id)
+                commands += self._lose(worker_id, f"silent for {silent_s:.1f} s", event.cause_id, silent=True)
         if not self.warm and event.at_s - self._active_since_s >= self.rules.warmup_s:
             self.warm = True
             commands.append(Publish(SnapshotEnd(), event.cause_id))
@@ -314,8 +314,8 @@ class MonitorCore:
         loads, complete = self.groups.loads(self.entries)
         return sum_demand(at_s, loads, self._backlog_bytes(at_s), complete=complete and self._backlogs.known(at_s))
 
-    def traffic(self, at_s: float) -> Traffic:
-        """What clients want of all dispatchers that are there."""
+    def traffic(self, at_s: float) -> tuple[Traffic, Traffic | None]:
+        """What clients want of all dispatchers, as these said last, and of those that still speak: see `Backlogs`."""
         return self._backlogs.traffic(at_s)
 
     def pace(self) -> Pace | None:
@@ -361,10 +361,10 @@ class MonitorCore:
             entry.heard_at_s = min(at_s, entry.heard_at_s + at_s - last_s)
         self._active_since_s += at_s - last_s
 
-    def _lose(self, worker_id: WorkerId, why: str, cause_id: str) -> list[Command]:
+    def _lose(self, worker_id: WorkerId, why: str, cause_id: str, *, silent: bool = False) -> list[Command]:
         entry = self.entries.pop(worker_id)
         self._forget.append(worker_id)
-        word = Publish(InstanceLost(worker_id, entry.instance.incarnation, why), cause_id)
+        word = Publish(InstanceLost(worker_id, entry.instance.incarnation, why, silent), cause_id)
         lost: list[Command] = [] if entry.stuck else [word]
         return lost if entry.stream_id is None else [self._close(entry, CloseReason.SILENT), *lost]
 

@@ -131,6 +131,7 @@ class InstanceLost:
     worker_id: WorkerId
     incarnation: Incarnation
     why: str
+    silent: bool = False  # nothing was heard of it for long; there is no other evidence of its end
 
 
 @dataclass(frozen=True, slots=True)

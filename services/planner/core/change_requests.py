@@ -1,7 +1,7 @@
 """Changes that somebody wants, and what becomes of them: a target layout, or the reason why not (pure)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from ballast.common.ids import Epoch, GroupId, WorkerId
@@ -174,7 +174,7 @@ def _drop(
         lines = tuple(explain(found, snapshot.model))
     elif not compared.chosen.merges:
         why = "; ".join(("nothing that could be dropped is better", *compared.lines()))
-        return Rejected(why, for_now=True, compared=compared)
+        return Rejected(why, needed, for_now=True, compared=compared)
     else:
         found = plan_of(snapshot, compared.chosen.merges, needed)
         lines = (*compared.lines(), *explain(found, snapshot.model))
@@ -201,7 +201,15 @@ def _compared(
     )
     if restored is not None:
         return compare_restore(snapshot, running, load.traffic, load.pace, restored, targets)
-    return compare(snapshot, running, load.traffic, load.pace, targets)
+    compared = compare(snapshot, running, load.traffic, load.pace, targets)
+    fresh = load.fresh_traffic
+    if fresh is None or not compared.chosen.merges:
+        return compared
+    # A silent dispatcher may be stopped, or dead and its clients elsewhere: what is done has to be right in both cases.
+    if not fresh.known_s:
+        fresh = replace(load.traffic, queued_count=0, queued_tokens=0, oldest_wait_s=0.0)
+    without = compare(snapshot, running, fresh, load.pace, targets)
+    return compared if without.chosen.merges else without
 
 
 def _restore(

@@ -4,6 +4,15 @@ from dataclasses import dataclass, field
 
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Layout
+from services.planner.core.membership import Membership
+from services.planner.core.messages import (
+    AnswerDrain,
+    AskWorkerToDrain,
+    Command,
+    DrainRefusal,
+    DrainRequested,
+    RefuseDrain,
+)
 
 
 @dataclass(slots=True)
@@ -18,10 +27,24 @@ class Drains:
     limit: int
     _by_request: dict[str, Drain] = field(default_factory=dict[str, Drain])  # oldest first
 
-    def get(self, request_id: str) -> Drain | None:
-        return self._by_request.get(request_id)
+    def requested(self, event: DrainRequested, membership: Membership, *, all_known: bool) -> list[Command]:
+        """Marks the worker as draining. A repeated request is answered like the first."""
+        earlier = self._by_request.get(event.request_id)
+        if earlier is not None:
+            if earlier.worker_id != event.worker_id:
+                return [RefuseDrain(event.request_id, DrainRefusal.ID_REUSED)]
+            return [] if earlier.epoch is None else [AnswerDrain(event.request_id, earlier.epoch)]
+        known = membership.known.get(event.worker_id)
+        if known is None:
+            why = DrainRefusal.NO_SUCH_WORKER if all_known else DrainRefusal.NOT_READY
+            return [RefuseDrain(event.request_id, why)]
+        target = known.placeable
+        if not self._add(event.request_id, target.worker_id, target.incarnation):
+            return [RefuseDrain(event.request_id, DrainRefusal.FULL)]
+        membership.drain(target.worker_id, target.incarnation)
+        return [AskWorkerToDrain(target.worker_id, target.incarnation, target.address, event.cause_id)]
 
-    def add(self, request_id: str, worker_id: WorkerId, incarnation: Incarnation) -> bool:
+    def _add(self, request_id: str, worker_id: WorkerId, incarnation: Incarnation) -> bool:
         """False when as many as the limit are waiting. The oldest answered one makes room."""
         if len(self._by_request) >= self.limit:
             answered = next((r for r, drain in self._by_request.items() if drain.epoch is not None), None)

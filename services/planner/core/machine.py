@@ -20,12 +20,14 @@ import math
 from dataclasses import dataclass, field
 
 from ballast.common.errors import InvariantViolation
-from ballast.common.ids import Epoch, WorkerId
+from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, worker_ids
 from ballast.common.model import ModelInfo
 from services.planner.core.claims import newer, rebuild
 from services.planner.core.conductor import Conductor, ConductorRules, LayoutContext
 from services.planner.core.drains import Drains
+from services.planner.core.evictions import Suspects
+from services.planner.core.inconsistent import Inconsistent
 from services.planner.core.kept_out import KeptOut
 from services.planner.core.membership import Membership, difference
 from services.planner.core.messages import (
@@ -41,6 +43,7 @@ from services.planner.core.messages import (
     IgnoreStale,
     InstanceDraining,
     InstanceLost,
+    InstanceProbed,
     InstanceUp,
     JournalSettled,
     LayoutLoaded,
@@ -95,6 +98,7 @@ class PlannerCore:
     _in_flight_partial: Partial = ()  # of that write
     membership: Membership = field(default_factory=Membership)
     partial: Partial = ()  # lives of workers that hold only some layers, as last written
+    suspects: Suspects = field(default_factory=Suspects)  # the monitor hears nothing of them
     conductor: Conductor = field(init=False)
     _drains: Drains = field(init=False)
     _journaling: Journal | None = None  # being written
@@ -108,13 +112,12 @@ class PlannerCore:
     _plan_at_s: float = math.inf  # when to plan; inf: nothing has changed
     _timer_at_s: float = math.inf
     _why_lost: dict[WorkerId, str] = field(default_factory=dict[WorkerId, str])  # since the last layout
-    _inconsistent_since_s: dict[WorkerId, float] = field(default_factory=dict[WorkerId, float])  # see `_compare`
-    _inconsistent_in: Layout = NO_LAYOUT  # the layout that all were compared with last
+    inconsistent: Inconsistent = field(init=False)
     kept_out: KeptOut = field(init=False)
-    _grouped: dict[WorkerId, Group] = field(default_factory=dict[WorkerId, Group])  # by its members
 
     def __post_init__(self) -> None:
         self._drains = Drains(self.rules.max_drains)
+        self.inconsistent = Inconsistent(self.rules.disagree_s)
         self.conductor = Conductor(self.rules.transitions)
         self.kept_out = KeptOut(self.membership)
 
@@ -148,6 +151,8 @@ class PlannerCore:
             self._transition_ended(event.at_s, record)
         self._take_up_claims(event.at_s)
         self._compare(event)
+        if self.suspects and self.active:
+            commands += self._evict_gone(event)
         commands += self._act(event.at_s, event.cause_id)
         commands += self._reset_timer(event.at_s)
         return commands
@@ -188,6 +193,9 @@ class PlannerCore:
             case SnapshotBegan() | SnapshotEnded() | InstanceUp() | InstanceLost() | InstanceDraining():
                 # A late word of a monitor that a standby listened to in an earlier life as leader changes nothing.
                 return self._heard(event) if self.active else []
+            case InstanceProbed():
+                self.suspects.probed(event)
+                return []
 
     # ------------------------------------------------------------ leadership and store
 
@@ -202,6 +210,7 @@ class PlannerCore:
             self._plan_at_s = event.at_s
             return refused if was_active else [*refused, FollowMonitor()]
         self.membership.clear()
+        self.suspects.keep(set())
         self._why_lost.clear()
         self._plan_at_s = math.inf
         refused += [RefuseDrain(request_id, DrainRefusal.STANDBY) for request_id in self._drains.give_up()]
@@ -304,8 +313,7 @@ class PlannerCore:
     def _transition_ended(self, at_s: float, ended: TransitionRecord) -> None:
         # What one found that changed nothing stays: an operator may ask again and again for what is taken back.
         before_s = ended.began_at_s if ended.journal.base.groups == self.layout.groups else -math.inf
-        odd = self._inconsistent_since_s.items()
-        self._inconsistent_since_s = {w: since_s if -math.inf < since_s < before_s else at_s for w, since_s in odd}
+        self.inconsistent.transition_ended(at_s, before_s)
         self._replan(at_s)
         if self._wanted()[0] == self.layout.groups:
             self.conductor.failed = ()
@@ -323,27 +331,47 @@ class PlannerCore:
             case SnapshotBegan():
                 self.membership.begin_snapshot()
             case SnapshotEnded():
-                for worker_id in self.membership.end_snapshot():
-                    self._note_lost(worker_id, "the monitor does not know it")
+                missing = self.membership.end_snapshot()
+                self.suspects.keep(set(missing))
+                for worker_id in missing:
+                    placeable = self.membership.known[worker_id].placeable
+                    self.suspects.add(placeable, "the monitor does not know it", event.at_s)
                 self._replan(event.at_s)
                 return self._tell_lost(event)
             case InstanceUp():
                 return self._instance_up(event) + self._tell_lost(event)
             case InstanceLost(worker_id=worker_id, incarnation=incarnation):
-                if self.membership.drop(worker_id, incarnation):
-                    self._note_lost(worker_id, event.why)
-                    self._replan(event.at_s)
+                if event.silent and self.membership.has(worker_id, incarnation):
+                    self.suspects.add(self.membership.known[worker_id].placeable, event.why, event.at_s)
+                else:
+                    self._lose(worker_id, incarnation, event.why, event.at_s)
                 return self._tell_lost(event)
             case InstanceDraining(worker_id=worker_id, incarnation=incarnation):
                 if self.membership.drain(worker_id, incarnation):
                     self._replan(event.at_s)
         return []
 
+    def _lose(self, worker_id: WorkerId, incarnation: Incarnation, why: str, at_s: float) -> None:
+        if self.membership.drop(worker_id, incarnation):
+            self.suspects.clear(worker_id)
+            self._note_lost(worker_id, why)
+            self._replan(at_s)
+
+    def _evict_gone(self, event: Event) -> list[Command]:
+        """Of those that the monitor does not hear, the ones of whose end there is evidence."""
+        left = self.inconsistent.worker_ids
+        gone = self.suspects.gone(len(self.membership.known), self.inconsistent.grouped, left)
+        for worker_id, incarnation, why in gone:
+            self._lose(worker_id, incarnation, why, event.at_s)
+        commands: list[Command] = [*self.suspects.due(event.at_s, event.cause_id)]
+        return commands + (self._tell_lost(event) if gone else [])
+
     def _instance_up(self, event: InstanceUp) -> list[Command]:
         before = self.membership.known.get(event.worker_id)
         if not self.membership.up(event):
             newest = self.membership.newest(event.worker_id)
             return [IgnoreStale(event.worker_id, event.incarnation, newest, event.cause_id)]
+        self.suspects.clear(event.worker_id)
         if self._drains.ordered(event.worker_id, event.incarnation):
             self.membership.drain(event.worker_id, event.incarnation)
         commands: list[Command] = []
@@ -359,7 +387,7 @@ class PlannerCore:
         self._replan(event.at_s + self.rules.coalesce_s)
         return commands
 
-    def _tell_lost(self, event: InstanceUp | InstanceLost | SnapshotEnded | LayoutLoaded) -> list[Command]:
+    def _tell_lost(self, event: Event) -> list[Command]:
         """Tells the transition under way whom it has to do without."""
         coordinator = self.conductor.coordinator
         if coordinator is None:
@@ -379,22 +407,11 @@ class PlannerCore:
     def _drain_requested(self, event: DrainRequested) -> list[Command]:
         if not self.active:
             return [RefuseDrain(event.request_id, DrainRefusal.STANDBY)]
-        earlier = self._drains.get(event.request_id)
-        if earlier is not None:
-            if earlier.worker_id != event.worker_id:
-                return [RefuseDrain(event.request_id, DrainRefusal.ID_REUSED)]
-            return [] if earlier.epoch is None else [AnswerDrain(event.request_id, earlier.epoch)]
-        known = self.membership.known.get(event.worker_id)
-        if known is None:
-            sure = self._read and self.membership.complete
-            why = DrainRefusal.NO_SUCH_WORKER if sure else DrainRefusal.NOT_READY
-            return [RefuseDrain(event.request_id, why)]
-        target = known.placeable
-        if not self._drains.add(event.request_id, target.worker_id, target.incarnation):
-            return [RefuseDrain(event.request_id, DrainRefusal.FULL)]
-        self.membership.drain(target.worker_id, target.incarnation)
-        self._plan_at_s = min(self._plan_at_s, event.at_s)
-        return [AskWorkerToDrain(target.worker_id, target.incarnation, target.address, event.cause_id)]
+        all_known = self._read and self.membership.complete
+        commands = self._drains.requested(event, self.membership, all_known=all_known)
+        if any(isinstance(command, AskWorkerToDrain) for command in commands):
+            self._plan_at_s = min(self._plan_at_s, event.at_s)
+        return commands
 
     # ------------------------------------------------------------ planning
 
@@ -411,67 +428,29 @@ class PlannerCore:
     def _stranded(self) -> Partial:
         """With those whose transition failed although they live: nobody knows what they hold."""
         failed = set(self.conductor.failed)
-        if not failed and not self._inconsistent_since_s:
+        if not failed and not self.inconsistent:
             return self.partial
         groups = [g for g in self.layout.groups if any(m.worker_id in failed for m in g.members)]
         lives = {m.worker_id: m.incarnation for group in groups for m in group.members}
-        placed = worker_ids(self.layout)
-        for worker_id, since_s in self._inconsistent_since_s.items():
-            if self._is_inconsistent(worker_id, since_s, in_layout=worker_id in placed):
-                lives[worker_id] = self.membership.known[worker_id].placeable.incarnation
+        lives |= self.inconsistent.lives(self.layout, self.membership)
         return tuple(sorted({**dict(self.partial), **lives}.items()))
 
-    # ------------------------------------------------------------ what instances say of themselves
-
     def _compare(self, event: Event) -> None:
-        """Keeps `_inconsistent_since_s`: the layout is what its members say, once they have said it for a while.
-
-        An instance is told to leave a group by a plan that counts it among none; so who is odd is stranded, leaves what
-        it is in, takes its layers back, and is placed again.
-        """
         if not self.active:
-            self._inconsistent_since_s.clear()
-            return
-        if self.layout is not self._inconsistent_in:
-            self.membership.regrouped(self._inconsistent_in, self.layout)
-            self._inconsistent_in = self.layout
-            self._grouped = {m.worker_id: g for g in self.layout.groups for m in g.members}
-            named = set(self.membership.known)
-        elif isinstance(event, InstanceUp | InstanceLost):
-            named = {event.worker_id}
-        elif isinstance(event, SnapshotEnded):
-            named = set(self.membership.known) | self._inconsistent_since_s.keys()
-        else:
-            return
-        for worker_id in sorted(named | (self._inconsistent_since_s.keys() - self.membership.known.keys())):
-            if self.membership.disagrees(worker_id, self._grouped.get(worker_id), self._layer_count()):
-                self._inconsistent_since_s.setdefault(worker_id, event.at_s)
-            else:
-                self._inconsistent_since_s.pop(worker_id, None)
-        self._replan(event.at_s + self.rules.coalesce_s)
-
-    def _is_inconsistent(self, worker_id: WorkerId, since_s: float, *, in_layout: bool) -> bool:
-        """Outside of the layout at once; in it when it has been odd for a while and no transition is under way."""
-        known = self.membership.known.get(worker_id)
-        if known is None or (known.place is not None and known.place.epoch > self.layout.epoch):
-            return False  # the layout is older than what it says: see `claims`
-        return not in_layout or since_s == -math.inf
+            self.inconsistent.clear()
+        elif self.inconsistent.compare(event, self.layout, self.membership, self._layer_count()):
+            self._replan(event.at_s + self.rules.coalesce_s)
 
     def _evict_inconsistent(self, at_s: float) -> None:
         if self.conductor.busy or not self.membership.complete:
             return
-        for worker_id, since_s in self._inconsistent_since_s.items():
-            if -math.inf < since_s and since_s + self.rules.disagree_s <= at_s:  # to the bit as `_inconsistent_at_s`
-                self._inconsistent_since_s[worker_id] = -math.inf
-                self._note_lost(worker_id, "it says that it is not what the layout has it for")
+        for worker_id in self.inconsistent.overdue(at_s):
+            self._note_lost(worker_id, "it says that it is not what the layout has it for")
         self._replan(at_s)
 
     def _inconsistent_at_s(self) -> float:
-        """When the next one has been odd for long enough."""
-        if not self.active or self.conductor.busy or not self.membership.complete:
-            return math.inf
-        waiting = [since_s for since_s in self._inconsistent_since_s.values() if since_s != -math.inf]
-        return min(waiting, default=math.inf) + self.rules.disagree_s
+        waits = self.active and not self.conductor.busy and self.membership.complete
+        return self.inconsistent.due_at_s if waits else math.inf
 
     def _layer_count(self) -> int:
         return self.membership.model.layer_count if self.membership.model is not None else self.layout.layer_count
@@ -504,7 +483,7 @@ class PlannerCore:
         groups, partial = self._wanted()
         if groups != self.layout.groups:
             return []
-        left_over = [self.membership.known[w].placeable for w, _ in partial]
+        left_over = [self.membership.known[w].placeable for w, _ in partial if w not in self.suspects]
         stranded = tuple(p.member(0, self._layer_count()) for p in left_over if not p.draining)
         context = LayoutContext(self.layout, self.layout_model, self._next_epoch(), stranded, self.kept_out)
         commands = self.conductor.begin_completion(context, at_s, cause_id)
@@ -572,7 +551,7 @@ class PlannerCore:
         due_at_s = math.inf if busy else min(self._read_at_s, plan_at_s, self._own_at_s(at_s))
         if not busy and self.conductor.to_write is not None:
             due_at_s = min(due_at_s, self._journal_at_s)
-        due_at_s = min(due_at_s, self.conductor.due_at_s, self._inconsistent_at_s())
+        due_at_s = min(due_at_s, self.conductor.due_at_s, self._inconsistent_at_s(), self.suspects.due_at_s)
         if due_at_s == self._timer_at_s or due_at_s == math.inf:
             self._timer_at_s = due_at_s
             return []

@@ -1,7 +1,8 @@
 """Who may be placed: the instances the planner knows of, in which life, with which model (pure).
 
 Rule 1: an instance enters only by word of the monitor or, before the monitor has spoken, because the layout names it.
-Rule 2: it leaves only by word of the monitor. A broken connection to the monitor says nothing about instances.
+Rule 2: it leaves by word of the monitor, which has evidence of its end, or on evidence of the planner's own
+(`evictions`). A broken connection to the monitor says nothing about instances.
 """
 
 from collections import OrderedDict
@@ -73,13 +74,14 @@ class Membership:
             known.confirmed = False
 
     def end_snapshot(self) -> list[WorkerId]:
-        """Drops and names those who have not been confirmed."""
+        """Names those who have not been confirmed."""
         self.complete = True
         self._gone.clear()
-        missing = sorted(w for w, known in self.known.items() if not known.confirmed)
-        for worker_id in missing:
-            del self.known[worker_id]
-        return missing
+        return sorted(w for w, known in self.known.items() if not known.confirmed)
+
+    def has(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
+        known = self.known.get(worker_id)
+        return known is not None and known.placeable.incarnation == incarnation
 
     def up(self, event: InstanceUp) -> bool:
         """Puts an instance in. False: it is of an old life, and nothing was done."""

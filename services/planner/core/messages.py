@@ -28,6 +28,7 @@ class ClusterLoad:
     traffic: Traffic = _QUIET
     pace: Pace | None = None  # of a middling instance with as many layers as any; None: nobody knows
     slowness: Mapping[WorkerId, float] = field(default_factory=dict[WorkerId, float])  # of those that are unlike it
+    fresh_traffic: Traffic | None = None  # of the dispatchers that are not silent; None: none is, `traffic` is fresh
 
     def without(self, kept_out: Container[WorkerId]) -> "ClusterLoad":
         """As if these had not reported: their groups take no part in plans."""
@@ -121,6 +122,7 @@ class InstanceLost:
     worker_id: WorkerId
     incarnation: Incarnation
     why: str
+    silent: bool = False  # the monitor has heard nothing, and has no other evidence of its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,23 @@ class InstanceDraining:
     cause_id: str
     worker_id: WorkerId
     incarnation: Incarnation
+
+
+class Probed(Enum):
+    ALIVE = auto()  # that life of the worker answers
+    GONE = auto()  # nobody listens at its address, or another process does
+    SILENT = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceProbed:
+    """Answer to ProbeInstance."""
+
+    at_s: float
+    cause_id: str
+    worker_id: WorkerId
+    incarnation: Incarnation
+    found: Probed
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +237,7 @@ Event = (
     | LoadFailed
     | WriteSettled
     | MonitorEvent
+    | InstanceProbed
     | DrainRequested
     | ChangeRequest
     | LoadsRead
@@ -280,6 +300,17 @@ class CallMember:
     cause_id: str
     sources: Sources = ()
     why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeInstance:
+    """Ask an instance, of which the monitor hears nothing, whether it is there. Answered by InstanceProbed."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    address: str
+    cause_id: str
+    found: Probed | None = None  # by the last probe
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,6 +454,7 @@ Command = (
     | SetTimer
     | WriteJournal
     | CallMember
+    | ProbeInstance
     | ReadLoads
     | AnswerChange
     | RefuseChange

@@ -37,11 +37,19 @@ class Predicted:
         predicted = f"{self.decision}: predicted {self.predicted.told()}"
         if self.settled_at_s is None:
             return f"{predicted}; in {max(0.0, self.at_s + self.horizon_s - now_s):.0f} s it can be said what came"
-        if self.served is None or self.served.ttft_p99_s is None:
-            return f"{predicted}; what came is not known"
-        after = f"{self.settled_at_s - self.at_s:.0f} s"
-        tpot = "" if self.served.tpot_s is None else f", TPOT {1e3 * self.served.tpot_s:.0f} ms"
-        return f"{predicted}; in the {after} that followed P99 TTFT {self.served.ttft_p99_s:.2f} s{tpot}"
+        if self.served is None:
+            return f"{predicted}; what came is not known, as a dispatcher is gone"
+        ttft_s, tpot_s, per_s = self.served.ttft_p99_s, self.served.tpot_s, self.tokens_per_s
+        ttft = "no request had its first token" if ttft_s is None else f"P99 TTFT {ttft_s:.2f} s"
+        tpot = "" if tpot_s is None else f", TPOT {1e3 * tpot_s:.0f} ms"
+        rate = "" if per_s is None else f", {per_s:.0f} tokens/s"
+        return f"{predicted}; in the {self.settled_at_s - self.at_s:.0f} s that followed {ttft}{tpot}{rate}"
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """That clients had until it was settled."""
+        took_s = 0.0 if self.settled_at_s is None else self.settled_at_s - self.at_s
+        return None if self.served is None or took_s <= 0.0 else self.served.token_count / took_s
 
 
 @dataclass(slots=True)

@@ -2,7 +2,15 @@
 
 from ballast.common.layout import Layout
 from ballast.service.logs import get_logger
-from services.planner.core.messages import IgnoreStale, RejectInstance, WriteJournal, WriteLayout, WriteOutcome
+from services.planner.core.messages import (
+    IgnoreStale,
+    Probed,
+    ProbeInstance,
+    RejectInstance,
+    WriteJournal,
+    WriteLayout,
+    WriteOutcome,
+)
 from services.planner.core.record import TransitionRecord
 from services.planner.core.stages import Stage
 
@@ -30,6 +38,17 @@ def note_stale(command: IgnoreStale) -> None:
         worker=command.worker_id,
         incarnation=command.have,
         newest=command.want,
+        cause_id=command.cause_id,
+    )
+
+
+def note_probe(command: ProbeInstance, found: Probed) -> None:
+    get_logger().warning(
+        "the monitor hears nothing of an instance",
+        worker=command.worker_id,
+        incarnation=command.incarnation,
+        address=command.address,
+        planner_finds_it=found.name.lower(),
         cause_id=command.cause_id,
     )
 

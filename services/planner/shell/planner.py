@@ -23,6 +23,7 @@ from services.planner.core.messages import (
     Event,
     FollowMonitor,
     IgnoreStale,
+    InstanceProbed,
     JournalSettled,
     LayoutLoaded,
     LeadershipChanged,
@@ -33,6 +34,8 @@ from services.planner.core.messages import (
     MemberAnswered,
     NothingDone,
     PredictionSettled,
+    Probed,
+    ProbeInstance,
     Publish,
     ReadLoads,
     RefuseChange,
@@ -204,6 +207,8 @@ class PlannerShell:
                 self._tasks.start(self._write_journal(command), "write journal")
             case CallMember():
                 self._call_member(command)
+            case ProbeInstance():
+                self._tasks.start(self._probe(command), f"probe {command.worker_id}")
             case AnswerChange(request_id):
                 self._changes.settle(request_id, command)
             case RefuseChange(request_id, refusal, why):
@@ -248,8 +253,7 @@ class PlannerShell:
     def _on_timer(self) -> None:
         try:
             self.feed(TimerFired(time.monotonic(), self.next_cause("timer")))
-        except BallastError as error:
-            # The loop would swallow it: hand it to `run`.
+        except Exception as error:  # noqa: BLE001 - the loop would swallow it: hand it to `run`
             if self._bug is not None and not self._bug.done():
                 self._bug.set_exception(error)
 
@@ -298,6 +302,14 @@ class PlannerShell:
             self._calls.discard((command.member.worker_id, command.call))
         if said is not None:
             self.feed(MemberAnswered(time.monotonic(), command.cause_id, command.journal.epoch, said))
+
+    async def _probe(self, command: ProbeInstance) -> None:
+        asked = self._members.probe(command.address, command.worker_id, command.incarnation)
+        found = await unless_it_fails(asked, Probed.SILENT)
+        if found is not command.found:
+            notes.note_probe(command, found)
+        now_s = time.monotonic()
+        self.feed(InstanceProbed(now_s, command.cause_id, command.worker_id, command.incarnation, found))
 
     async def _listen(self) -> None:
         async with contextlib.aclosing(self._monitor.events()) as events:

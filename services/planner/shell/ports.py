@@ -9,6 +9,7 @@ from services.planner.core.messages import (
     CallMember,
     ClusterLoad,
     MonitorEvent,
+    Probed,
     StoredLayout,
     WriteJournal,
     WriteLayout,
@@ -45,6 +46,10 @@ class MembersPort(Protocol):
 
     async def call(self, command: CallMember, timeout_s: float) -> MemberSaid | None:
         """None: no answer that could be used."""
+        ...
+
+    async def probe(self, address: str, worker_id: WorkerId, incarnation: Incarnation) -> Probed:
+        """Whether that life of a worker is at its address."""
         ...
 
     async def drain(self, address: str, worker_id: WorkerId, incarnation: Incarnation, timeout_s: float) -> int:

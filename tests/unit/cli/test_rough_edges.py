@@ -251,6 +251,7 @@ def test_planner_commands_speak_json(
             "first_count": 40,
             "ttft_p99_s": 2.5,
             "tpot_s": None,
+            "tokens_per_s": None,
         }
         assert told["layout"]["groups"][0]["members"][0]["last_layer"] == 3, "both ends, as everywhere"
 

@@ -189,14 +189,18 @@ def test_backlogs_are_demand_while_their_dispatcher_lives() -> None:
     cluster.pass_time(0.4)
     expected = 1600 + 10 * 9 + 7 + 9
     assert cluster.core.cluster_demand(cluster.now_s).wanted_bytes == 100 * BLOCK_BYTES + expected * 1024
+    assert cluster.core.traffic(cluster.now_s)[1] is None, "all speak"
     cluster.pass_time(1.4)
     assert cluster.core.cluster_demand(cluster.now_s).wanted_bytes == 100 * BLOCK_BYTES, "says the same for too long"
+    traffic, fresh = cluster.core.traffic(cluster.now_s)
+    assert (traffic.queued_count, fresh) == (11, Traffic()), "what they said last is what is known of them"
     cluster.backlogs = (BacklogWord(D, "1.9", Traffic(queued_count=10, queued_tokens=1600)),)
     cluster.pass_time(0.2)
     assert cluster.core.cluster_demand(cluster.now_s).wanted_bytes == 100 * BLOCK_BYTES + 1690 * 1024
     assert not any(isinstance(c, ForgetBacklogs) for c in cluster.last)
     cluster.pass_time(12.0)
     assert ForgetBacklogs((D,)) in cluster.last
+    assert cluster.core.traffic(cluster.now_s) == (Traffic(), None)
 
 
 def test_a_backlog_that_fits_nowhere_is_an_overload_with_its_cause_and_groups() -> None:

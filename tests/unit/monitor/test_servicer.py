@@ -59,6 +59,7 @@ class MemorySurroundings:
     def __init__(self) -> None:
         self.layout: Layout | None = None
         self.backlogs: tuple[BacklogWord, ...] = ()
+        self.monitor_addresses: tuple[str, ...] = ()
         self.forgotten: set[DispatcherId] = set()
 
     async def read(self) -> tuple[Layout | None, tuple[BacklogWord, ...]]:
@@ -494,4 +495,29 @@ async def test_a_jump_of_the_demand_is_reported_at_once() -> None:
         assert clock() - asked_at_s < 3.0
         reporter.leave()
         await running
+        await state.close()
+
+
+async def test_a_worker_finds_the_monitor_that_leads_without_the_state_server() -> None:
+    """It knew of the first one only, which then stops leading; nobody answers where the state server was."""
+    addresses = MemorySurroundings()
+    async with (
+        served(active=True, environment=addresses) as (first, first_address),
+        served(active=False, environment=addresses) as (second, second_address),
+    ):
+        addresses.monitor_addresses = (first_address, second_address)
+        state = StateServer("redis://127.0.0.1:1")
+        instance = Instance(WorkerId("w1"), Incarnation(3), "host:1", model_info())
+        reporter = MonitorReporter(
+            instance=instance, load=load_report, monitor_address=first_address, state=state, interval_s=0.02
+        )
+        reporting = asyncio.create_task(reporter.run())
+        await soon(lambda: reporter.connected)
+        first.change_leadership(None)
+        second.change_leadership(8)
+        await soon(lambda: "w1" in second.core.entries)
+        second.change_leadership(None)
+        first.change_leadership(9)
+        await soon(lambda: "w1" in first.core.entries)
+        reporting.cancel()
         await state.close()

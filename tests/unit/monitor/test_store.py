@@ -97,3 +97,30 @@ async def _until(
         if holds(words):
             return words
         await asyncio.sleep(0.02)
+
+
+async def test_keys_of_another_type_count_as_empty_and_are_made_anew() -> None:
+    async with PrivateStateServer() as server, asyncio.timeout(60):
+        state = StateServer(server.url)
+        environment, registry = RedisSurroundings(state), RedisRegistry(state, ttl_s=600)
+        for key in ("layout", "backlogs", "monitor:candidates", "registry:w1"):
+            await state.run(state.redis.rpush(f"{KEY_PREFIX}{key}", "garbage"))  # pyright: ignore[reportArgumentType]
+        assert await environment.read() == (None, ())
+        assert await registry.read() == []
+        await registry.write([row("w1"), row("w2")], set())
+        await registry.write([row("w1"), row("w2")], set())
+        assert await registry.read() == [row("w1"), row("w2")]
+        await state.run(state.redis.hset(f"{KEY_PREFIX}backlogs", "d1", "nonsense"))  # pyright: ignore[reportArgumentType]
+        await state.close()
+
+
+async def test_all_monitors_are_known_that_lead_or_would() -> None:
+    async with PrivateStateServer() as server, asyncio.timeout(60):
+        state = StateServer(server.url)
+        environment = RedisSurroundings(state)
+        await state.acquire_lease("monitor", "a", 10.0, "host:1")
+        await state.acquire_lease("monitor", "b", 10.0, "host:2")
+        await state.acquire_lease("monitor", "c", 10.0, "no address")
+        await environment.read()
+        assert environment.monitor_addresses == ("host:1", "host:2")
+        await state.close()

@@ -17,12 +17,15 @@ from services.planner.core.messages import (
     IgnoreStale,
     InstanceDraining,
     InstanceLost,
+    InstanceProbed,
     InstanceUp,
     LayoutLoaded,
     LeadershipChanged,
     LeaveMonitor,
     LoadFailed,
     LoadLayout,
+    Probed,
+    ProbeInstance,
     Publish,
     RefuseDrain,
     RejectInstance,
@@ -67,8 +70,11 @@ class Planner:
         event = InstanceUp(self.now_s, "c", WorkerId(worker), Incarnation(incarnation), f"{worker}:1", model, draining)
         return self.tell(event)
 
-    def lose(self, worker: str, incarnation: int = 1, why: str = "silent") -> list[Command]:
-        return self.tell(InstanceLost(self.now_s, "c", WorkerId(worker), Incarnation(incarnation), why))
+    def lose(self, worker: str, incarnation: int = 1, why: str = "silent", *, silent: bool = False) -> list[Command]:
+        return self.tell(InstanceLost(self.now_s, "c", WorkerId(worker), Incarnation(incarnation), why, silent))
+
+    def probed(self, worker: str, found: Probed, incarnation: int = 1) -> list[Command]:
+        return self.tell(InstanceProbed(self.now_s, "c", WorkerId(worker), Incarnation(incarnation), found))
 
     def fire(self) -> list[Command]:
         """Lets the time of the timer come."""
@@ -220,10 +226,11 @@ def test_a_new_leader_keeps_the_layout_until_the_monitor_has_named_everybody() -
     planner.tell(SnapshotBegan(0.0, "c"))
     planner.up("w1")
     assert planner.core.layout == stored.layout
-    (write,) = planner.tell(SnapshotEnded(0.0, "c"))
+    assert planner.tell(SnapshotEnded(0.0, "c")) == [ProbeInstance(WorkerId("w2"), Incarnation(1), "w2:1", "c")]
+    (write,) = planner.probed("w2", Probed.GONE)
     assert isinstance(write, WriteLayout)
     assert names(write.layout) == {"w1"}
-    assert write.layout.reason == "lost: w2 (the monitor does not know it)"
+    assert write.layout.reason == "lost: w2 (the monitor does not know it; nobody listens at its address)"
 
 
 def test_a_loss_that_is_heard_before_the_layout_is_read_counts() -> None:
@@ -279,10 +286,11 @@ def test_a_new_leader_that_finds_the_layout_lost_hears_the_monitor_first_and_pas
     assert not [c for c in planner.lead(None) if isinstance(c, WriteLayout)]
     planner.tell(SnapshotBegan(0.0, "c"))
     planner.up("w1")
-    (write,) = planner.tell(SnapshotEnded(0.0, "c"))
+    probe, write = planner.tell(SnapshotEnded(0.0, "c"))
+    assert isinstance(probe, ProbeInstance)
     assert isinstance(write, WriteLayout)
     assert write.layout.epoch == TOKEN // 1000
-    assert names(write.layout) == {"w1"}
+    assert names(write.layout) == {"w1", "w2"}
 
 
 def test_an_instance_with_another_model_stays_outside_until_it_is_the_only_one() -> None:

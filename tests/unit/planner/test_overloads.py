@@ -98,6 +98,38 @@ def test_a_burst_that_comes_after_the_commit_of_a_restore_hurries_what_dissolves
     assert planner.core.conductor.records()[0].by == "overload"
 
 
+@pytest.mark.parametrize("queued", [0, 40, 10**9])
+@pytest.mark.parametrize("recent", [0, 60])
+@pytest.mark.parametrize("others", [Traffic(), CALM], ids=["it is the only one", "others speak"])
+def test_a_silent_dispatcher_makes_no_drop_that_is_not_right_without_it(
+    queued: int, recent: int, others: Traffic
+) -> None:
+    """It may have died, and its line with it: what the others say, or an empty line, has to be reason enough."""
+    planner = Planner()
+    planner.traffic = replace(SHORT, queued_count=queued, queued_tokens=8 * queued, recent_count=recent)
+    planner.fresh_traffic = others
+    planner.start("w0", "w1")
+    planner.tell(OverloadRaised(planner.now_s, "o1", EXTENT))
+    planner.wait(5.0)
+    assert planner.journal == []
+    [nothing] = [command for command in planner.told(NothingDone) if isinstance(command, NothingDone)]
+    assert "nothing: P99 TTFT" in nothing.why, "it was compared"
+
+
+def test_a_dispatcher_that_falls_silent_in_a_burst_does_not_end_the_comparison() -> None:
+    """Memory is full, and what came until then goes on coming: that is right with its line and without it."""
+    planner = Planner()
+    planner.load = replace(LOAD, used_block_count=32, running_count=8)
+    planner.traffic = replace(SHORT, ended_tokens=5000)
+    planner.fresh_traffic = Traffic()
+    planner.start("w0", "w1")
+    planner.tell(OverloadRaised(planner.now_s, "o1", EXTENT))
+    assert planner.journal == [Stage.PREPARING]
+    [moved] = planner.told(TransitionMoved)
+    assert isinstance(moved, TransitionMoved)
+    assert "predicted 1 pair: P99 TTFT" in moved.record.journal.why
+
+
 def served(traffic: Traffic, waits: tuple[int, ...], later_count: int, later_s: float) -> Traffic:
     return replace(traffic, first_counts=waits, later_count=later_count, later_s=later_s)
 
@@ -121,7 +153,29 @@ def test_what_was_predicted_of_nothing_stands_beside_what_came() -> None:
     assert one.served is not None
     assert (one.served.first_count, one.served.tpot_s) == (20, 0.05)
     assert 0.02 < (one.served.ttft_p99_s or 0.0) < 0.05
-    assert "TPOT 50 ms" in one.told(planner.now_s)
+    assert one.tokens_per_s == pytest.approx(220 / one.horizon_s, rel=0.1)
+    assert f"TPOT 50 ms, {one.tokens_per_s:.0f} tokens/s" in one.told(planner.now_s)
+
+
+def test_tokens_that_came_are_told_though_no_request_had_its_first_one() -> None:
+    planner = Planner()
+    planner.traffic = served(CALM, (7,), 100, 3.0)
+    planner.start("w0", "w1")
+    planner.tell(OverloadRaised(planner.now_s, "o1", EXTENT))
+    [one] = planner.core.conductor.prediction_log.open
+    planner.traffic = served(CALM, (7,), 300, 13.0)
+    planner.wait(2 * one.horizon_s)
+    assert "no request had its first token, TPOT 50 ms" in one.told(planner.now_s)
+
+
+def test_what_lacks_is_told_when_nothing_is_done() -> None:
+    planner = Planner()
+    planner.traffic = CALM
+    planner.start("w0", "w1")
+    planner.tell(OverloadRaised(planner.now_s, "o1", 7 * EXTENT))
+    planner.wait(60.0)
+    said = [command for command in planner.said if isinstance(command, NothingDone)]
+    assert {one.shortfall_bytes for one in said} == {7 * EXTENT}
 
 
 def test_a_drop_ends_what_was_predicted_of_nothing_and_one_that_fails_was_never_predicted() -> None:

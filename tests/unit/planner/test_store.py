@@ -19,7 +19,7 @@ from services.planner.core.messages import StoredLayout, WriteJournal, WriteLayo
 from services.planner.core.stages import Stage
 from services.planner.core.transition import Journal
 from services.planner.policy.replicate import Placeable, one_group_each
-from services.planner.store import JOURNAL_KEY, LAYOUT_CHANNEL, LAYOUT_KEY, RedisLayoutStore
+from services.planner.store import JOURNAL_KEY, LAYOUT_CHANNEL, LAYOUT_KEY, META_KEY, RedisLayoutStore
 from tests.support.reporting_worker import model_info
 from tools.local.state_server import PrivateStateServer
 
@@ -240,5 +240,21 @@ def test_a_journal_of_another_version_is_left_alone() -> None:
         assert stored is not None
         assert stored.journal is None
         assert stored.layout.epoch == 1
+
+    tell(story)
+
+
+def test_keys_of_another_type_are_made_anew() -> None:
+    async def story(server: PrivateStateServer, state: StateServer, store: RedisLayoutStore) -> None:
+        token = await state.acquire_lease("planner", "p1", 10.0, "host:1")
+        assert token is not None
+        for key in (LAYOUT_KEY, META_KEY, JOURNAL_KEY):
+            await state.run(state.redis.rpush(key, "garbage"))  # pyright: ignore[reportArgumentType]
+        assert await store.load() is None
+        assert await store.write(write(1, None, token)) is WriteOutcome.WRITTEN
+        journal = Journal(TransitionKind.DROP, layout(1, "w1"), layout(2, "w1"), Stage.PREPARING, "test")
+        command = WriteJournal(journal, Epoch(1), MODEL, (), token, "c")
+        assert await store.write_journal(command) is WriteOutcome.WRITTEN
+        assert await store.load() == StoredLayout(layout(1, "w1"), MODEL, (), journal)
 
     tell(story)

@@ -13,7 +13,7 @@ import uvloop
 from ballast.common.errors import ConfigError, Unavailable
 from ballast.rpc.tls import CA, CERTIFICATE, KEY
 from ballast.service.leadership import Floor, LeaderAddress, Leadership
-from ballast.service.state import StateServer
+from ballast.service.state import KEY_PREFIX, StateServer, address_key, candidates_key, lease_key
 from tests.support.waiting import soon
 from tools.local.certificates import make_certificates
 from tools.local.proxy import Proxy
@@ -312,3 +312,50 @@ def test_connections_that_are_cut_raise_nothing_but_unavailable() -> None:
                 await state.close()
 
     uvloop.run(story())
+
+
+def test_keys_that_are_garbage_keep_nobody_from_leading() -> None:
+    async def story(server: PrivateStateServer, state: StateServer) -> None:
+        redis = state.redis
+        keys = (lease_key("x"), f"{lease_key('x')}:token", address_key("x"), candidates_key("x"))
+        for key in keys:
+            await state.run(redis.rpush(key, "garbage"))  # pyright: ignore[reportArgumentType]
+        first = await state.acquire_lease("x", "a", 10.0, "host:1")
+        assert first is not None
+        assert await state.leader_address("x") == "host:1"
+        for nonsense in ("-99999999999999999999", "1e999", "nan", "x"):
+            await state.run(redis.set(keys[1], nonsense))
+            await state.release_lease("x", "a")
+            second = await state.acquire_lease("x", "a", 10.0, "host:1")
+            assert second is not None
+            assert first <= second < first + 60_000
+        await state.run(redis.set(f"{KEY_PREFIX}incarnations:worker", "garbage"))
+        assert await state.next_incarnation("worker", "w1") > 0
+
+    tell(story)
+
+
+def test_a_lease_that_never_ends_is_nobodys() -> None:
+    async def story(server: PrivateStateServer, state: StateServer) -> None:
+        await state.acquire_lease("x", "a", 10.0, "host:1")
+        await state.run(state.redis.persist(lease_key("x")))
+        assert await state.acquire_lease("x", "b", 10.0, "host:2") is not None
+        assert await state.leader_address("x") == "host:2"
+        assert await state.acquire_lease("x", "a", 10.0, "host:1") is None
+
+    tell(story)
+
+
+def test_an_address_that_is_none_is_not_followed() -> None:
+    async def story(server: PrivateStateServer, state: StateServer) -> None:
+        leader = LeaderAddress(state, "x", None, interval_s=0.01)
+        following = asyncio.create_task(leader.follow())
+        await state.acquire_lease("x", "a", 10.0, "host:1")
+        await soon(lambda: leader.current == "host:1")
+        for nonsense in ('{"epoch": 1e999', "host", "host:99999"):
+            await state.run(state.redis.set(address_key("x"), nonsense))
+            await asyncio.sleep(0.1)
+            assert leader.current == "host:1"
+        following.cancel()
+
+    tell(story)

@@ -11,7 +11,7 @@ from services.monitor.core.messages import Event, Instance, LoadReported
 from sim.clock import Clock
 from sim.jobs.simulation import WorkerSize, production_rules
 from sim.lines import Lines
-from sim.monitoring import MonitorNode, Reporter
+from sim.monitoring import MonitorNode, Monitors, Reporter
 from sim.state import Delays, Site, StateServer
 from tests.support.reporting_worker import load_report, model_info
 
@@ -33,7 +33,8 @@ def test_a_jump_of_the_demand_is_reported_at_once(monkeypatch: pytest.MonkeyPatc
         return True
 
     rules = production_rules(WorkerSize()).monitor
-    site = Site(clock, DELAYS, Lines(clock), StateServer(clock, DELAYS))
+    lines = Lines(clock)
+    site = Site(clock, DELAYS, lines, StateServer(clock, DELAYS, lines))
     monitor = MonitorNode(site, rules, 1.0, listens)
     feed = monitor.feed
 
@@ -45,7 +46,7 @@ def test_a_jump_of_the_demand_is_reported_at_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(monitor, "feed", listening)
     reporter = Reporter(
         site,
-        lambda: monitor,
+        Monitors(lambda: monitor, {monitor.name: monitor}),
         Instance(WORKER, Incarnation(1), "w0:1", model_info()),
         Worker(),
         interval_s=4.0,
@@ -79,7 +80,8 @@ def test_a_large_cluster_reports_as_seldom_as_the_real_monitor_asks(monkeypatch:
         def load(self) -> LoadReport:
             return load_report(10)
 
-    site = Site(clock, DELAYS, Lines(clock), StateServer(clock, DELAYS))
+    lines = Lines(clock)
+    site = Site(clock, DELAYS, lines, StateServer(clock, DELAYS, lines))
     monitor = MonitorNode(site, production_rules(WorkerSize()).monitor, 1.0, lambda worker, life: True)
     feed = monitor.feed
 
@@ -91,7 +93,7 @@ def test_a_large_cluster_reports_as_seldom_as_the_real_monitor_asks(monkeypatch:
     monkeypatch.setattr(monitor, "feed", listening)
     for number in range(64):
         instance = Instance(WorkerId(f"w{number}"), Incarnation(1), f"w{number}:1", model_info())
-        Reporter(site, lambda: monitor, instance, Worker(), interval_s=0.1, first_s=0.0)
+        Reporter(site, Monitors(lambda: monitor, {}), instance, Worker(), interval_s=0.1, first_s=0.0)
     while clock.now_s < 5.0:
         clock.step()
     later = [at_s for at_s in heard if at_s > 1.0]

@@ -5,14 +5,16 @@ from services.monitor.policy.demand import ClusterDemand
 from services.monitor.policy.wanted import Wanted
 
 
-def sample(at_s: float, wanted_bytes: int, *, workers: int = 4, complete: bool = True) -> ClusterDemand:
-    """Each instance has 100 bytes of KV."""
+def sample(
+    at_s: float, wanted_bytes: int, *, workers: int = 4, complete: bool = True, each_bytes: int = 100
+) -> ClusterDemand:
+    """Each instance has 100 bytes of KV with all its parameters, and so many as it is."""
     return ClusterDemand(
         at_s=at_s,
         wanted_bytes=wanted_bytes,
         engaged_bytes=wanted_bytes,
         used_bytes=wanted_bytes,
-        capacity_bytes=100 * workers,
+        capacity_bytes=each_bytes * workers,
         undropped_bytes=100 * workers,
         groups=tuple((WorkerId(f"w{number}"),) for number in range(workers)),
         complete=complete,
@@ -50,3 +52,9 @@ def test_a_short_burst_wants_no_instance_and_a_long_one_does() -> None:
 def test_while_part_of_the_demand_is_unknown_the_number_does_not_fall() -> None:
     assert after(sample(0.0, 400), sample(600.0, 0, complete=False)) == 5
     assert after(sample(0.0, 400), sample(600.0, 0)) == 1
+
+
+def test_memory_of_dropped_parameters_makes_no_instance_superfluous() -> None:
+    """What is wanted is measured by instances with all their parameters, to which the cluster returns."""
+    before, dropped = sample(0.0, 400), sample(0.0, 400, each_bytes=300)
+    assert after(before) == after(dropped) == 5

@@ -288,6 +288,16 @@ def pairs(used: int) -> Snapshot:
     return Snapshot(SHAPE, tuple(groups))
 
 
+def test_pairs_that_are_full_become_fours() -> None:
+    full = pairs(0).groups[0].block_count - 5
+    much = replace(LONG, queued_count=300, queued_tokens=150_000, minute_count=400, minute_tokens=200_000)
+    snapshot = running(pairs(full), 120)
+    found = compare(snapshot, Running(256, 4), much, PACE)
+    assert found.chosen.name == "2 of 2 + 2"
+    plan = plan_of(snapshot, found.chosen.merges, 1)
+    assert [len(group.members) for group in plan.groups] == [4, 4]
+
+
 def test_parameters_come_back_when_that_makes_nobody_wait() -> None:
     snapshot = pairs(BLOCKS // 4)
     restored = {group.group_id: (BLOCKS, BLOCKS) for group in snapshot.groups}

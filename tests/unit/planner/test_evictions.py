@@ -1,0 +1,141 @@
+"""Members that the monitor hears nothing of stay in the layout until there is evidence that they are gone."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from ballast.common.ids import Incarnation, WorkerId
+from services.planner.core.messages import (
+    InstanceLost,
+    InstanceProbed,
+    LeadershipChanged,
+    Probed,
+    ProbeInstance,
+    SnapshotBegan,
+    SnapshotEnded,
+)
+from tests.support.planner_core import Planner
+
+
+def alone(*workers: str) -> list[str]:
+    return [f"{worker}[0:4]" for worker in workers]
+
+
+def cluster(*workers: str) -> Planner:
+    planner = Planner()
+    planner.start(*workers)
+    assert planner.shape == alone(*workers)
+    return planner
+
+
+def silent(planner: Planner, *workers: str) -> None:
+    for worker in workers:
+        life = Incarnation(planner.lives[worker])
+        planner.tell(InstanceLost(planner.now_s, "c", WorkerId(worker), life, "silent for 3.1 s", silent=True))
+
+
+def asked(planner: Planner) -> list[str]:
+    return [command.worker_id for command in planner.told(ProbeInstance) if isinstance(command, ProbeInstance)]
+
+
+def find(planner: Planner, found: Probed, *workers: str) -> None:
+    for worker in workers:
+        life = Incarnation(planner.lives[worker])
+        planner.tell(InstanceProbed(planner.now_s, "c", WorkerId(worker), life, found))
+
+
+def new_monitor(planner: Planner, hears: Sequence[str] = ()) -> None:
+    planner.tell(SnapshotBegan(planner.now_s, "c"))
+    for worker in hears:
+        planner.lives[worker] -= 1
+        planner.up(worker)
+    planner.tell(SnapshotEnded(planner.now_s, "c"))
+
+
+def test_a_new_monitor_that_hears_nobody_empties_no_layout() -> None:
+    planner = cluster("w1", "w2", "w3")
+    epoch = planner.core.layout.epoch
+    new_monitor(planner)
+    assert asked(planner) == ["w1", "w2", "w3"]
+    find(planner, Probed.ALIVE, "w1", "w2", "w3")
+    planner.wait(30.0)
+    assert planner.shape == alone("w1", "w2", "w3")
+    assert planner.core.layout.epoch == epoch
+
+
+def test_who_answers_is_asked_again_for_as_long_as_the_monitor_hears_nothing_of_it() -> None:
+    planner = cluster("w1", "w2")
+    silent(planner, "w1")
+    assert asked(planner) == ["w1"]
+    planner.wait(5.0)
+    assert asked(planner) == [], "one probe at a time"
+    find(planner, Probed.ALIVE, "w1")
+    planner.wait(1.1)
+    assert asked(planner) == ["w1"]
+    find(planner, Probed.GONE, "w1")
+    assert planner.shape == alone("w2")
+    assert planner.core.layout.reason == "lost: w1 (silent for 3.1 s; nobody listens at its address)"
+
+
+def test_who_is_heard_again_is_asked_no_more() -> None:
+    planner = cluster("w1", "w2")
+    silent(planner, "w1")
+    planner.lives["w1"] -= 1
+    planner.up("w1")
+    find(planner, Probed.SILENT, "w1")
+    planner.said.clear()
+    planner.wait(10.0)
+    assert asked(planner) == []
+    assert planner.shape == alone("w1", "w2")
+
+
+@pytest.mark.parametrize(
+    ("count", "silent_count", "left_count"), [(2, 1, 1), (3, 1, 2), (3, 2, 3), (4, 2, 2), (4, 4, 4), (1, 1, 1)]
+)
+def test_of_those_that_answer_nobody_only_a_minority_goes(count: int, silent_count: int, left_count: int) -> None:
+    workers = [f"w{i}" for i in range(count)]
+    planner = cluster(*workers)
+    silent(planner, *workers[:silent_count])
+    find(planner, Probed.SILENT, *workers[:silent_count])
+    assert len(planner.shape) == left_count
+
+
+def test_who_is_not_probed_yet_counts_among_those_that_may_be_cut_off() -> None:
+    """Leases run out one after the other: the first to be probed is no minority of one."""
+    planner = cluster("w1", "w2", "w3")
+    silent(planner, "w1", "w2", "w3")
+    find(planner, Probed.SILENT, "w1")
+    assert planner.shape == alone("w1", "w2", "w3")
+    find(planner, Probed.ALIVE, "w2", "w3")
+    assert planner.shape == alone("w2", "w3")
+
+
+def test_a_member_that_its_group_has_left_is_gone() -> None:
+    """Most of the group is silent; the one that is heard says that it serves in it no more."""
+    planner = cluster("w1", "w2", "w3")
+    planner.drop("w1", "w2", "w3")
+    planner.go_through("w1", "w2", "w3")
+    for worker in ("w1", "w2", "w3"):
+        planner.says(worker)
+    silent(planner, "w1", "w2")
+    find(planner, Probed.SILENT, "w1", "w2")
+    assert len(planner.shape) == 1
+    planner.lives["w3"] -= 1
+    planner.up("w3")
+    assert planner.shape == []
+
+
+def test_evidence_of_the_monitor_needs_no_probe() -> None:
+    planner = cluster("w1", "w2")
+    planner.lose("w1")
+    assert planner.shape == alone("w2")
+    assert asked(planner) == []
+
+
+def test_a_planner_that_leads_no_more_suspects_nobody() -> None:
+    planner = cluster("w1", "w2")
+    silent(planner, "w1")
+    planner.tell(LeadershipChanged(planner.now_s, "c", None))
+    find(planner, Probed.GONE, "w1")
+    assert planner.shape == alone("w1", "w2")
+    assert not planner.core.suspects
