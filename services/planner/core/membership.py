@@ -152,10 +152,6 @@ class Membership:
         self._choose_model()
         return [known.placeable for known in self.known.values() if known.model == self.model]
 
-    def has(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
-        known = self.known.get(worker_id)
-        return known is not None and known.placeable.incarnation == incarnation
-
     def protocols(self) -> dict[WorkerId, int]:
         """Of the instances that serve the cluster's model and have said it."""
         known = self.known.items()
