@@ -26,7 +26,7 @@ from ballast.common.errors import (
 from ballast.common.ids import DispatcherId, RequestId, WorkerId
 from ballast.common.sampling import FinishReason
 from ballast.common.traffic import Traffic
-from services.dispatcher.core.backlog import Backlog, Tracked
+from services.dispatcher.core.backlog import Backlog
 from services.dispatcher.core.deadlines import Deadlines
 from services.dispatcher.core.events import (
     AbortOnWorker,
@@ -57,6 +57,7 @@ from services.dispatcher.core.limits import MOST_SHARED, Limits, too_full
 from services.dispatcher.core.moves import Moves
 from services.dispatcher.core.placement import Placement, PlacementRules
 from services.dispatcher.core.story import Recent, What
+from services.dispatcher.core.tracked import Tracked
 from services.dispatcher.core.traffic import TrafficCounter
 from services.dispatcher.policy.freeness import RoutingRules, WorkerKey
 

@@ -9,18 +9,15 @@ import heapq
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from ballast.common.errors import InvariantViolation
-
-if TYPE_CHECKING:
-    from services.dispatcher.core.backlog import Tracked
+from services.dispatcher.core.tracked import Tracked
 
 _MOST_REMEMBERED = 4096  # callers that wait for nothing now, and were served more than those that wait
 _MOST_COUNTED = 256
 _LOWER = "\0"  # the class below, as a caller
 
-_Key = Callable[["Tracked"], tuple[float, int]]
+_Key = Callable[[Tracked], tuple[float, int]]
 _Turn = tuple[float, str]  # tokens served, caller
 
 
@@ -41,10 +38,10 @@ class FairQueue:
     def __len__(self) -> int:
         return self._count
 
-    def __iter__(self) -> Iterator["Tracked"]:
+    def __iter__(self) -> Iterator[Tracked]:
         return self.in_turn(iter(()))
 
-    def in_turn(self, lower: Iterator["Tracked"]) -> Iterator["Tracked"]:
+    def in_turn(self, lower: Iterator[Tracked]) -> Iterator[Tracked]:
         """As they would be served if each of them could be. `lower`: of the class below, those that have waited too
         long; they take turns as one more caller.
         """
@@ -73,7 +70,7 @@ class FairQueue:
             yield tracked
             heapq.heappush(heap, (served + tracked.token_count, caller, at + 1))
 
-    def count_before(self, tracked: "Tracked") -> int:
+    def count_before(self, tracked: Tracked) -> int:
         """Requests behind which this one stands, or would; at least so many where they are many."""
         if tracked.serial <= 0:
             return bisect.bisect_left(self._front, self._key(tracked), key=self._key)
@@ -93,7 +90,7 @@ class FairQueue:
                     count += 1
         return count
 
-    def add(self, tracked: "Tracked") -> None:
+    def add(self, tracked: Tracked) -> None:
         self._count += 1
         if tracked.serial <= 0:
             bisect.insort(self._front, tracked, key=self._key)
@@ -107,7 +104,7 @@ class FairQueue:
         self._move(caller, begins)
         bisect.insort(self._queues[caller], tracked, key=self._key)
 
-    def remove(self, tracked: "Tracked") -> None:
+    def remove(self, tracked: Tracked) -> None:
         caller = tracked.request.caller
         queue = self._front if tracked.serial <= 0 else self._queues.get(caller, [])
         at = bisect.bisect_left(queue, self._key(tracked), key=self._key)

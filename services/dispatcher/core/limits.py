@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from ballast.common.errors import Overloaded
-from services.dispatcher.core.backlog import Backlog, DrainRate, Tracked
+from services.dispatcher.core.backlog import Backlog, DrainRate
+from services.dispatcher.core.tracked import Tracked
 
 _TAKEN_OVER_FACTOR = 2  # with requests that other dispatchers were serving, so many times as many may wait
 MOST_SHARED = 2  # with those of callers that fill no more than their share, so many times as many

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ballast.common.errors import InvariantViolation
-from services.dispatcher.core.backlog import Backlog, DrainRate, Order, Tracked
+from services.dispatcher.core.backlog import Backlog, DrainRate, Order
 from services.dispatcher.core.events import AbortOnWorker, Place, Request
 from services.dispatcher.core.fleet import Fleet, Worker
 from services.dispatcher.core.growth import Growth
 from services.dispatcher.core.recall import candidate
 from services.dispatcher.core.story import What
+from services.dispatcher.core.tracked import Tracked
 from services.dispatcher.policy.freeness import Need, RoutingRules, WorkerKey, has_place
 from services.dispatcher.policy.ranking import Ranking
 

@@ -6,9 +6,10 @@ import pytest
 
 from ballast.common.ids import RequestId
 from ballast.common.sampling import PriorityClass, SamplingParams
-from services.dispatcher.core.backlog import Backlog, DrainRate, Order, Tracked
+from services.dispatcher.core.backlog import Backlog, DrainRate, Order
 from services.dispatcher.core.events import Request
 from services.dispatcher.core.limits import Limits, too_full
+from services.dispatcher.core.tracked import Tracked
 
 DEFAULT, INTERACTIVE, BATCH = PriorityClass.DEFAULT, PriorityClass.INTERACTIVE, PriorityClass.BATCH
 
