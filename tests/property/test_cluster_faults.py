@@ -97,6 +97,7 @@ def test_a_story_depends_on_its_seed_only() -> None:
         "B9-refused-transfer",
         "migrated-before-all-stages-have-it",
         "minority-rule-gone",
+        "resumed-before-its-KV",
         "silence-is-death",
         "stream-not-made-anew",
         "swapped-out-for-good",
