@@ -377,8 +377,10 @@ class Instance:
         assert self._costs is not None, "asked before"
         # What each step looks at is at hand: there may be thousands of instances, and what one needs is in no cache.
         plain, inbox, growth = fast_forward.plain, self._inbox, fast_forward.plain.growth
-        decodes, layer_count = self._costs.decodes, len(self.member.role.layers)
         count, context, limit = len(plain.sequences), plain.context_tokens, plain.limit
+        # Of a step only what is read of the KV differs: `RooflineCosts.decodes(count, context).on(layer_count)`.
+        layer_s, head_s, stage_s = self._costs.decodes(count, 0)
+        context_s, layer_count = self._costs.context_s, len(self.member.role.layers)
         hearers = [(self._streams[stream_id], share) for stream_id, share in fast_forward.shares.items()]
         before = fast_forward.load()
         used, step, added, block_count = before.used_block_count, 0, growth(0), before.block_count
@@ -387,7 +389,7 @@ class Instance:
         self._fast_forward = fast_forward
         while True:
             used += added
-            yield self._busy(decodes(count, context).on(layer_count, is_last=True), count)
+            yield self._busy(stage_s + (layer_s + context * context_s) * layer_count + head_s, count)
             context += count
             step += 1
             fast_forward.landed, fast_forward.used_block_count = step, used

@@ -17,7 +17,7 @@ from ballast.service.otlp import Exporter, sending
 from ballast.service.security import Role, Security
 from ballast.service.settings import load_settings
 from ballast.service.tokens import cluster_token
-from services.gateway.app import Bounds, build_app
+from services.gateway.app import Bounds, allowing, build_app
 from services.gateway.config import GatewaySettings
 from services.gateway.endpoints import Endpoints
 from services.gateway.generation import Generator
@@ -86,7 +86,7 @@ async def main(life: Lifecycle) -> None:
             await running.enter_async_context(page.running())
             app.mount("/dashboard", build_page(page, hosts=["*"]))
         server = HttpServer(
-            app,
+            allowing(app, settings.allowed_origins),
             host=settings.host,
             port=settings.port,
             shutdown_timeout_s=settings.shutdown_timeout_s,

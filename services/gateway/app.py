@@ -14,6 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -33,6 +34,23 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,96}")
 _PASSED_ON = ("authorization", "traceparent", "tracestate")
 _TRACED = ("chatcmpl", "cmpl", "resp")  # kinds of calls that generate something
 _JSON, _SSE = b"application/json", b"text/event-stream; charset=utf-8"
+
+# Paths of OpenAI and vLLM that want another kind of model.
+_UNSERVED = {
+    "/v1/embeddings": "embeddings",
+    "/v1/rerank": "ranks",
+    "/v2/rerank": "ranks",
+    "/rerank": "ranks",
+    "/v1/score": "scores",
+    "/score": "scores",
+    "/pooling": "embeddings",
+    "/classify": "classes",
+    "/v1/audio/transcriptions": "transcripts",
+    "/v1/audio/translations": "translations",
+    "/v1/audio/speech": "speech",
+    "/v1/images/generations": "pictures",
+    "/v1/moderations": "moderation",
+}
 
 Handler = Callable[[Call], Awaitable[Reply]]
 
@@ -67,7 +85,11 @@ def build_app(
         ("GET", "/health", "health", endpoints.health),
         ("GET", "/live", "live", endpoints.live),
         ("GET", "/version", "version", endpoints.version),
+        ("GET", "/ping", "ping", endpoints.health),  # as SageMaker asks
+        ("POST", "/ping", "ping", endpoints.health),
+        ("GET", "/load", "load", door.load),
     ]
+    served += [("POST", path, "refused", partial(_refuse, path, what)) for path, what in _UNSERVED.items()]
     routes = [Route(path, door.endpoint(path, kind, act), methods=[method]) for method, path, kind, act in served]
 
     registry = CollectorRegistry()
@@ -89,6 +111,20 @@ def build_app(
         routes += [Route(path, handed_on), Route(f"{path}/{{rest:path}}", handed_on)]
     direct = {(method, path): route.endpoint for (method, path, _, _), route in zip(served, routes, strict=False)}
     return _App(direct, routes=routes, exception_handlers={HTTPException: on_http_error})
+
+
+async def _refuse(path: str, what: str, _: Call) -> Reply:
+    why = f"{path}: this server generates text; {what} come from another one, beside it behind a router such as LiteLLM"
+    raise invalid(None, why, code="unsupported_endpoint", status=404)
+
+
+def allowing(app: ASGIApp, origins: str) -> ASGIApp:
+    """The application, for pages of these origins too: several with commas, or *; empty: of none."""
+    allowed = [origin.strip() for origin in origins.split(",") if origin.strip()]
+    if not allowed:
+        return app
+    shown = ["x-request-id", "retry-after", "retry-after-ms"]
+    return CORSMiddleware(app, allow_origins=allowed, allow_methods=["*"], allow_headers=["*"], expose_headers=shown)
 
 
 class _App(Starlette):
@@ -128,6 +164,10 @@ class Door:
         """`kind` begins the ids of its requests."""
 
         return _Asgi(partial(self._serve, route, kind, act))
+
+    async def load(self, _: Call) -> Reply:
+        """As vLLM says it."""
+        return {"server_load": self._in_flight - 1}  # without this one
 
     async def _serve(self, route: str, kind: str, act: Handler, scope: Scope, receive: Receive, send: Send) -> None:
         began_s = time.perf_counter()

@@ -40,6 +40,9 @@ class GatewaySettings(GuardedSettings):
     """Serve a page at /dashboard that shows the cluster live, to whoever can reach this gateway. Its drops and restores
     need a token with the role operate; without tokens at the dispatchers it has none."""
 
+    allowed_origins: str = ""
+    """Origins whose pages a browser lets read answers: https://HOST, several with commas; * for all. Default: none."""
+
     # What it takes.
     max_concurrent_requests: int = Field(4096, ge=1)
     """Requests that are served at once; more are refused with status 503."""

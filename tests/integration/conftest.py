@@ -27,7 +27,12 @@ _LONG = [
         "hostile",
     ]
 ]
-_WITH_A_GATEWAY = ("test_gateway_docs", "test_gateway_responses", "test_pages")  # share `with_a_gateway`
+_WITH_A_GATEWAY = (
+    "test_gateway_docs",
+    "test_gateway_paths",
+    "test_gateway_responses",
+    "test_pages",
+)  # share `with_a_gateway`
 _HERE = Path(__file__).parent
 
 

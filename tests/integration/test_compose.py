@@ -19,6 +19,7 @@ def test_the_compose_file_works() -> None:
     assert out.splitlines()[-1] == "compose-check passed: worker=2, dispatcher=2"
     assert out.count("chunks streamed") == 2
     assert "requests by dispatcher: 4, 4" in out
+    assert "3 lines of a batch answered" in out
 
 
 def test_the_profile_of_emulated_workers_works() -> None:
@@ -42,4 +43,5 @@ def test_the_manifests_work() -> None:
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280)
     assert done.returncode == 0, done.stdout
     assert "requests by dispatcher: 4, 4" in done.stdout
+    assert "3 lines of a batch answered" in done.stdout
     assert "worker-1 takes nothing new" in done.stdout

@@ -6,6 +6,8 @@ import json
 import re
 import signal
 import ssl
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import AsyncGenerator, Generator, Mapping
@@ -96,6 +98,8 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Generator[Secured]:
         flags=flags,
         environ=environ,
         gateways=1,
+        jobs=1,
+        jobs_folder=base / "jobs",
     ) as running:
         yield Secured(running, folder, tokens, infer, operate, ports)
 
@@ -391,3 +395,22 @@ def test_handshakes_that_came_to_nothing_are_counted(secured: Secured) -> None:
             await until_async(lambda s=service: is_counted(s, before[s]), "handshakes to be counted")
 
     secured.running.run(story())
+
+
+def test_batches_are_their_tokens_own_and_go_over_tls(secured: Secured, tmp_path: Path) -> None:
+    file = tmp_path / "in.jsonl"
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 2}}
+    file.write_text(json.dumps(line))
+
+    def ballast(token: str, *words: str) -> subprocess.CompletedProcess[str]:
+        access = ["--url", secured.running.cluster.http_urls[0], "--ca-file", str(secured.ca), "--token", token]
+        command = [sys.executable, "-m", "tools.cli.main", "batch", *words, *access]
+        return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+    done = ballast(secured.infer, "submit", str(file), "--wait", "--json")
+    assert done.returncode == 0, done.stderr
+    batch = json.loads(done.stdout)
+    assert (batch["status"], batch["request_counts"]["completed"]) == ("completed", 1)
+    assert json.loads(ballast(secured.infer, "results", batch["id"]).stdout)["response"]["status_code"] == 200
+    assert "there is no batch" in ballast(secured.operate, "status", batch["id"]).stderr
+    assert "valid token" in ballast("blst_unknown", "list").stderr

@@ -68,6 +68,7 @@ _PLANNER_FLAGS = {
     "--restore": "on or off: whether dropped parameters come back",
 }
 _GATEWAY_FLAGS = {
+    "--allowed-origins": "whose pages a browser lets read answers: https://HOST, several with commas, or *",
     "--served-model-name": "what HTTP clients call the model; several with commas (default: its own name)",
     "--tool-call-parser": "how the model calls tools: hermes, mistral, llama3_json ... (default: by its template)",
     "--reasoning-parser": "how the model writes thoughts: qwen3, deepseek_r1, mistral, none (default: by its template)",

@@ -28,6 +28,7 @@ from tests.support.jobs import (
     running,
     until,
 )
+from tests.support.waiting import soon
 
 COUNT = 40
 
@@ -195,6 +196,24 @@ def test_a_cancelled_batch_breaks_its_calls_off_and_keeps_what_it_has(tmp_path: 
         assert 0 < len(kept) < COUNT
         assert set(found.values()) - {200, 400} == {"batch_cancelled"}
         assert gateway.broken_off > 0
+        store.close()
+
+    asyncio.run(check())
+
+
+def test_answers_that_came_just_before_a_cancel_are_in_the_files(tmp_path: Path) -> None:
+    """They wait for their transaction when the batch begins to end."""
+
+    async def check() -> None:
+        store = stored(tmp_path)
+        gateway = ScriptedGateway(8)
+        async with running(store, gateway) as runner:
+            await soon(lambda: gateway.asked.total() >= RULES.in_flight)
+            await asyncio.sleep(0.01)  # they have answers
+            await runner.cancel("batch_1", "")
+            done = await ended(runner)
+        kept = [status for status in results(tmp_path, done).values() if status in (200, 400)]
+        assert RULES.in_flight <= len(kept) == done.completed + done.failed
         store.close()
 
     asyncio.run(check())

@@ -1,0 +1,97 @@
+"""Three rules for packing large requests onto few instances, over nothing but what each instance holds.
+
+A newcomer goes to the fullest instance that keeps the reserve; the emptiest instance leaves if what it holds fits into
+the others; one that has nearly used its reserve up gives its smallest request away. Amounts are bytes or tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+RESERVE = 0.08  # of an instance, that newcomers do not get: running requests grow into it
+_USED_UP = 0.25  # of the reserve that is left: the instance gives a request away
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What one instance holds."""
+
+    number: int
+    amounts: tuple[int, ...]  # of its requests
+    leaving: bool = False  # takes nothing new, and is emptied
+
+    @property
+    def used(self) -> int:
+        return sum(self.amounts)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    amount: int  # of the request: any of that size will do
+    source: int
+    target: int
+
+
+def place(amount: int, instances: Sequence[Held], capacity: int, reserve: float = RESERVE) -> int | None:
+    """The instance for a newcomer; one that was leaving stays then. None: another one has to be opened or woken."""
+    kept = int(reserve * capacity)
+    staying = [one for one in instances if not one.leaving]
+    with_room = [one for one in staying if one.used + amount + kept <= capacity or not one.amounts]
+    if not with_room:
+        with_room = [one for one in instances if one.leaving and one.used + amount + kept <= capacity]
+    return max(with_room, key=lambda one: (one.used, -one.number)).number if with_room else None
+
+
+def leaves(instances: Sequence[Held], capacity: int, reserve: float = RESERVE) -> list[Move] | None:
+    """The moves that empty the emptiest instance; None: what it holds does not fit into the others."""
+    staying = [one for one in instances if not one.leaving and one.amounts]
+    if len(staying) < 2:
+        return None
+    emptiest = min(staying, key=lambda one: (one.used, -one.number))
+    return _spread(emptiest, sorted(emptiest.amounts, reverse=True), staying, capacity, reserve)
+
+
+def relieve(instances: Sequence[Held], capacity: int, reserve: float = RESERVE) -> list[Move]:
+    """Moves of the smallest requests out of instances that are nearly full, as far as others have room."""
+    moves: list[Move] = []
+    least = int(_USED_UP * reserve * capacity)
+    held = {one.number: one for one in instances}
+    for one in instances:
+        if capacity - one.used < least and len(one.amounts) > 1:
+            found = _spread(one, [min(one.amounts)], [*held.values()], capacity, reserve)
+            if found:
+                moves += found
+                taken = held[found[0].target]
+                held[taken.number] = Held(taken.number, (*taken.amounts, found[0].amount), taken.leaving)
+    return moves
+
+
+def _spread(
+    source: Held, amounts: Sequence[int], instances: Sequence[Held], capacity: int, reserve: float
+) -> list[Move] | None:
+    """Each into the fullest that keeps the reserve; None: one fits nowhere."""
+    rooms = {
+        one.number: capacity - one.used - int(reserve * capacity)
+        for one in instances
+        if one.number != source.number and not one.leaving
+    }
+    moves: list[Move] = []
+    for amount in amounts:
+        fitting = [number for number, room in rooms.items() if room >= amount]
+        if not fitting:
+            return None
+        target = min(fitting, key=lambda number: (rooms[number], number))
+        rooms[target] -= amount
+        moves.append(Move(amount, source.number, target))
+    return moves
+
+
+def check(before: Sequence[Held], moves: Sequence[Move], capacity: int) -> list[str]:
+    """What moves must not do: overfill an instance, let one give and take, or one that is leaving take."""
+    used = {one.number: one.used for one in before}
+    for move in moves:
+        used[move.source] -= move.amount
+        used[move.target] += move.amount
+    sources, targets = {move.source for move in moves}, {move.target for move in moves}
+    wrong = [f"{number} holds {amount} of {capacity}" for number, amount in used.items() if amount > capacity]
+    wrong += [f"{number} gives and takes" for number in sources & targets]
+    return wrong + [f"{one.number} is leaving and takes" for one in before if one.leaving and one.number in targets]

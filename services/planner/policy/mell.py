@@ -1,0 +1,509 @@
+"""MELL's packing of requests onto instances (figure 10 of the paper), as it is printed and repaired.
+
+Instances are bins of one capacity, requests are items of growing size. An item is large, medium, small or tiny: more
+than a half, a third, a quarter of a bin, or at most that; a bin's kind is that of its largest item. Requests below an
+eighth of a bin travel together in bags of an eighth to a quarter, which the paper asks for in a sentence. Bins come
+when they are needed and go when they are empty.
+
+What is printed does not keep theorem 1: tiny requests that came before large ones are never drawn to them, so that
+property 5 fails without bound, and an item that outgrows its bin within its class has no rule. `Book(repaired=True)`
+ends each operation with moves that restore the properties, as many as are left of ten; the missing rule is in both.
+
+Sizes are whole numbers (bytes or tokens): sums are exact. No clock, no I/O.
+"""
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from ballast.common.errors import InvariantViolation
+
+MOST_MOVES = 10  # items, for one operation: theorem 3
+_FULL = 0.75  # of a bin: what properties 3 and 5 ask for
+
+Key = Hashable  # of a request
+
+
+class Size(IntEnum):
+    TINY = 0
+    SMALL = 1
+    MEDIUM = 2
+    LARGE = 3
+
+
+_WHOLE = {Size.MEDIUM: 2, Size.SMALL: 3}  # items of its kind in a bin: properties 1 and 2
+
+
+def size_of(amount: int, capacity: int) -> Size:
+    if 2 * amount > capacity:
+        return Size.LARGE
+    if 3 * amount > capacity:
+        return Size.MEDIUM
+    return Size.SMALL if 4 * amount > capacity else Size.TINY
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """One request, or a bag of several."""
+
+    requests: dict[Key, int]
+    is_bag: bool
+    bin: "Bin | None" = None
+    amount: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.amount = sum(self.requests.values())
+
+    def set(self, request: Key, amount: int) -> None:
+        self.amount += amount - self.requests.get(request, 0)
+        self.requests[request] = amount
+
+    def remove(self, request: Key) -> None:
+        self.amount -= self.requests.pop(request)
+
+
+@dataclass(slots=True, eq=False)
+class Bin:
+    number: int  # in the order in which they were opened
+    items: list[Item] = field(default_factory=list[Item])
+
+    @property
+    def used(self) -> int:
+        return sum([item.amount for item in self.items])
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    request: Key
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exceptions:
+    """Bins for which a property of theorem 1 does not hold; the theorem permits a constant number of each."""
+
+    medium: int  # 1: a medium bin has two medium items
+    small: int  # 2: a small one has three small ones
+    tiny: int  # 3: a tiny one is three quarters full
+    alone: int  # 4: a large item has a medium or small one beside it, if any of them fits
+    hollow: int  # 5: while there are tiny bins, large and medium ones are three quarters full
+
+
+class Book:
+    """Which request is in which bin. `take_moves` tells what operations asked for: after each, or merged after many."""
+
+    def __init__(self, capacity: int, *, repaired: bool) -> None:
+        self.capacity = capacity
+        self.bins: list[Bin] = []  # in the order in which they were opened
+        self._repaired = repaired
+        self._items: dict[Key, Item] = {}
+        self._open_bag: Item | None = None
+        self._opened_count = 0
+        self._came_from: dict[Key, int] = {}  # requests that were moved since moves were taken -> their bin before
+        self._moved: set[Item] = set()  # by this operation
+
+    # ------------------------------------------------------------ operations
+
+    def allocate(self, request: Key, amount: int) -> None:
+        """A request comes."""
+        self._begin()
+        self._enter(request, amount)
+        self._end()
+        self._came_from.pop(request, None)  # it comes to where it is now
+
+    def depart(self, request: Key) -> None:
+        """A request has ended."""
+        self._begin()
+        item = self._items.pop(request)
+        self._came_from.pop(request, None)
+        here, size, was = self._bin_of(item), self._size(item), self._kind(self._bin_of(item))
+        item.remove(request)
+        if item.requests:
+            self._keep_bag(item)
+        else:
+            self._lift(item)
+            if self._open_bag is item:
+                self._open_bag = None
+            if here is not self.bins[-1]:
+                self._refill(here, size, was)
+        self._end()
+
+    def update(self, request: Key, amount: int) -> None:
+        """A request has grown."""
+        item = self._items[request]
+        here, before = self._bin_of(item), self._size(item)
+        item.set(request, amount)
+        self._begin()
+        same = not self._is_outgrown(item) if item.is_bag else self._size(item) is before
+        if same and here.used <= self.capacity:
+            return
+        if item.is_bag:
+            self._split(item)
+        elif self._size(item) != before and (before < Size.MEDIUM or self._has_other(here, item, Size.LARGE)):
+            self._lift(item)
+            self._refill(here, before, max(before, self._kind(here)))
+            self._place(item, here)
+        if here.items and here.used > self.capacity:
+            self._relieve(here, item if item.bin is here else None)
+        self._end()
+
+    def take_moves(self) -> list[Move]:
+        """Of each request that is elsewhere now than when moves were taken last."""
+        moves = [
+            Move(request, source, here.number)
+            for request, source in self._came_from.items()
+            if (here := self._bin_of(self._items[request])).number != source
+        ]
+        self._came_from.clear()
+        return moves
+
+    @property
+    def moved_count(self) -> int:
+        """Items that the last operation moved."""
+        return len(self._moved)
+
+    def bin_number(self, request: Key) -> int:
+        return self._bin_of(self._items[request]).number
+
+    # ------------------------------------------------------------ what is read
+
+    def _size(self, item: Item) -> Size:
+        return size_of(item.amount, self.capacity)
+
+    def _kind(self, one: Bin) -> Size:
+        return max([self._size(item) for item in one.items], default=Size.TINY)
+
+    def _of_kind(self, *kinds: Size) -> list[Bin]:
+        return [one for one in self.bins if one.items and self._kind(one) in kinds]
+
+    def _latest(self, *kinds: Size, but: Bin | None = None) -> Bin | None:
+        return next((one for one in reversed(self._of_kind(*kinds)) if one is not but), None)
+
+    def _by_priority(self, *kinds: Size) -> list[Bin]:
+        """Those with fewer requests first, then those with more room."""
+        return sorted(self._of_kind(*kinds), key=lambda one: (len(one.items), one.used, one.number))
+
+    def _room(self, one: Bin) -> int:
+        return self.capacity - one.used
+
+    def _firm(self, one: Bin) -> int:
+        """What is not tiny: the rest can be sent elsewhere."""
+        return sum([item.amount for item in one.items if self._size(item) > Size.TINY])
+
+    def _count(self, one: Bin, size: Size) -> int:
+        return sum([self._size(item) is size for item in one.items])
+
+    def _company(self, one: Bin) -> int:
+        """Medium and small items of a bin."""
+        return self._count(one, Size.MEDIUM) + self._count(one, Size.SMALL)
+
+    def _has_other(self, one: Bin, item: Item, size: Size) -> bool:
+        return any(other is not item and self._size(other) is size for other in one.items)
+
+    @staticmethod
+    def _bin_of(item: Item) -> Bin:
+        assert item.bin is not None, "of an item in the book"
+        return item.bin
+
+    # ------------------------------------------------------------ what is changed
+
+    def _begin(self) -> None:
+        self._moved.clear()
+
+    def _end(self) -> None:
+        if self._repaired:
+            self._repair()
+        self.bins = [one for one in self.bins if one.items]
+
+    def _open(self) -> Bin:
+        one = Bin(self._opened_count)
+        self._opened_count += 1
+        self.bins.append(one)
+        return one
+
+    def _lift(self, item: Item) -> None:
+        """Out of its bin; where it was is remembered, for the move."""
+        here = self._bin_of(item)
+        here.items.remove(item)
+        for request in item.requests:
+            self._came_from.setdefault(request, here.number)
+
+    def _put(self, item: Item, target: Bin) -> None:
+        if item.bin is not None and item.bin is not target:
+            self._moved.add(item)
+        if item.bin is not None and item in item.bin.items:
+            self._lift(item)
+        target.items.append(item)
+        item.bin = target
+
+    def _enter(self, request: Key, amount: int, source: Bin | None = None) -> None:
+        """Into the open bag, or into a bin of its own class. `source`: where it comes from."""
+        if 8 * amount > self.capacity:
+            item = self._items[request] = Item({request: amount}, False, source)
+            self._place(item, source)
+            return
+        bag = self._open_bag
+        if bag is not None and self._fits_bag(bag, amount):
+            bag.set(request, amount)
+            self._items[request] = bag
+            if source is not None and source is not bag.bin:
+                self._moved.add(bag)
+            return
+        self._open_bag = item = self._items[request] = Item({request: amount}, True, source)
+        self._place(item, source)
+
+    def _fits_bag(self, bag: Item, amount: int) -> bool:
+        return 4 * (bag.amount + amount) <= self.capacity and self._room(self._bin_of(bag)) >= amount
+
+    def _keep_bag(self, bag: Item) -> None:
+        """A bag below an eighth that is not the open one goes into it, or is the open one from now on."""
+        if bag is self._open_bag or 8 * bag.amount > self.capacity:
+            return
+        if self._open_bag is None or not self._fits_bag(self._open_bag, bag.amount):
+            if self._open_bag is None:
+                self._open_bag = bag
+            return
+        here, target = self._bin_of(bag), self._open_bag
+        self._lift(bag)
+        for request, amount in bag.requests.items():
+            target.set(request, amount)
+            self._items[request] = target
+        self._moved.add(target)
+        self._refill(here, Size.TINY, max(Size.TINY, self._kind(here)))
+
+    def _is_outgrown(self, bag: Item) -> bool:
+        return 4 * bag.amount > self.capacity or 8 * max(bag.requests.values()) > self.capacity
+
+    def _split(self, bag: Item) -> None:
+        """What has outgrown a bag leaves it: a request above an eighth, or its largest if it is above a quarter."""
+        if not self._is_outgrown(bag):
+            return
+        largest = max(bag.requests, key=bag.requests.__getitem__)
+        amount, here = bag.requests[largest], self._bin_of(bag)
+        if len(bag.requests) == 1:  # a bag of one is that request
+            bag.is_bag = False
+            if self._open_bag is bag:
+                self._open_bag = None
+            return
+        bag.remove(largest)
+        self._came_from.setdefault(largest, here.number)
+        if self._open_bag is bag:
+            self._open_bag = None
+        self._enter(largest, amount, here)
+        self._keep_bag(bag)
+
+    def _place(self, item: Item, source: Bin | None = None) -> None:
+        size, amount = self._size(item), item.amount
+        if size is Size.TINY:
+            kinds = (Size.LARGE, Size.MEDIUM)  # a medium bin may have one beside its two: property 1
+            beside = next((b for k in kinds for b in self._by_priority(k) if self._room(b) >= amount), None)
+            latest = self._latest(Size.TINY)
+            if beside is None and latest is not None and self._room(latest) >= amount:
+                beside = latest
+            self._put(item, beside or self._open())
+            return
+        if size is Size.LARGE:
+            here = self._open()
+            self._put(item, here)
+            self._accompany(here)
+            return
+        for one in self._by_priority(Size.LARGE):
+            if self._firm(one) + amount <= self.capacity and not self._company(one):
+                self._put(item, one)
+                self._send_tiny_away(one)
+                return
+        latest = self._latest(size)
+        if (
+            latest is not None
+            and self._count(latest, size) < _WHOLE[size]
+            and self._firm(latest) + amount <= self.capacity
+        ):
+            self._put(item, latest)
+            self._send_tiny_away(latest)
+            return
+        self._put(item, self._open())
+
+    def _send_tiny_away(self, one: Bin) -> None:
+        """As far as the bin is too full."""
+        while one.used > self.capacity:
+            tiny = min(
+                [item for item in one.items if self._size(item) is Size.TINY],
+                key=lambda item: item.amount,
+                default=None,
+            )
+            if tiny is None:
+                return
+            self._lift(tiny)
+            self._place(tiny, one)
+
+    def _accompany(self, one: Bin) -> None:
+        """A medium or small item beside a large one, from the bin with priority; that one is made whole again."""
+        if self._company(one):
+            return
+        for other in self._by_priority(Size.MEDIUM, Size.SMALL):
+            found = self._largest(other, self._room(one), (Size.MEDIUM, Size.SMALL))
+            if found is not None:
+                size = self._size(found)
+                self._put(found, one)
+                self._make_whole(other, size)
+                return
+
+    def _largest(self, one: Bin, room: int, sizes: tuple[Size, ...]) -> Item | None:
+        """The largest item of these sizes that fits into so much."""
+        found = [item for item in one.items if self._size(item) in sizes and item.amount <= room]
+        return max(found, key=lambda item: item.amount, default=None)
+
+    def _make_whole(self, one: Bin, size: Size) -> None:
+        """With an item of that size from the latest bin of its kind."""
+        latest = self._latest(size, but=one)
+        if not one.items or latest is None or latest.number < one.number:
+            return
+        found = self._largest(latest, self.capacity - self._firm(one), (size,))
+        if found is not None:
+            self._put(found, one)
+            self._send_tiny_away(one)
+
+    def _refill(self, one: Bin, size: Size, kind: Size) -> None:
+        """An item of that size has left a bin of that kind."""
+        if not one.items:
+            return
+        if size is Size.LARGE:
+            self._place_anew(list(one.items), one)
+        elif size is Size.TINY:
+            kinds = (Size.TINY, Size.MEDIUM) if kind is Size.TINY else (Size.TINY,)
+            latest = self._latest(*kinds, but=one)
+            if latest is not None and (kind is not Size.TINY or latest.number > one.number):
+                found = self._largest(latest, self._room(one), (Size.TINY,))
+                if found is not None:
+                    self._put(found, one)
+        elif kind is Size.LARGE:
+            self._accompany(one)
+        else:
+            self._make_whole(one, size)
+            if self._kind(one) is Size.TINY:
+                self._place_anew(list(one.items), one)
+
+    def _place_anew(self, items: Iterable[Item], source: Bin) -> None:
+        found = sorted(items, key=lambda item: -item.amount)
+        for item in found:
+            self._lift(item)
+        for item in found:
+            self._place(item, source)
+
+    def _relieve(self, one: Bin, grown: Item | None) -> None:
+        """A bin that is too full: the smallest of the others go, until it is not."""
+        while one.used > self.capacity:
+            others = [item for item in one.items if item is not grown]
+            if not others:
+                raise InvariantViolation(f"a request of {one.used} is larger than an instance of {self.capacity}")
+            least = min(others, key=lambda item: item.amount)
+            self._lift(least)
+            self._place(least, one)
+        if self._kind(one) is Size.LARGE:
+            self._accompany(one)
+
+    # ------------------------------------------------------------ repair
+
+    def _repair(self) -> None:
+        """Moves that restore properties, one at a time, as long as an operation may move anything."""
+        rules: tuple[Callable[[], bool], ...] = (self._pair_up, self._join, self._fill_hollow, self._fill_tiny)
+        while len(self._moved) < MOST_MOVES - 2 and any(rule() for rule in rules):  # a rule moves up to three
+            self.bins = [one for one in self.bins if one.items]
+
+    def _join(self) -> bool:
+        """Properties 1 and 2: of two bins that are not whole, the later one gives."""
+        for size, whole in _WHOLE.items():
+            short = [one for one in self._of_kind(size) if self._count(one, size) < whole]
+            if len(short) < 2:
+                continue
+            first, last = short[0], short[-1]
+            found = self._largest(last, self.capacity - self._firm(first), (size,))
+            if found is not None:
+                self._put(found, first)
+                self._send_tiny_away(first)
+                return True
+        return False
+
+    def _pair_up(self) -> bool:
+        """Property 4."""
+        for one in self._of_kind(Size.LARGE):
+            if self._company(one):
+                continue
+            for other in reversed(self._of_kind(Size.MEDIUM, Size.SMALL)):
+                found = self._largest(other, self.capacity - self._firm(one), (Size.MEDIUM, Size.SMALL))
+                if found is not None:
+                    self._put(found, one)
+                    self._send_tiny_away(one)
+                    return True
+        return False
+
+    def _fill_hollow(self) -> bool:
+        """Property 5."""
+        latest = self._latest(Size.TINY)
+        if latest is None:
+            return False
+        for one in self._of_kind(Size.LARGE, Size.MEDIUM):
+            if one.used < _FULL * self.capacity:
+                found = self._largest(latest, self._room(one), (Size.TINY,))
+                if found is not None:
+                    self._put(found, one)
+                    return True
+        return False
+
+    def _fill_tiny(self) -> bool:
+        """Property 3."""
+        short = [one for one in self._of_kind(Size.TINY) if one.used < _FULL * self.capacity]
+        if len(short) < 2:
+            return False
+        found = self._largest(short[-1], self._room(short[0]), (Size.TINY,))
+        if found is not None:
+            self._put(found, short[0])
+        return found is not None
+
+    # ------------------------------------------------------------ theorem 1
+
+    def check(self) -> Exceptions:
+        """How far the properties hold.
+
+        Raises:
+            InvariantViolation: a bin holds more than it can, is empty, or a request is in none or in two.
+        """
+        held = [request for one in self.bins for item in one.items for request in item.requests]
+        if sorted(map(str, held)) != sorted(map(str, self._items)):
+            raise InvariantViolation("bins and the list of requests disagree")
+        for one in self.bins:
+            if one.used > self.capacity or not one.items or any(item.bin is not one for item in one.items):
+                raise InvariantViolation(
+                    f"bin {one.number} holds {one.used} of {self.capacity} in {len(one.items)} items"
+                )
+        tiny = self._of_kind(Size.TINY)
+        loose = [
+            item.amount
+            for one in self._of_kind(Size.MEDIUM, Size.SMALL)
+            for item in one.items
+            if self._size(item) > Size.TINY
+        ]
+        alone = [
+            one
+            for one in self._of_kind(Size.LARGE)
+            if not self._company(one) and any(self._firm(one) + amount <= self.capacity for amount in loose)
+        ]
+        hollow = [one for one in self._of_kind(Size.LARGE, Size.MEDIUM) if one.used < _FULL * self.capacity]
+        return Exceptions(
+            medium=sum(self._count(one, Size.MEDIUM) < 2 for one in self._of_kind(Size.MEDIUM)),
+            small=sum(self._count(one, Size.SMALL) < 3 for one in self._of_kind(Size.SMALL)),
+            tiny=sum(one.used < _FULL * self.capacity for one in tiny),
+            alone=len(alone),
+            hollow=len(hollow) if tiny else 0,
+        )
+
+
+def sends_kv(tokens: int, kv_bytes_per_token: float, link_bytes_per_s: float, token_s: float) -> bool:
+    """Whether a request moves with its KV, or as tokens that the target computes anew: whichever takes less time.
+
+    Args:
+        link_bytes_per_s: Free for it, between the two.
+        token_s: What a token of a prompt takes the target in a full batch.
+    """
+    return tokens * kv_bytes_per_token / link_bytes_per_s <= tokens * token_s
