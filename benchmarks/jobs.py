@@ -46,9 +46,9 @@ Fault = Callable[[], Awaitable[str]]
 class Campaign:
     """The faults, and what is counted. `shares`: of lines done when each comes."""
 
-    def __init__(self, cluster: LocalCluster, folder: Path, batch_id: str) -> None:
+    def __init__(self, cluster: LocalCluster, folder: Path, work: Path, batch_id: str) -> None:
         self._cluster = cluster
-        self._folder = folder
+        self._folder, self._work = folder, work
         self._batch_id = batch_id
         self.keeper = Keeper(cluster, lambda text: print(f"      {text}", flush=True))
 
@@ -96,7 +96,7 @@ class Campaign:
         return f"disk full for {FULL_S:g} s ({how}): uploads got {refused}, {stored} results were stored meanwhile"
 
     def _upload_status(self) -> str:
-        file = self._folder.parent / "upload.jsonl"
+        file = self._work / "upload.jsonl"
         file.write_text(f"{line(0)}\n" * 100)
         try:
             with file.open("rb") as content:
@@ -123,7 +123,7 @@ class Campaign:
 
     async def cancel_another(self) -> str:
         def submitted() -> str:
-            batch_id = submit(self.gateway(), self._folder.parent / "other.jsonl", 500)
+            batch_id = submit(self.gateway(), self._work / "other.jsonl", 500)
             gateway = self.gateway()
             while not done_of(self._folder, batch_id):
                 time.sleep(0.1)
@@ -210,7 +210,7 @@ async def measure(folder: Path, work: Path, count: int) -> int:
 
     async with cluster() as first:
         batch_id = await asyncio.to_thread(submit, Gateway(first.http_urls[0]), work / "batch.jsonl", count)
-        campaign = Campaign(first, folder, batch_id)
+        campaign = Campaign(first, folder, work, batch_id)
         faults: list[Fault] = [
             lambda: campaign.kill("jobs"),
             lambda: campaign.kill("gateway"),

@@ -1,30 +1,24 @@
 """What a simulation costs: processor time for a request, a batch and an event, and how that grows with the cluster.
 
-    python -m benchmarks.sim_speed [--plot FILE] [--trace FILE]
+    python -m benchmarks.sim_speed [--trace FILE]
     python -m benchmarks.sim_speed --instances 1000 --requests 1000000
 
 Qwen2.5-14B, one A800 for each instance, policy `recompute`, one thread. Arrivals are Poisson with BurstGPT's published
 lengths (`azureconv` in tools.bench.lengths) unless a trace is given; a larger cluster gets as many requests more.
 Processor time depends on the machine and on what else runs there, so each figure stands beside that of a fixed loop of
-Python statements, and the runs of a curve are done in turns. `--calls` counts function calls instead, and `--caches`
-shows what an event of eight instances costs when what it needs has left the processor's caches, as it has where there
-are a thousand: other data goes through them before every few events, and only those are timed.
+Python statements, and the runs of a curve are done in turns. `--calls` counts function calls instead.
 """
 
 import argparse
 import cProfile
 import gc
-import itertools
 import random
 import resource
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import numpy as np
 
 from sim.clients import Arrival
 from sim.hardware import find_cluster, find_model, timings
@@ -38,8 +32,6 @@ MODEL = "Qwen2.5-14B"
 SIZES = (8, 32, 125, 500, 1000)
 RATE_PER_S = 2.0  # of each instance: half of what it can do
 CALM_PER_S = 3057 / 640 / 8  # of the Azure conversations, spread over eight instances
-_OTHER_MIB = (0, 1, 4, 16, 64)
-_TIMED_EVERY = 7  # events
 VIDUR = (103, 114)  # requests/s that vidur simulates, of 2,048 + 512 tokens, on a core like that of its measurement
 
 
@@ -158,71 +150,12 @@ def curve(rounds: int, each: int) -> list[Cost]:
     return [sorted(costs, key=lambda c: c.event_us)[len(costs) // 2] for costs in runs.values()]
 
 
-def plot(costs: Sequence[Cost], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.0, 3.4), layout="constrained")
-    axis = figure.subplots()
-    sizes = [c.instances for c in costs]
-    middle = statistics.median(c.event_us for c in costs)
-    axis.fill_between(sizes, 0.8 * middle, 1.2 * middle, alpha=0.15, label="median of the sizes, 20 % more or less")
-    axis.plot(sizes, [c.event_us for c in costs], marker="o", label="measured")
-    axis.set_xscale("log")
-    axis.set_xticks(sizes, [f"{size:,}" for size in sizes], minor=False)
-    axis.minorticks_off()
-    axis.set_ylim(0.0, 1.1 * max(*(c.event_us for c in costs), 1.2 * middle))
-    axis.set_xlabel("instances")
-    axis.set_ylabel("processor time per event [us]")
-    growth = costs[-1].event_us / costs[0].event_us - 1.0
-    axis.set_title(f"An event of {sizes[-1]:,} instances costs {growth:+.0%} compared with {sizes[0]}", fontsize=10)
-    axis.legend(loc="lower right", fontsize=8)
-    figure.savefig(path, dpi=150)
-
-
 def calls_per_event(size: int, each: int) -> float:
     """Work without a clock: how long it takes depends on what of it the processor's caches hold."""
     world = World(_options(size), poisson(size * each, size * RATE_PER_S))
     profile = cProfile.Profile()
     run = profile.runcall(world.run)
     return sum(entry.callcount for entry in profile.getstats()) / run.event_count
-
-
-def event_us_after(size: int, each: int, other_mib: int) -> tuple[float, int]:
-    """Microseconds of an event before which so much other data was read; and KiB for each instance after the run."""
-    world = World(_options(size), poisson(size * each, size * RATE_PER_S))
-    other, run, spent_ns = np.zeros(other_mib << 17), world.clock.run, list[int]()
-    numbers = itertools.count()
-
-    def one_by_one(count: int) -> int:
-        for done in range(count):
-            timed = not next(numbers) % _TIMED_EVERY
-            if timed and other_mib:
-                other.sum()
-            began_ns = time.perf_counter_ns()
-            if not run(1) or world.clients.stopped:
-                return done
-            if timed:
-                spent_ns.append(time.perf_counter_ns() - began_ns)
-        return count
-
-    before_kib = _resident_kib()
-    world.clock.run = one_by_one  # pyright: ignore[reportAttributeAccessIssue]
-    world.run()
-    return statistics.fmean(spent_ns) / 1e3, (_resident_kib() - before_kib) // size
-
-
-def _resident_kib() -> int:
-    fields = Path("/proc/self/statm").read_text().split()
-    return int(fields[1]) * resource.getpagesize() // 1024
-
-
-def caches(each: int) -> None:
-    few, many = SIZES[0], SIZES[-1]
-    for other_mib in _OTHER_MIB:
-        event_us, _ = event_us_after(few, each, other_mib)
-        print(f"{few} instances, {other_mib} MiB of other data before it: {event_us:.1f} us an event", flush=True)
-    event_us, kib = event_us_after(many, each, 0)
-    print(f"{many} instances, {kib} KiB of memory for each: {event_us:.1f} us an event", flush=True)
 
 
 def single_runs(trace: Path | None) -> None:
@@ -248,17 +181,12 @@ def main() -> None:
     parser.add_argument(
         "--calls", action="store_true", help="function calls for each event instead of time: they repeat"
     )
-    parser.add_argument("--caches", action="store_true", help="what an event costs when its data has left the caches")
-    parser.add_argument("--plot", type=Path, metavar="OUT.png", help="draw the growth curve")
     parser.add_argument("--instances", type=int, help="one run with so many, and nothing else")
     parser.add_argument("--requests", type=int, default=100_000, help="of that run")
     args = parser.parse_args()
     if args.instances is not None:
         arrivals = poisson(args.requests, args.instances * RATE_PER_S)
         print(table([measured("one run", args.instances, arrivals, progress=_every(len(arrivals) // 50 or 1))]))
-        return
-    if args.caches:
-        caches(args.each)
         return
     if args.calls:
         for size in SIZES[:3]:
@@ -270,8 +198,6 @@ def main() -> None:
     print("\n" + table(costs))
     growth = costs[-1].event_us / costs[0].event_us - 1.0
     print(f"\nan event at {costs[-1].instances} instances costs {growth:+.0%} compared with {costs[0].instances}")
-    if args.plot is not None:
-        plot(costs, args.plot)
 
 
 if __name__ == "__main__":

@@ -36,3 +36,11 @@ def test_other_kinds_of_models_are_refused_by_name(with_a_gateway: RunningCluste
         "invalid_request_error",
     )
     assert said["error"]["message"].startswith(f"{path}: this server generates text")
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_without_a_jobs_service_its_paths_name_the_flag(with_a_gateway: RunningCluster, method: str) -> None:
+    for path in ("/v1/files", "/v1/batches", "/v1/batches/x/cancel"):
+        status, said = asked(with_a_gateway, method, path, b"x" * 100_000 if method == "POST" else None)
+        assert (status, said["error"]["code"]) == (404, "unknown_url")
+        assert "--jobs" in said["error"]["message"]

@@ -30,7 +30,6 @@ from services.worker.pipeline import stage_runner
 from services.worker.pipeline.driver import TransitionDriver
 from services.worker.pipeline.handover import Handover
 from services.worker.pipeline.planner_side import Transitions
-from services.worker.pipeline.restoring import Restoring
 from sim.dispatcher import DispatcherNode
 from tests.support.cluster_campaign import story
 
@@ -72,7 +71,7 @@ def _waits_for_aborts(overdue: Any) -> Any:
 def _untold(pass_on: Any) -> Any:
     """The leader gives a restore up, and its followers do not hear of it."""
 
-    def kept(self: Restoring, epoch: Epoch) -> Any:
+    def kept(self: TransitionDriver, epoch: Epoch) -> Any:
         links = self._links.pass_on
         self._links.pass_on = lambda *_: None
         try:
@@ -155,7 +154,7 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "migrated-before-all-stages-have-it": (_instead(Arrivals, "landed", _leader_only),),
     "swapped-out-for-good": (_instead(stage_runner, "block_copies", _only_out),),
     "two-owners": (_instead(Handover, "_hand_over", _kept_too),),
-    "withdrawal-untold": (_instead(Restoring, "_pass_on_withdrawal", _untold),),
+    "withdrawal-untold": (_instead(TransitionDriver, "_pass_on_withdrawal", _untold),),
     "prepared-for-ever": (_instead(Transitions, "_watch", _nothing),),
     "peer-loss-ignored": (_instead(Transition, "handle", _deaf_to_losses),),
     "early-roster-lost": (_instead(TransitionDriver, "_dissolve", _forgets_early),),

@@ -22,6 +22,7 @@ LASTS_S = (2.0, 15.0, 60.0)  # the futures: so long the present rate may go on
 _MIDDLE = len(LASTS_S) // 2
 _UNSURE = 1.1  # how much better than doing less has to be what is done
 _LEAST_S, _MOST_S = 30.0, 120.0  # looked ahead: two stays of a request, within these
+_OUTLIVED = 2.0  # times the mean answer: what has run for longer on average is of another kind
 _PRIOR_COUNT, _PRIOR_TOKENS = 2, 128  # answers that nobody has seen, lest the first one says all
 
 
@@ -193,7 +194,9 @@ def _futures(snapshot: Snapshot, running: Running, traffic: Traffic) -> list[Fut
     if not traffic.minute_count and waiting:
         prompt = (traffic.queued_tokens + queued) / waiting
     spread = [traffic.prompt_quantile(quantile) for _, quantile in PARTS]
-    answer_tokens = _answer_tokens(traffic, sum(columns.running))
+    running_count = sum(columns.running)
+    answer_tokens = _answer_tokens(traffic, running_count)
+    remaining_tokens = _remaining_tokens(traffic, running_count, answer_tokens)
     return [
         Future(
             rate_per_s=rate_per_s,
@@ -201,6 +204,7 @@ def _futures(snapshot: Snapshot, running: Running, traffic: Traffic) -> list[Fut
             calm_per_s=min(traffic.calm_per_s, rate_per_s),
             prompt_tokens=max(1.0, prompt),
             answer_tokens=answer_tokens,
+            remaining_tokens=remaining_tokens,
             waiting_count=float(waiting),
             waiting_tokens=float(traffic.queued_tokens + queued),
             waited_s=traffic.oldest_wait_s,
@@ -208,6 +212,15 @@ def _futures(snapshot: Snapshot, running: Running, traffic: Traffic) -> list[Fut
         )
         for lasts_s in LASTS_S
     ]
+
+
+def _remaining_tokens(traffic: Traffic, running_count: int, answer_tokens: float) -> float:
+    """Tokens still to come of each answer that runs: in the steady state as many as it has had.
+
+    Where that is not far from the mean of all answers it is the same spread of lengths, and 0: as of a new one.
+    """
+    age_tokens = traffic.open_tokens / running_count if running_count else 0.0
+    return age_tokens if age_tokens > _OUTLIVED * answer_tokens else 0.0
 
 
 def _answer_tokens(traffic: Traffic, running_count: int) -> float:

@@ -7,7 +7,8 @@ prompt adds what its chunks take (`prompt_s`); the length of the steps gives the
 while it grows is preempted, and waits before all others to be computed anew.
 
 Costs are those of `ballast.common.cost`, for the mean batch of each kind. Answers end at a constant rate for each
-token, so long ones among those that run count as they should, and nobody needs to know how long an answer will be.
+token, of those that run at another one than of those that come: where answers are not alike it is the long ones that
+hold the memory, and as much is still to come of them as there has been.
 """
 
 import math
@@ -57,9 +58,10 @@ class Future:
     lasts_s: float
     calm_per_s: float
     prompt_tokens: float
-    answer_tokens: float
+    answer_tokens: float  # of a request that comes
     waiting_count: float  # have had no token yet
     waiting_tokens: float
+    remaining_tokens: float = 0.0  # to come yet of each answer that is under way, where that is more than of a new one
     waited_s: float = 0.0  # so long has the first of those without a token waited; the last came a moment ago
     prompts: tuple[float, ...] = ()  # tokens, by `PARTS`; empty: all are alike
 
@@ -164,6 +166,7 @@ class _Flow:
         "instances",
         "left_over",
         "max_batch_tokens",
+        "old",
         "places",
         "prefills",
         "running",
@@ -191,6 +194,7 @@ class _Flow:
         # Let in and without a token.
         self.prefills: float = min(kind.running_count, kind.uncomputed_tokens / future.prompt_tokens)
         self.running: float = kind.running_count - self.prefills
+        self.old: float = self.running  # of those that run, the ones that did so at the beginning
         self.busy: float = 0.0  # of the last step, with prompts
         self.free: float = 0.0  # requests that could still be let in, in this step
         # Of requests that had their first token, and what they have seen: prompts beside theirs, and decodes.
@@ -221,7 +225,9 @@ class _Flow:
         self.uncomputed += tokens
         self.used += tokens
 
-    def advance(self, prefix: float, prompt: float, answer: float, dt: float) -> tuple[float, float, float, float]:
+    def advance(
+        self, prefix: float, prompt: float, answer: float, remaining: float, dt: float
+    ) -> tuple[float, float, float, float]:
         """Returns requests that had their first token, tokens made, and of what was preempted requests and tokens."""
         cost, batches, running, prefills = self.cost, self.instances, self.running, self.prefills
         used, uncomputed = self.used, self.uncomputed
@@ -253,6 +259,10 @@ class _Flow:
             self.uncomputed = uncomputed - done
         made = running * dt / took_s
         ended = made / answer
+        if self.old > 0.0 and remaining > answer:
+            old_ended = made * self.old / running / remaining
+            ended = made * (running - self.old) / running / answer + old_ended
+            self.old -= old_ended if old_ended < self.old else self.old
         if running > 0.0:  # those that end are older, and so larger, than the mean
             if ended > running:
                 ended = running
@@ -274,6 +284,7 @@ class _Flow:
             return begun, made, 0.0, 0.0
         mean = used / (running + prefills)
         gone = min(running, over / mean)
+        self.old *= 1 - gone / running
         self.running, self.used = running - gone, used - gone * mean
         return begun, made, gone, gone * mean
 
@@ -281,6 +292,7 @@ class _Flow:
 def look_ahead(machine: Machine, kinds: Sequence[Kind], future: Future, horizon_s: float) -> Prediction:
     dt = horizon_s / STEPS
     prompt, answer = future.prompt_tokens, max(1.0, future.answer_tokens)
+    remaining = future.remaining_tokens
     prefix = prompt / 2
     flows = [_Flow(kind, machine, future) for kind in kinds]
     waiting, waiting_tokens = future.waiting_count, future.waiting_tokens
@@ -313,7 +325,7 @@ def look_ahead(machine: Machine, kinds: Sequence[Kind], future: Future, horizon_
                 request_s += flow.running * dt
             if begin_s >= until_s:
                 continue
-            begun, made, gone, gone_tokens = flow.advance(prefix, prompt, answer, until_s - begin_s)
+            begun, made, gone, gone_tokens = flow.advance(prefix, prompt, answer, remaining, until_s - begin_s)
             started += begun
             if begun > 0.0:
                 ready = begin_s + flow.busy * (until_s - begin_s)

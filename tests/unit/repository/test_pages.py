@@ -138,16 +138,12 @@ def test_the_architecture_page_is_short_and_its_paths_are_there() -> None:
             middle, _, after = rest.partition("}")
             for one in middle.split(","):
                 assert (ROOT / f"{before}{one}{after}").exists(), name
-    parts = page.partition("### Parts of a member")[2].partition("\n## ")[0]
-    named = re.findall(r"`(\w+\.py)`", parts)
-    assert len(named) > 15
-    assert [name for name in named if not (ROOT / "services/worker/pipeline" / name).exists()] == []
 
 
 def test_what_the_architecture_page_sends_to_is_there() -> None:
     table = (DOCS / "architecture.md").read_text().partition("## Where do I change ...?")[2].partition("\n## ")[0]
     rows = [row for row in table.splitlines() if re.match(r"\d\.|\| (?!question)", row)]
-    assert len(rows) > 50
+    assert len(rows) > 15
     for row in rows:
         quoted = re.findall(r"`([^`]+)`", row)
         paths = [ROOT / name for name in quoted if "/" in name]

@@ -127,6 +127,15 @@ CHAT_COST = CostModel(
 )
 
 
+def test_long_answers_that_hold_the_memory_do_not_end_as_soon_as_the_many_short_ones() -> None:
+    """Nine answers of ten are short; those that run have had 2,500 tokens each, and as many are to come."""
+    snapshot = running(alone(EIGHT[:4], BLOCKS - 5), 16)
+    mixed = replace(LONG, queued_count=120, queued_tokens=48_000, ended_count=900, ended_tokens=400_000)
+    young, old = (compare(snapshot, Running(256, 0), replace(mixed, open_tokens=n), PACE) for n in (20_000, 160_000))
+    assert old.candidates[0].prediction.ttft_p99_s > 1.5 * young.candidates[0].prediction.ttft_p99_s
+    assert old.chosen.merges
+
+
 def test_what_has_to_be_exchanged_for_seconds_is_no_answer_to_a_burst_that_just_fills_the_memory() -> None:
     """All else being equal, a fourth of the bytes for each token are a fourth of the time on their way."""
 
