@@ -31,7 +31,6 @@ from services.worker.pipeline import stage_runner
 from services.worker.pipeline.driver import TransitionDriver
 from services.worker.pipeline.handover import Handover
 from services.worker.pipeline.planner_side import Transitions
-from services.worker.pipeline.restoring import Restoring
 from sim.dispatcher import DispatcherNode
 from tests.support.cluster_campaign import story
 
@@ -73,7 +72,7 @@ def _waits_for_aborts(overdue: Any) -> Any:
 def _untold(pass_on: Any) -> Any:
     """The leader gives a restore up, and its followers do not hear of it."""
 
-    def kept(self: Restoring, epoch: Epoch) -> Any:
+    def kept(self: TransitionDriver, epoch: Epoch) -> Any:
         links = self._links.pass_on
         self._links.pass_on = lambda *_: None
         try:
@@ -162,7 +161,7 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "resumed-before-its-KV": (_instead(Suspended, "bind", _at_once),),
     "swapped-out-for-good": (_instead(stage_runner, "block_copies", _only_out),),
     "two-owners": (_instead(Handover, "_hand_over", _kept_too),),
-    "withdrawal-untold": (_instead(Restoring, "_pass_on_withdrawal", _untold),),
+    "withdrawal-untold": (_instead(TransitionDriver, "_pass_on_withdrawal", _untold),),
     "prepared-for-ever": (_instead(Transitions, "_watch", _nothing),),
     "peer-loss-ignored": (_instead(Transition, "handle", _deaf_to_losses),),
     "early-roster-lost": (_instead(TransitionDriver, "_dissolve", _forgets_early),),
