@@ -35,6 +35,7 @@ class Arrival(NamedTuple):
     at_s: float
     input_tokens: int
     output_tokens: int
+    caller: str = ""
 
 
 class Clients:
@@ -61,6 +62,7 @@ class Clients:
             RequestRecord(index, f"r{index}", arrival.input_tokens, arrival.output_tokens, arrival.at_s)
             for index, arrival in enumerate(arrivals)
         ]
+        self._callers = [arrival.caller for arrival in arrivals]
         self._next_index = 0
         self._by_id: dict[RequestId, RequestRecord] = {}  # submitted, and not ended
         self._submits: Sequence[Submit] = ()
@@ -89,6 +91,7 @@ class Clients:
             priority=PriorityClass.DEFAULT,
             deadline_at_s=self._clock.now_s + self._deadline_s,
             omit_text=True,
+            caller=self._callers[record.index],
         )
         self._submits[record.index % len(self._submits)](request)
         self._expect_next()

@@ -356,6 +356,8 @@ class ClusterStatus:
         state_server_reachable: Whether the state server answered last time.
         planner_address: host:port of the active planner; empty while the dispatcher knows of none.
         recent: How its requests have fared lately.
+        kept_out: Workers that are put into no group for now, and why.
+        waiting_by_caller: Requests that wait in this dispatcher, of the callers with the most; for operators.
     """
 
     dispatcher_id: str
@@ -375,6 +377,8 @@ class ClusterStatus:
     state_server_reachable: bool
     planner_address: str = ""
     recent: RecentTimes = RecentTimes()
+    kept_out: Mapping[str, str] = field(default_factory=dict[str, str])
+    waiting_by_caller: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
     def groups(self) -> tuple[GroupStatus, ...]:

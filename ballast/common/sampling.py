@@ -39,6 +39,7 @@ class PriorityClass(StrEnum):
 
 
 _RANKS = {c: i for i, c in enumerate(PriorityClass)}
+ALL_CLASSES = frozenset(PriorityClass)
 
 
 class GrammarKind(StrEnum):

@@ -421,7 +421,7 @@ async def _all_done(cluster: Cluster) -> None:
             worker = cluster.workers[member.worker_id]
             await until(lambda w=worker: all(p.phase in _OVER for p in w.member.progress.values()))
             # Aborted is said before what had begun is undone.
-            await until(lambda w=worker: not w.member._driver._restoring.undoing)
+            await until(lambda w=worker: not w.member._driver.undoing)
         leader = cluster.workers[group.leader.worker_id]
         # It hears over links what the others have.
         await until(lambda g=group, w=leader: w.shell.load().block_count == _smallest(cluster, g))

@@ -504,12 +504,11 @@ def _left(worker: GroupWorker) -> str:
     ids, member, group = worker.book.sequence_ids, worker.member, worker.core.group_scheduler
     scheduler = group.scheduler
     driver, home = member._driver, member._layer_loading
-    restoring = driver._restoring
     transition = driver.transition
     open_ = transition and (transition.state, vars(transition))
     return (
-        f"{open_} undoing {restoring.undoing} leaving {driver.leaving is not None}"
-        f" may form {driver.may_form} wants {home.wants_room} granted {restoring._granted} links missing"
+        f"{open_} undoing {driver.undoing} leaving {driver.leaving is not None}"
+        f" may form {driver.may_form} granted {driver._granted} links missing"
         f" {member._links.missing} pulls {home._pull and home._pull._under_way}, suspended {group.suspended_ids}"
         f", in flight {group.in_flight_count}, settled {group.settled}, not told {group.batches_in_flight.to_remove};"
         f" of {scheduler.block_count} blocks {scheduler.lent_block_count} lent, {scheduler.expected_block_count}"

@@ -27,6 +27,10 @@ def render_status(
         facts.add_row(*_dispatcher_line(dispatcher))
     for line in (_model_line, _layout_line, _backlog_line, _endings_line):
         facts.add_row(*line(status))
+    if callers := sorted(status.waiting_by_caller.items(), key=lambda item: -item[1]):
+        facts.add_row(*_line("waiting", *(f"{count:,} of {caller or 'one caller'}" for caller, count in callers)))
+    for worker_id, why in sorted(status.kept_out.items()):
+        facts.add_row(*_line("kept out", Text(f"{worker_id}: {why}", style="yellow")))
     if not status.workers:
         return Group(facts, Text("\nno workers yet: start one, or see `ballast doctor`", style="yellow"))
     parts: list[RenderableType] = [facts, Text(), load_table(status, tokens_per_s)]

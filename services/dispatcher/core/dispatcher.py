@@ -26,7 +26,7 @@ from ballast.common.errors import (
 from ballast.common.ids import DispatcherId, RequestId, WorkerId
 from ballast.common.sampling import FinishReason
 from ballast.common.traffic import Traffic
-from services.dispatcher.core.backlog import Backlog, Tracked
+from services.dispatcher.core.backlog import Backlog
 from services.dispatcher.core.deadlines import Deadlines
 from services.dispatcher.core.events import (
     AbortOnWorker,
@@ -53,10 +53,11 @@ from services.dispatcher.core.events import (
 )
 from services.dispatcher.core.fleet import Fleet, Worker
 from services.dispatcher.core.growth import Growth
-from services.dispatcher.core.limits import Limits, too_full
+from services.dispatcher.core.limits import MOST_SHARED, Limits, too_full
 from services.dispatcher.core.moves import Moves
 from services.dispatcher.core.placement import Placement, PlacementRules
 from services.dispatcher.core.story import Recent, What
+from services.dispatcher.core.tracked import Tracked
 from services.dispatcher.core.traffic import TrafficCounter
 from services.dispatcher.policy.freeness import RoutingRules, WorkerKey
 
@@ -81,7 +82,7 @@ class DispatcherCore:
     ) -> None:
         self.limits = limits
         self.fleet = Fleet()
-        self.backlog = Backlog(placement.order)
+        self.backlog = Backlog(placement.order, placement.lift_s)
         self.requests: dict[RequestId, Tracked] = {}  # all that have been accepted and have not ended
         self.draining = False
         self._for_good = False  # it drains because its process is going to end
@@ -362,6 +363,7 @@ class DispatcherCore:
             worker.take_off(tracked.handle)
         request_id = tracked.request.request_id
         self._traffic.left(request_id, len(tracked.output_token_ids))
+        self.backlog.end(tracked)
         self._deadlines.forget(request_id)
         del self.requests[request_id]
 
@@ -543,9 +545,9 @@ class DispatcherCore:
                 f" {sorted(self.requests)}"
             )
         newcomers = [tracked for tracked in self.backlog if tracked.attempt == 0 and not tracked.request.taken_over]
-        if len(newcomers) > self.limits.max_queued_request_count:
+        if len(newcomers) > MOST_SHARED * self.limits.max_queued_request_count:
             raise InvariantViolation(f"{len(newcomers)} requests in the backlog")
-        if sum(tracked.token_count for tracked in newcomers) > self.limits.max_queued_token_count:
+        if sum(tracked.token_count for tracked in newcomers) > MOST_SHARED * self.limits.max_queued_token_count:
             raise InvariantViolation(f"{self.backlog.token_count} tokens in the backlog")
         ended_count = sum(count for ending, count in self.endings.items() if ending != "refused")
         if self.accepted_count != ended_count + len(self.requests):

@@ -11,8 +11,8 @@ from ballast.common.ids import Incarnation, WorkerId
 from ballast.common.layout import Layout
 from ballast.common.load import LoadReport
 from ballast.common.model import ModelInfo
-from services.dispatcher.core.backlog import Tracked
 from services.dispatcher.core.events import StepReceived
+from services.dispatcher.core.tracked import Tracked
 from services.dispatcher.policy.freeness import WorkerKey, WorkerView, blocks_for
 
 # Handles that were given up while their logprobs may still be on the way, for each worker.

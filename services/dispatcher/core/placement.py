@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ballast.common.errors import InvariantViolation
-from services.dispatcher.core.backlog import Backlog, DrainRate, Order, Tracked
+from services.dispatcher.core.backlog import Backlog, DrainRate, Order
 from services.dispatcher.core.events import AbortOnWorker, Place, Request
 from services.dispatcher.core.fleet import Fleet, Worker
 from services.dispatcher.core.growth import Growth
 from services.dispatcher.core.recall import candidate
 from services.dispatcher.core.story import What
+from services.dispatcher.core.tracked import Tracked
 from services.dispatcher.policy.freeness import Need, RoutingRules, WorkerKey, has_place
 from services.dispatcher.policy.ranking import Ranking
 
@@ -25,6 +26,7 @@ class PlacementRules:
     large_patience_s: float = 2.0  # so long a large request lets others overtake it
     refused_hold_s: float = 0.05  # so long a worker that refused is not asked again
     scan_count: int = 64  # requests that are looked at when the first ones do not fit
+    lift_s: float = 10.0  # what has waited for longer takes turns with the class above
     recall_after_s: float = 0.1  # what waits on a worker for longer is asked back if another one has room; inf: never
 
 
@@ -61,7 +63,7 @@ class Placement:
         self._look_around(at_s)
         passed_over_count = 0
         while len(self._ranking) and passed_over_count < self.rules.scan_count:
-            batch = self._backlog.slice(passed_over_count, _BATCH_COUNT)
+            batch = self._backlog.slice(passed_over_count, _BATCH_COUNT, at_s)
             for tracked in batch:
                 key = self._choose(tracked, at_s)
                 if key is None:
@@ -142,7 +144,7 @@ class Placement:
         return Need(tokens=tracked.token_count + 1, growth_tokens=growth_tokens)
 
     def _place(self, tracked: Tracked, key: WorkerKey, at_s: float) -> Place:
-        self._backlog.remove(tracked)
+        self._backlog.serve(tracked)
         self.drain_rate.count(at_s)
         tracked.queue_s += at_s - tracked.queued_at_s
         worker = self._fleet.get(key)

@@ -8,8 +8,8 @@ request is the worker's, and what the worker says meanwhile counts as ever.
 
 from itertools import islice
 
-from services.dispatcher.core.backlog import Tracked
 from services.dispatcher.core.fleet import Worker
+from services.dispatcher.core.tracked import Tracked
 
 _MOST_PATIENCE = 8.0  # times that of the first recall
 

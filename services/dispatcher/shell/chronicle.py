@@ -18,10 +18,10 @@ from ballast.common.errors import BallastError, InvalidRequest
 from ballast.common.ids import RequestId
 from ballast.common.sampling import PriorityClass
 from ballast.service.logs import get_logger
-from services.dispatcher.core.backlog import Tracked
 from services.dispatcher.core.dispatcher import ENDING_OF, DispatcherCore
 from services.dispatcher.core.events import Facts, Fail, Finish, Request
 from services.dispatcher.core.story import What
+from services.dispatcher.core.tracked import Tracked
 
 WINDOW_S = 10.0
 _RECENT_COUNT = 4096

@@ -65,6 +65,11 @@ class DispatcherMetrics(Collector):
         for how in ("at_once", "replayed", "waited"):
             moves.add_metric([how], core.move_counts[how])
         yield moves
+        text = "Requests that wait here, of the callers with the most: names of tokens, or addresses"
+        callers = GaugeMetricFamily("ballast_backlog_caller_requests", text, labels=["caller"])
+        for caller, count in core.backlog.most_of(_MOST_CALLERS):
+            callers.add_metric([caller], count)
+        yield callers
         yield self._collect_endings()
         yield from self._collect_workers()
 
@@ -92,6 +97,7 @@ class DispatcherMetrics(Collector):
         yield from families
 
 
+_MOST_CALLERS = 10
 _ENDINGS = ("stop", "length", "cancelled", "deadline", "error", "refused", "invalid")
 
 

@@ -8,7 +8,7 @@ from it.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +23,9 @@ class State(StrEnum):
 
     NEW = "new"
     PREPARING = "preparing"
+    LIMITING = "limiting"
+    AWAITING_ROOM = "awaiting room"
+    LOADING = "loading"
     PREPARED = "prepared"
     QUIESCING = "quiescing"
     TAKING_UP = "taking up"
@@ -31,6 +34,7 @@ class State(StrEnum):
     EXCHANGING = "exchanging"
     DONE = "done"
     FAILED = "failed"
+    UNDOING = "undoing"
     ABORTED = "aborted"
 
 
@@ -67,11 +71,15 @@ _FORGOTTEN_S = 15.0  # what is prepared will not be committed any more
 _FORGOTTEN = "counted from the planner's last question: it fails"
 _OVERDUE = "a plan without this worker's group follows: it leaves"
 
-_FAILS = (
-    On(t.PreparationFailed, State.FAILED, S.undo),
-    On(t.AbortRequested, State.ABORTED, S.undo),
-    On(t.PeerLost, State.FAILED, S.undo, when=S.is_peer),
-)
+
+def _fails(aborted: State) -> tuple[On, ...]:
+    return (
+        On(t.PreparationFailed, State.FAILED, S.fail),
+        On(t.AbortRequested, aborted, S.fail),
+        On(t.PeerLost, State.FAILED, S.fail, when=S.is_peer),
+    )
+
+
 _EARLY = (  # from members that have the commit already
     On(t.EpochEnded, None, S.note_end),
     On(t.HandoverReceived, None, S.note_handover),
@@ -105,26 +113,29 @@ _BOTH = {
 }
 
 
-def _preparing(does: str) -> Row:
-    ways = (
-        On(t.LinksUp, None, S.note_links),
-        On(t.MemoryReady, None, S.note_memory),
-        *_FAILS,
-        *_EARLY,
-        Then(State.PREPARED, None, when=S.prepared),
-    )
+_DROP_FAILS = (*_fails(State.ABORTED), *_EARLY)
+_RESTORE_FAILS = (*_fails(State.UNDOING), *_EARLY)
+
+
+def _preparing(does: str, *ways: On | Then) -> Row:
     return Row(Phase.PREPARING, does, ways, _FORGOTTEN_S, _FORGOTTEN)
 
 
-def _prepared(commit: On) -> Row:
-    return Row(Phase.PREPARED, "serves on as before", (commit, *_FAILS, *_EARLY), _FORGOTTEN_S, _FORGOTTEN)
+def _prepared(*ways: On) -> Row:
+    return Row(Phase.PREPARED, "serves on as before", ways, _FORGOTTEN_S, _FORGOTTEN)
 
 
 DROP: Mapping[State, Row] = MappingProxyType(
     {
         **_BOTH,
-        State.PREPARING: _preparing("links come up; checksums of the layers to be given up are taken"),
-        State.PREPARED: _prepared(On(t.CommitRequested, State.QUIESCING, S.quiesce)),
+        State.PREPARING: _preparing(
+            "links come up; checksums of the layers to be given up are taken",
+            On(t.LinksUp, None, S.note_links),
+            On(t.MemoryReady, None, S.note_memory),
+            Then(State.PREPARED, None, when=S.prepared),
+            *_DROP_FAILS,
+        ),
+        State.PREPARED: _prepared(On(t.CommitRequested, State.QUIESCING, S.quiesce), *_DROP_FAILS),
         State.QUIESCING: Row(
             Phase.COMMITTING,
             "a leader forms no batch, and the last ones come back; a follower waits for its leader's notice of the end",
@@ -177,9 +188,35 @@ RESTORE: Mapping[State, Row] = MappingProxyType(
     {
         **_BOTH,
         State.PREPARING: _preparing(
-            "links come up; the leader limits the group, layers come into what that frees and are verified"
+            "links come up",
+            On(t.LinksUp, State.LIMITING, S.note_links, when=S.is_leader),
+            On(t.LinksUp, State.AWAITING_ROOM, S.note_links),
+            On(t.RoomGranted, None, S.note_room),
+            *_RESTORE_FAILS,
         ),
-        State.PREPARED: _prepared(On(t.CommitRequested, State.TAKING_UP, S.take_up)),
+        State.LIMITING: _preparing(
+            "the leader limits the group, and waits until no request holds a block beyond",
+            On(t.GroupLimited, None, S.note_room),
+            On(t.LimitHeld, State.LOADING, S.grant_room),
+            *_RESTORE_FAILS,
+        ),
+        State.AWAITING_ROOM: _preparing(
+            "a follower waits for its leader's grant of room",
+            On(t.RoomGranted, None, S.note_room),
+            Then(State.LOADING, S.load_layers, when=S.has_room),
+            *_RESTORE_FAILS,
+        ),
+        State.LOADING: _preparing(
+            "layers come into the room and are verified",
+            On(t.MemoryReady, State.PREPARED, S.note_memory),
+            On(t.RoomGranted, None, S.shrink_group),
+            *_RESTORE_FAILS,
+        ),
+        State.PREPARED: _prepared(
+            On(t.CommitRequested, State.TAKING_UP, S.take_up),
+            On(t.RoomGranted, None, S.shrink_group),
+            *_RESTORE_FAILS,
+        ),
         State.TAKING_UP: Row(
             Phase.COMMITTING,
             "at once: KV of its own in the memory that is free; the group goes on beside that",
@@ -221,6 +258,20 @@ RESTORE: Mapping[State, Row] = MappingProxyType(
                 Then(State.DONE, S.release, when=S.is_done),
             ),
             way_out=_OVERDUE,
+        ),
+        State.FAILED: replace(
+            _BOTH[State.FAILED],
+            ways=(
+                On(t.LayersGivenUp, None, S.note_undone),
+                On(t.AbortRequested, State.ABORTED, S.note_abort, when=S.is_undone),
+                On(t.AbortRequested, State.UNDOING, S.note_abort),
+            ),
+        ),
+        State.UNDOING: Row(
+            Phase.ABORTED,
+            "layers are given up again, once nothing writes into them",
+            (On(t.LayersGivenUp, State.ABORTED, S.note_undone),),
+            way_out="transfers that are under way end",
         ),
     }
 )

@@ -31,6 +31,17 @@ class Transition(TransitionState):
         return self.state is State.PREPARING and not (self.part.dissolves or self.memory_ready)
 
     @property
+    def undoing(self) -> bool:
+        """A restore has failed before its commit: layers that have come are still to be given up again."""
+        failed = self.state is State.FAILED and self.part.dissolves and not self.undone
+        return failed or self.state is State.UNDOING
+
+    @property
+    def limits(self) -> bool:
+        """The leader limits its group, and waits until no request holds a block beyond."""
+        return self.state is State.LIMITING
+
+    @property
     def quiesces(self) -> bool:
         """No batch is formed, and the last ones of the old layout come back."""
         return self.state is State.QUIESCING and self.led_before

@@ -11,8 +11,11 @@ from services.worker.core.spans import Hop
 
 @dataclass(frozen=True, slots=True)
 class PrepareRequested:
+    """`room_blocks`: a follower's leader has granted room for this restore already; None: not yet."""
+
     at_s: float
     plan: Plan
+    room_blocks: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,31 @@ class PreparationFailed:
     at_s: float
     epoch: Epoch
     why: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLimited:
+    """The group that this worker leads is to dissolve: it may have only what its smallest stage keeps meanwhile."""
+
+    at_s: float
+    epoch: Epoch
+    block_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class LimitHeld:
+    """No request of the group holds a block beyond the limit, or will take one."""
+
+    at_s: float
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class LayersGivenUp:
+    """The preparation of a restore has been undone."""
+
+    at_s: float
+    epoch: Epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +150,15 @@ class PeerLost:
 
 
 @dataclass(frozen=True, slots=True)
+class RoomGranted:
+    """From the leader of a group that is to dissolve: it holds no block beyond these, and will take none."""
+
+    at_s: float
+    epoch: Epoch
+    block_count: int
+
+
+@dataclass(frozen=True, slots=True)
 class EpochEnded:
     """From the leader that was: every batch of the old group has come by."""
 
@@ -179,6 +216,10 @@ Event = (
     | LinksUp
     | MemoryReady
     | PreparationFailed
+    | GroupLimited
+    | LimitHeld
+    | LayersGivenUp
+    | RoomGranted
     | BoundaryReached
     | GroupEnded
     | TakenUp
@@ -206,14 +247,49 @@ class ConnectLinks:
 
 @dataclass(frozen=True, slots=True)
 class PrepareMemory:
-    """Answered with MemoryReady or PreparationFailed."""
+    """Answered with PreparationFailed if this worker cannot take part; in a drop else with MemoryReady."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
-class UndoPreparation:
-    plan: Plan
+class GrantRoom:
+    """To the stages that follow, behind all batches."""
+
+    epoch: Epoch
+    block_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadLayers:
+    """The KV keeps so many blocks, and missing layers come into the rest. Answered with MemoryReady or
+    PreparationFailed.
+    """
+
+    epoch: Epoch
+    block_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShrinkGroup:
+    """The leader has committed already, and its group needs less."""
+
+    epoch: Epoch
+    block_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class WithdrawRoom:
+    """A restore has failed before its commit: the group is limited no more. For its leader."""
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class ReportRoom:
+    """To the leader: what this member has, now that a restore has been undone."""
+
+    epoch: Epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +441,11 @@ class Broken:
 Command = (
     ConnectLinks
     | PrepareMemory
-    | UndoPreparation
+    | GrantRoom
+    | LoadLayers
+    | ShrinkGroup
+    | WithdrawRoom
+    | ReportRoom
     | Quiesce
     | SendEpochEnded
     | TakeUp

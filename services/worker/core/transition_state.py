@@ -27,6 +27,8 @@ class TransitionState:
         self.why = ""
         self.links_up = False
         self.memory_ready = False
+        self.room_blocks: int | None = None  # restore: blocks that the group keeps; None: not granted yet
+        self.undone = False  # restore: layers that came before an abort are given up again
         self.epoch_ended = False  # notice of the old leader, which followers wait for
         self.lost: set[WorkerId] = set()  # members of the group that dissolves, since the commit
         self.own_victims: tuple[Victim, ...] = ()  # sequences that this worker has led and goes on leading
@@ -53,7 +55,8 @@ class TransitionState:
 
     # ------------------------------------------------------------ before the commit
 
-    def begin(self, _: t.PrepareRequested) -> Commands:
+    def begin(self, event: t.PrepareRequested) -> Commands:
+        self.room_blocks = event.room_blocks
         return [t.ConnectLinks(self.epoch, self.part.peers), t.PrepareMemory(self.plan)]
 
     def note_links(self, _: t.LinksUp) -> Commands:
@@ -67,15 +70,48 @@ class TransitionState:
     def prepared(self) -> bool:
         return self.links_up and self.memory_ready
 
-    def undo(self, event: t.PreparationFailed | t.AbortRequested | t.PeerLost) -> Commands:
+    def fail(self, event: t.PreparationFailed | t.AbortRequested | t.PeerLost) -> Commands:
         self.why = f"{event.peer}: {event.why}" if isinstance(event, t.PeerLost) else event.why
-        return [t.UndoPreparation(self.plan)]
+        return [t.WithdrawRoom(self.epoch)] if self.part.dissolves and self.led_before else []
 
     def note_abort(self, _: t.AbortRequested) -> Commands:
         return []
 
+    def is_undone(self, _: t.AbortRequested) -> bool:
+        return self.undone
+
+    def note_undone(self, _: t.LayersGivenUp) -> Commands:
+        self.undone = True
+        return [t.ReportRoom(self.epoch)]
+
     def is_peer(self, event: t.PeerLost) -> bool:
         return event.peer in self.part.peers
+
+    # ------------------------------------------------------------ room and layers of a restore
+
+    def is_leader(self, _: t.LinksUp) -> bool:
+        return self.led_before
+
+    def note_room(self, event: t.GroupLimited | t.RoomGranted) -> Commands:
+        self.room_blocks = event.block_count
+        return []
+
+    def grant_room(self, _: t.LimitHeld) -> Commands:
+        return [t.GrantRoom(self.epoch, self._room()), *self.load_layers()]
+
+    def has_room(self) -> bool:
+        return self.room_blocks is not None
+
+    def load_layers(self) -> Commands:
+        return [t.LoadLayers(self.epoch, self._room())]
+
+    def shrink_group(self, event: t.RoomGranted) -> Commands:
+        return [t.ShrinkGroup(self.epoch, event.block_count)]
+
+    def _room(self) -> int:
+        if self.room_blocks is None:
+            raise InvariantViolation(f"{self.me}: no room has been granted in epoch {self.epoch}")
+        return self.room_blocks
 
     # ------------------------------------------------------------ the commit
 

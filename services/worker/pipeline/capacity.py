@@ -4,13 +4,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ballast.common.ids import Epoch, WorkerId
-from services.worker.core.events import CapacityChanged
+from services.worker.core.events import CapacityChanged, PrefillLimited
 from services.worker.core.room import GroupSizes, RoomSizes
 from services.worker.core.waves import Leading
 from services.worker.links.traffic import TrafficClass
 from services.worker.pipeline.context import MemberContext
 from services.worker.pipeline.events import CapacityTold
 from services.worker.pipeline.wire import Topic, capacity_to_bytes
+
+# Of prompts in a batch beside decodes. Layers that come take bandwidth, and time of the processor, from every batch:
+# a long piece of a prompt on top of it would be the longest gap that a request has. In a pipeline a token waits for
+# the pieces in all microbatches that are in flight.
+_PROMPT_BLOCKS = 0.5
 
 
 class Capacities:
@@ -60,6 +65,17 @@ class Capacities:
         """Blocks that the group may have while it dissolves."""
         return min(size.leaving for size in (self.sizes or {self._role.me: self.own_sizes}).values())
 
+    def why_too_long(self) -> str:
+        """Why the group must stay: a request that it runs would end with an error in a member of its own.
+
+        A batch in flight may still add a token to it, and the next batch wants room for one more.
+        """
+        longest = self._context.group_scheduler.longest_token_count
+        home = self.smallest_home * self._memory.kv.shape.block_tokens
+        if longest + 2 <= home:
+            return ""
+        return f"a request has {longest} tokens, and a member has room for {home} without its group"
+
     # ------------------------------------------------------------ what is known
 
     def begin(self) -> None:
@@ -105,6 +121,16 @@ class Capacities:
         self._counts = {stage.worker_id: block_count for stage in self._role.stages} or {self._role.me: block_count}
         self._limited = set(self._counts)
         self.tell_core()
+
+    def limit_prompts(self, *, beside: bool = False) -> None:
+        """In a restore until `lift_limit`. `beside`: of this worker\'s own requests, while the group that dissolves
+        computes on the same devices.
+        """
+        token_count = max(1, int(_PROMPT_BLOCKS * self._memory.kv.shape.block_tokens))
+        self._tell(PrefillLimited(self._now(), token_count, always=beside))
+
+    def lift_limit(self) -> None:
+        self._tell(PrefillLimited(self._now(), None))
 
     def tell_core(self, *, ends: bool = False) -> None:
         """`ends`: the group is about to end, and its stages are told of all that they are to forget."""

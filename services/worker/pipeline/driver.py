@@ -13,49 +13,13 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.transition import Phase, TransitionKind
 from ballast.service.logs import get_logger
+from services.worker.core import transition_messages as t
 from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import BlockBook
 from services.worker.core.events import GroupOpened, KvArrived, RoleChanged
 from services.worker.core.phases import BEFORE_COMMIT
 from services.worker.core.plan import Plan, Victim, part_of
 from services.worker.core.transition import Transition
-from services.worker.core.transition_messages import (
-    AbortRequested,
-    BoundaryReached,
-    Broken,
-    CloseSeat,
-    Command,
-    CommitRequested,
-    ConnectLinks,
-    Empty,
-    EpochEnded,
-    Event,
-    ExpectKv,
-    GiveWay,
-    GroupEnded,
-    HandoverReceived,
-    Lead,
-    LeadWave,
-    Led,
-    MemoryReady,
-    PeerLost,
-    PreparationFailed,
-    PrepareMemory,
-    PrepareRequested,
-    Quiesce,
-    ReleaseLost,
-    ReleaseSent,
-    Resume,
-    SendEpochEnded,
-    SendHandover,
-    SendKv,
-    SendKvComplete,
-    SendRoster,
-    SendWaveDone,
-    TakenUp,
-    TakeUp,
-    UndoPreparation,
-)
 from services.worker.links.traffic import TrafficClass
 from services.worker.pipeline.capacity import Capacities
 from services.worker.pipeline.context import MemberContext
@@ -68,17 +32,16 @@ from services.worker.pipeline.events import (
     LayerChecked,
     LinkMade,
     PlanReceived,
-    RoomGranted,
     RosterArrived,
 )
 from services.worker.pipeline.handover import Handover
+from services.worker.pipeline.layer_loading import LayerLoading
 from services.worker.pipeline.leaving import Leaving
 from services.worker.pipeline.migrations import Migrations
 from services.worker.pipeline.mover import KvMover
-from services.worker.pipeline.restoring import Restoring
 from services.worker.pipeline.role import Role, own_layers
 from services.worker.pipeline.stage_runner import StageRunner
-from services.worker.pipeline.wire import Topic, roster_to_bytes
+from services.worker.pipeline.wire import Topic, room_to_bytes, roster_to_bytes
 from services.worker.policy.placement import MemberView
 
 _AFTER_COMMIT = (Phase.COMMITTING, Phase.EXCHANGING)
@@ -93,7 +56,7 @@ class TransitionDriver:
         stage: StageRunner,
         capacities: Capacities,
         mover: KvMover,
-        restoring: Restoring,
+        layer_loading: LayerLoading,
         migrations: Migrations,
         broken: Callable[[Epoch, WorkerId, str], None],
         second: Callable[[MemberContext, Role], tuple[MemberContext, StageRunner]],
@@ -110,8 +73,7 @@ class TransitionDriver:
         self._capacities = capacities
         self._handover = Handover(context, capacities)
         self._mover = mover
-        self._layer_loading = restoring.layer_loading
-        self._restoring = restoring
+        self._layer_loading = layer_loading
         self._migrations = migrations
         self._memory = context.memory
         self._broken = broken
@@ -121,6 +83,8 @@ class TransitionDriver:
         self._received: PlanReceived | None = None
         self.leaving: Leaving | None = None  # the group before, which dissolves
         self._early: list[RosterArrived] = []  # rosters of peers that have the commit of a restore before this worker
+        self._granted: tuple[Epoch, int] = (Epoch(0), 0)  # the last restore for which there is room, and how much
+        self._withdrawn = Epoch(0)  # the last restore that the leader has given up
 
     # ------------------------------------------------------------ what it is told
 
@@ -132,14 +96,14 @@ class TransitionDriver:
             return
         if current is not None and current.phase in BEFORE_COMMIT:  # whoever has planned it has forgotten it
             why = f"epoch {plan.epoch} is to be prepared"
-            self.drive(AbortRequested(self._now(), current.epoch, why))
+            self.drive(t.AbortRequested(self._now(), current.epoch, why))
         if current is not None and current.phase in _AFTER_COMMIT:
             return  # one after the other: the planner asks again
         self._migrations.give_up("the layout changes")
-        if not (self._restoring.idle and self._migrations.idle):
+        if self.undoing or not self._migrations.idle:
             return  # what is read or written for it must not be unmapped
-        if plan.kind is TransitionKind.RESTORE and not self._restoring.may_begin:
-            return
+        if plan.kind is TransitionKind.RESTORE and self._role.leads and self._capacities.sizes is None:
+            return  # stages say how large they are when the transition before is over there: a moment later, perhaps
         self._links.retire(self._role.epoch)
         self.transition = Transition(self._role.me, plan)
         self._received = event
@@ -147,23 +111,24 @@ class TransitionDriver:
         self._handover.begin()
         self._early = []
         self._mover.core.begin(self._context.book)
-        self.drive(PrepareRequested(self._now(), plan))
+        room_blocks = self._granted[1] if self._granted[0] == plan.epoch else None
+        self.drive(t.PrepareRequested(self._now(), plan, room_blocks))
 
-    def told(self, epoch: Epoch, event: Event) -> None:
+    def told(self, epoch: Epoch, event: t.Event) -> None:
         transition = self.transition
         if transition is None or transition.epoch != epoch:
             self._published.stale_total += 1
             return
         match event:
-            case EpochEnded():
+            case t.EpochEnded():
                 self._pass_end_on(epoch)
-            case CommitRequested() if transition.phase is Phase.PREPARED:
+            case t.CommitRequested() if transition.phase is Phase.PREPARED:
                 self._published.note_commit()
             case _:
                 pass
         self.drive(event)
 
-    def drive(self, *events: Event | RosterArrived) -> None:
+    def drive(self, *events: t.Event | RosterArrived) -> None:
         """Takes events to commands and their results to events until none is left; then sends KV and publishes, once.
         A group that is lost takes its transition with it, and what was still to be told to that.
         """
@@ -178,7 +143,7 @@ class TransitionDriver:
             self._published.publish(self.transition)
         self._stage.run_early()
 
-    def _handle(self, transition: Transition, event: Event | RosterArrived) -> list[Command]:
+    def _handle(self, transition: Transition, event: t.Event | RosterArrived) -> list[t.Command]:
         if isinstance(event, RosterArrived):
             self._make_room_for(event)
             event = replace(event.event, source=self._role.leader) if event.event.wave else event.event
@@ -199,15 +164,25 @@ class TransitionDriver:
         ):
             # What has ended since the last batch, while the stages still follow this leader: it would stay there.
             self._capacities.tell_core(ends=True)
-            self.drive(BoundaryReached(self._now(), transition.epoch))
-        if transition is not None:
-            self.drive(*self._restoring.lead(transition))
-            self.drive(*self._restoring.take_awaited_room(transition))
-        self._restoring.undo()
+            self.drive(t.BoundaryReached(self._now(), transition.epoch))
+        if transition is not None and transition.part.dissolves:
+            self._poll_restore(transition)
         if self.leaving is not None and self.leaving.poll():
-            self.drive(GroupEnded(self._now(), self.leaving.epoch, self.leaving.own_victims))
+            self.drive(t.GroupEnded(self._now(), self.leaving.epoch, self.leaving.own_victims))
         if transition is not None and transition.takes_checksums and not self._layer_loading.reads_layers:
-            self.drive(MemoryReady(self._now(), transition.epoch))
+            self.drive(t.MemoryReady(self._now(), transition.epoch))
+
+    def _poll_restore(self, transition: Transition) -> None:
+        epoch, before_commit = transition.epoch, transition.phase in BEFORE_COMMIT
+        if before_commit and self._role.leads and (why := self._capacities.why_too_long()):
+            self.drive(t.PreparationFailed(self._now(), epoch, why))
+        if transition.limits and not transition.has_room():
+            self.drive(self._limit_group(epoch))
+        if transition.limits and self._context.group_scheduler.settled:
+            self.drive(t.LimitHeld(self._now(), epoch))
+        if transition.undoing and (block_count := self._layer_loading.undo(self._role.layers)) is not None:
+            self._context.grow_book(block_count)
+            self.drive(t.LayersGivenUp(self._now(), epoch))
 
     def link_made(self, event: LinkMade) -> None:
         if not self.is_current(event.epoch):  # of a plan that was given up: the links of this one may be missing yet
@@ -227,7 +202,7 @@ class TransitionDriver:
                 self._handover.adopt_by_tokens(self._now())
             return
         victims = self._handover.came(event)
-        self.drive(HandoverReceived(self._now(), event.epoch, event.source, victims))
+        self.drive(t.HandoverReceived(self._now(), event.epoch, event.source, victims))
 
     def roster_arrived(self, event: RosterArrived) -> None:
         if not self.is_current(event.epoch):
@@ -257,24 +232,49 @@ class TransitionDriver:
         if self.is_current(event.send.epoch):
             self.drive(*self._mover.left(event))
 
-    def room_granted(self, event: RoomGranted) -> None:
-        if self.leaving is not None and self.leaving.epoch == event.epoch:
-            self.leaving.limited(event.block_count)
-        else:
-            self.drive(*self._restoring.room_is_granted(self.transition, event.epoch, event.block_count))
+    def room_granted(self, epoch: Epoch, block_count: int) -> None:
+        """From the leader, perhaps before the planner asks for this restore."""
+        if self.leaving is not None and self.leaving.epoch == epoch:
+            self.leaving.limited(block_count)
+            return
+        self._links.pass_down(Topic.ROOM, room_to_bytes(epoch, block_count))
+        if epoch >= self._granted[0]:  # else it is of one that is over
+            self._granted = (epoch, block_count)
+        if self.transition is not None and self.transition.epoch == epoch:
+            self.drive(t.RoomGranted(self._now(), epoch, block_count))
 
     def room_withdrawn(self, epoch: Epoch) -> None:
-        self.drive(*self._restoring.room_is_withdrawn(self.transition, epoch))
+        """From the leader. What this follower has from now on, it has for good, and the leader may count on it."""
+        if self._role.leads:
+            self._published.stale_total += 1
+            return
+        self._pass_on_withdrawal(epoch)
+        if self.transition is not None and self.transition.epoch == epoch:
+            self.drive(t.PreparationFailed(self._now(), epoch, "the leader has given it up"))
+        if not self.undoing:  # else it is said then
+            self._capacities.tell_leader(self._withdrawn)
+
+    def _pass_on_withdrawal(self, epoch: Epoch) -> None:
+        """Down the pipeline, behind the grant of room if there was one."""
+        self._links.pass_on(Topic.ROOM_WITHDRAWN, epoch)
+        self._withdrawn = max(self._withdrawn, epoch)
 
     def layer_asked(self, event: LayerAsked) -> None:
-        self._restoring.layer_asked(self.transition, event)
+        transition = self.transition
+        if transition is not None and transition.epoch == event.epoch and transition.phase in BEFORE_COMMIT:
+            self._layer_loading.serve(event.link, event, self._role.layers)
+        else:
+            self._layer_loading.refuse(event.link, event)
 
     def layer_news(self, event: LayerArrived | LayerChecked) -> None:
-        self.drive(*self._restoring.layer_news(self.transition, event))
+        transition = self.transition
+        if not self._layer_loading.handle(event) or transition is None or transition.phase is not Phase.PREPARING:
+            return
+        self.drive(*self._layers_loaded())
+        self._published.publish(transition)
 
     def abandon(self) -> None:
         """The group is no more."""
-        self._restoring.abandon()
         self._handover.begin()
         self.transition = self.leaving = None
 
@@ -282,7 +282,7 @@ class TransitionDriver:
         """Whatever the other members of the group that dissolves do: here it ends now."""
         transition = self._current()
         for peer in transition.part.peers:
-            self.drive(PeerLost(self._now(), peer, why))
+            self.drive(t.PeerLost(self._now(), peer, why))
         self._links.retire(Epoch(transition.epoch + 1))  # and so the others hear of it
 
     # ------------------------------------------------------------ what others ask
@@ -301,7 +301,11 @@ class TransitionDriver:
     @property
     def at_rest(self) -> bool:
         """Nothing waits for a step boundary, for room, or for a moment to pass."""
-        return not self.under_way and self._restoring.at_rest
+        return not (self.under_way or self.undoing)
+
+    @property
+    def undoing(self) -> bool:
+        return self.transition is not None and self.transition.undoing
 
     def is_outside(self, plan: Plan) -> bool:
         """The plan takes this worker for one of no group, and it is a stage of one, or about to be."""
@@ -315,8 +319,7 @@ class TransitionDriver:
         """The plan makes this worker a whole one that serves alone, which it is by now, perhaps with requests."""
         part = part_of(plan, self._role.me)
         alone = part is not None and part.old is None and len(part.new.members) == 1
-        at_rest = not self.under_way and self._restoring.idle
-        return alone and at_rest and not self._role.stages and len(self._role.layers) == self._role.layer_count
+        return alone and self.at_rest and not self._role.stages and len(self._role.layers) == self._role.layer_count
 
     @property
     def epoch_in_force(self) -> Epoch:
@@ -338,83 +341,109 @@ class TransitionDriver:
 
     # ------------------------------------------------------------ commands
 
-    def _execute(self, command: Command) -> Sequence[Event | RosterArrived]:
+    def _execute(self, command: t.Command) -> Sequence[t.Event | RosterArrived]:
         """Returns what has come of it, if that is known at once."""
         match command:
-            case ConnectLinks(epoch=epoch, peers=peers):
+            case t.ConnectLinks(epoch=epoch, peers=peers):
                 received = self._plan_received()
                 self._links.connect(epoch, peers, received.data_addresses, received.lives)
-            case PrepareMemory():
+            case t.PrepareMemory():
                 return self._prepare_memory()
-            case UndoPreparation(plan=plan):
-                self._restoring.give_up(plan)
-            case Quiesce():
+            case t.GrantRoom(epoch=epoch, block_count=block_count):
+                self._links.pass_down(Topic.ROOM, room_to_bytes(epoch, block_count))
+            case t.LoadLayers(epoch=epoch, block_count=block_count):
+                sources = self._plan_received().sources
+                self._layer_loading.load(epoch, sources, self._published.counted, block_count)
+                return self._layers_loaded()
+            case t.ShrinkGroup(block_count=block_count):
+                self._layer_loading.shrink(block_count)
+                self._memory.make_room_for_layers((), block_count=self._context.book.block_count)
+            case t.WithdrawRoom(epoch=epoch):
+                if self._role.leads:
+                    self._pass_on_withdrawal(epoch)
+                    self._capacities.lift_limit()
+            case t.ReportRoom():
+                self._capacities.tell_leader(self._withdrawn)
+            case t.Quiesce():
                 self._published.note_commit()
-            case SendEpochEnded(epoch=epoch):
+            case t.SendEpochEnded(epoch=epoch):
                 self._pass_end_on(epoch)
-            case TakeUp():
+            case t.TakeUp():
                 return self._dissolve() if self._current().part.dissolves else [self._take_up()]
-            case Empty(epoch=epoch):
+            case t.Empty(epoch=epoch):
                 self._the_leaving().empty(self._current().lost)
-                return [GroupEnded(self._now(), epoch, self._the_leaving().own_victims)]
-            case GiveWay():
+                return [t.GroupEnded(self._now(), epoch, self._the_leaving().own_victims)]
+            case t.GiveWay():
                 if self.leaving is not None:
                     self.leaving.give_way()
-            case CloseSeat():
+            case t.CloseSeat():
                 self._the_leaving().close()
-                self._restoring.lift_limit()
-            case SendHandover(epoch=epoch, to=to):
+                self._capacities.lift_limit()
+            case t.SendHandover(epoch=epoch, to=to):
                 self._handover.send(epoch, to)
-            case Lead(victims=victims):
+            case t.Lead(victims=victims):
                 return [self._lead(victims, 0)]
-            case LeadWave(wave=wave):
+            case t.LeadWave(wave=wave):
                 return [self._lead((), wave)]
-            case SendRoster():
+            case t.SendRoster():
                 self._handover.send_roster(command)
-            case SendKv():
+            case t.SendKv():
                 self._mover.send(command)
-            case ExpectKv():
+            case t.ExpectKv():
                 self._mover.expect(command)
-            case SendKvComplete(sequence_id=sequence_id, to=to):
+            case t.SendKvComplete(sequence_id=sequence_id, to=to):
                 self._links.send(to, TrafficClass.CONTROL, Topic.KV_COMPLETE, b"", stream=sequence_id)
-            case Resume(sequence_id=sequence_id):
+            case t.Resume(sequence_id=sequence_id):
                 self._resume(sequence_id)
-            case ReleaseSent():
+            case t.ReleaseSent():
                 self._release_sent()
-            case SendWaveDone(wave=wave, to=to):
+            case t.SendWaveDone(wave=wave, to=to):
                 self._links.send(to, TrafficClass.CONTROL, Topic.WAVE_DONE, b"", stream=wave)
-            case ReleaseLost():
+            case t.ReleaseLost():
                 self._release_lost()
-            case Broken(peer=peer, why=why):
+            case t.Broken(peer=peer, why=why):
                 self._broken(self._current().epoch, peer, why)
         return ()
 
     # ------------------------------------------------------------ prepare
 
-    def _prepare_memory(self) -> Sequence[PreparationFailed]:
+    def _prepare_memory(self) -> Sequence[t.PreparationFailed]:
         """`MemoryReady` follows once what has begun here is done, see `poll`; unless it fails at once."""
         transition, progress = self._current(), self._published.counted
         why = self._why_unfit(transition)
         if not why and transition.plan.kind is TransitionKind.RESTORE:
             progress.block_count_after = self._memory.home_block_count
-            self._restoring.begin(transition.epoch, self._plan_received().sources)
         elif not why:
             dropped = self._layers_lost(transition)
             progress.block_count_after = self._memory.blocks_after_drop(dropped)
             self._layer_loading.learn(dropped)
-        return [PreparationFailed(self._now(), transition.epoch, why)] if why else ()
+        return [t.PreparationFailed(self._now(), transition.epoch, why)] if why else ()
 
     def _why_unfit(self, transition: Transition) -> str:
         """Why this worker cannot take part; empty: it can."""
         restores, base = transition.plan.kind is TransitionKind.RESTORE, transition.part.old
-        if restores and (why := self._restoring.why_not(transition)):
-            return why
+        if restores and not transition.part.dissolves:
+            return "a restore makes every member a whole worker of its own"
+        if restores and transition.epoch <= self._withdrawn:
+            return f"the leader has given epoch {transition.epoch} up"
         if base is not None and (why := self._role.why_not_as_in(base)):
             return why
         if restores:
-            return self._restoring.why_too_long()
+            return self._capacities.why_too_long()
         lacking = set(self._layers_to_come(transition)) - set(self._memory.parameters.held_layers)
         return f"{self._role.me} does not hold layers {sorted(lacking)}, which it is to execute" if lacking else ""
+
+    def _limit_group(self, epoch: Epoch) -> t.GroupLimited:
+        block_count = self._capacities.smallest_leaving
+        self._capacities.limit(epoch, block_count)
+        self._capacities.limit_prompts()
+        return t.GroupLimited(self._now(), epoch, block_count)
+
+    def _layers_loaded(self) -> Sequence[t.PreparationFailed | t.MemoryReady]:
+        epoch = self._current().epoch
+        if self._layer_loading.failure:
+            return [t.PreparationFailed(self._now(), epoch, self._layer_loading.failure)]
+        return [t.MemoryReady(self._now(), epoch)] if self._layer_loading.complete else ()
 
     def _layers_to_come(self, transition: Transition) -> range:
         return own_layers(self._role.me, transition.part.new.members)
@@ -425,7 +454,7 @@ class TransitionDriver:
 
     # ------------------------------------------------------------ commit
 
-    def _take_up(self) -> TakenUp:
+    def _take_up(self) -> t.TakenUp:
         """Between two batches: sequences change hands, memory is moved, and the role is another one."""
         transition, now_s, role = self._current(), self._now(), self._role
         self._published.note_commit()
@@ -442,16 +471,16 @@ class TransitionDriver:
         progress.taken_up_at_s = self._now()
         progress.boundary_wait_s = progress.taken_up_at_s - progress.commit_at_s - progress.remap_s
         get_logger().info("layout taken up", epoch=transition.epoch, **progress.until_taken_up())
-        return TakenUp(self._now(), transition.epoch, own)
+        return t.TakenUp(self._now(), transition.epoch, own)
 
-    def _dissolve(self) -> Sequence[Event | RosterArrived]:
+    def _dissolve(self) -> Sequence[t.Event | RosterArrived]:
         """Between two batches: this worker serves alone, and the group before goes on beside that. Rosters of peers
         that have the commit already follow.
         """
         transition, now_s, role, context = self._current(), self._now(), self._role, self._context
         progress = self._published.counted
         self._published.note_commit()
-        self._restoring.commit()
+        self._layer_loading.end()
         if role.leads:
             progress.victim_count = progress.victims_waiting = len(context.group_scheduler.sequence_ids)
         home_blocks = self._capacities.smallest_home
@@ -470,7 +499,7 @@ class TransitionDriver:
         context.book = BlockBook(block_count, self._memory.kv.shape.block_tokens, self._memory.kv.window.first_block)
         progress.remap_s += self._now() - now_s
         self._answers.tell(GroupOpened(now_s, context.book))
-        self._restoring.limit_prompts(beside=True)
+        self._capacities.limit_prompts(beside=True)
         role.take_up(transition.epoch, transition.part.new)
         self._published.clock.begin_layout()
         self._capacities.begin()
@@ -480,7 +509,7 @@ class TransitionDriver:
         get_logger().info("layout taken up", epoch=transition.epoch, **progress.until_taken_up())
         self._handover.adopt_by_tokens(now_s)
         early, self._early = self._early, []
-        return [TakenUp(self._now(), transition.epoch), *early]
+        return [t.TakenUp(self._now(), transition.epoch), *early]
 
     def _has_grown(self, block_count: int) -> None:
         self._context.grow_book(block_count)
@@ -504,7 +533,7 @@ class TransitionDriver:
         self._context.grow_book(block_count)
         progress.remap_s += self._now() - began_s
 
-    def _lead(self, victims: tuple[Victim, ...], wave: int) -> Led:
+    def _lead(self, victims: tuple[Victim, ...], wave: int) -> t.Led:
         """A wave is live only if all who hold KV are stages of the new group, and so come to every roster."""
         transition, now_s, progress = self._current(), self._now(), self._published.counted
         if wave:
@@ -514,7 +543,7 @@ class TransitionDriver:
             decision = self._handover.lead(transition, victims, progress, now_s)
         self._mover.core.forget(decision.recomputed)
         admitted, last = decision.wave.admitted, decision.wave.last
-        return Led(self._now(), transition.epoch, admitted, wave, last)
+        return t.Led(self._now(), transition.epoch, admitted, wave, last)
 
     # ------------------------------------------------------------ exchange
 
@@ -529,7 +558,7 @@ class TransitionDriver:
         progress, began_s = self._published.counted, self._now()
         self._context.grow_book(self._memory.shrink_retired(*self._mover.core.compact()))
         progress.remap_s += self._now() - began_s
-        self._capacities.tell_leader(self._restoring.withdrawn_epoch)
+        self._capacities.tell_leader(self._withdrawn)
 
     def _release_lost(self) -> None:
         progress, began_s = self._published.counted, self._now()
@@ -542,7 +571,7 @@ class TransitionDriver:
             self._links.retire(self._role.epoch)
         progress.exchange_s = self._now() - progress.taken_up_at_s
         progress.block_count_after = self._context.book.block_count
-        self._capacities.tell_leader(self._restoring.withdrawn_epoch)
+        self._capacities.tell_leader(self._withdrawn)
 
     # ------------------------------------------------------------ what there must be
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
 from ballast.service.logs import get_logger
 from services.worker.pipeline.context import Background, MemberContext
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class LayerLoading:
-    """One restore at a time: `begin`, `make_room` once the leader grants it, `handle` until `complete`; or `undo`."""
+    """One restore at a time: `load` once the leader grants room, `handle` until `complete`; or `undo`."""
 
     def __init__(
         self,
@@ -44,9 +43,7 @@ class LayerLoading:
         self._server.learn_each(memory.parameters.held_layers)
         self._pull: LayerPull | None = None
         self._epoch = Epoch(0)
-        self._sources: Mapping[int, Sequence[WorkerId]] = {}
         self._progress: Progress | None = None
-        self.wants_room = False
         self.failure = ""
 
     @property
@@ -79,16 +76,13 @@ class LayerLoading:
         """Some thread does: they must stay where they are."""
         return not self._server.idle
 
-    def begin(self, epoch: Epoch, sources: Mapping[int, Sequence[WorkerId]], progress: Progress) -> None:
-        self._epoch, self._sources, self._progress = epoch, sources, progress
-        self.wants_room, self.failure = True, ""
-
-    def make_room(self, block_count: int) -> None:
+    def load(
+        self, epoch: Epoch, sources: Mapping[int, Sequence[WorkerId]], progress: Progress, block_count: int
+    ) -> None:
         """The KV keeps so many blocks, and the missing layers get memory again: asks for them. No more blocks are held,
         and none beyond will be asked for.
         """
-        progress, began_s = self._counted(), self._now()
-        self.wants_room = False
+        self._epoch, self._progress, self.failure, began_s = epoch, progress, "", self._now()
         self.shrink(block_count)
         missing = [i for i in range(self._layer_count) if i not in self._memory.parameters.held_layers]
         self._memory.make_room_for_layers(missing, block_count=self._context.book.block_count)
@@ -97,16 +91,16 @@ class LayerLoading:
             t.nbytes for layer in missing for t in self._memory.parameters.pieces(layer)
         )
         self._pull = LayerPull(
-            self._epoch,
+            epoch,
             missing,
-            self._sources,
+            sources,
             hub=self._hub,
             ask=lambda peer, layer: self._ask(peer, self._epoch, layer, self._memory.parameters.layout(layer)),
             server=self._server,
             hurried=self._hurried,
         )
         self._pull.go_on()
-        self._settle(self._pull)
+        self._settle(self._pull, progress)
 
     def shrink(self, block_count: int) -> None:
         """The book ends there: blocks behind move down."""
@@ -126,11 +120,11 @@ class LayerLoading:
             pull.arrived(event)
         else:
             pull.checked(event)
-        self._settle(pull)
+        if self._progress is not None:
+            self._settle(pull, self._progress)
         return True
 
-    def _settle(self, pull: LayerPull) -> None:
-        progress = self._counted()
+    def _settle(self, pull: LayerPull, progress: Progress) -> None:
         progress.parameter_bytes_pulled, progress.repulled_layers = pull.pulled_bytes, pull.repulled
         self.failure = pull.failure
         if pull.finished:
@@ -138,14 +132,13 @@ class LayerLoading:
 
     def end(self) -> None:
         """The commit: what is here, stays."""
-        self.wants_room, self._pull = False, None
+        self._pull = None
 
     def undo(self, kept: range) -> int | None:
         """Gives up all but the layers `kept` again. None: something still writes into them; ask again later.
 
         Returns the number of blocks there are now.
         """
-        self.wants_room = False
         self._server.cancel()
         if self._pull is not None:
             self._pull.cancel()
@@ -161,8 +154,3 @@ class LayerLoading:
 
     def close(self) -> None:
         self._workers.shutdown()
-
-    def _counted(self) -> Progress:
-        if self._progress is None:
-            raise InvariantViolation("no restore has begun")
-        return self._progress

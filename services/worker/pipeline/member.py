@@ -1,7 +1,7 @@
 """This worker in its group: tells its parts what happens, and stays when the group is lost. Engine thread only.
 
 What decides is pure (`core.transition`, `core.worker`); the parts do what they say. `StageRunner` runs batches,
-`TransitionDriver` carries transitions out, `Restoring` prepares restores, and `Role` is what all of them go by.
+`TransitionDriver` carries transitions out, and `Role` is what all of them go by.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ from services.worker.pipeline.migrations import Migrations
 from services.worker.pipeline.mover import KvMover
 from services.worker.pipeline.published import Published
 from services.worker.pipeline.rescue import Rescue
-from services.worker.pipeline.restoring import Restoring
 from services.worker.pipeline.role import Role
 from services.worker.pipeline.stage_runner import StageRunner
 from services.worker.pipeline.stage_watch import HostWatch
@@ -93,7 +92,6 @@ class GroupMember:
             background=environment.background,
             hurried=lambda: pace.memory_is_awaited,
         )
-        restoring = Restoring(context, capacities, layer_loading)
         watch = environment.watch or partial(HostWatch, now)
         self._copier = environment.copier
         self._stage = stage = StageRunner(
@@ -122,7 +120,7 @@ class GroupMember:
             stage=stage,
             capacities=capacities,
             mover=mover,
-            restoring=restoring,
+            layer_loading=layer_loading,
             migrations=migrations,
             broken=self._break_up,
             second=second,
@@ -219,8 +217,8 @@ class GroupMember:
                 driver.link_made(event)
             case CapacityTold():
                 self._capacity_told(event)
-            case RoomGranted():
-                driver.room_granted(event)
+            case RoomGranted(epoch=epoch, block_count=block_count):
+                driver.room_granted(epoch, block_count)
             case RoomWithdrawn(epoch=epoch):
                 driver.room_withdrawn(epoch)
             case LayerAsked():

@@ -37,8 +37,7 @@ class Rescue:
                 return False
             grow(block_count)
             self.under_way = True
-            self.layer_loading.begin(self.epoch, {}, self.progress)
-            self.layer_loading.make_room(0)
+            self.layer_loading.load(self.epoch, {}, self.progress, 0)
         if self.layer_loading.failure:
             raise InvariantViolation(f"a layer cannot be read from the checkpoint: {self.layer_loading.failure}")
         return self.layer_loading.complete

@@ -1,5 +1,9 @@
 """A member's part in a restore: it serves alone from the commit on, and its group comes to its end beside that."""
 
+from collections.abc import Callable
+
+import pytest
+
 from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, Member
 from ballast.common.transition import Phase, TransitionKind
@@ -15,25 +19,36 @@ from services.worker.core.transition_messages import (
     ConnectLinks,
     Empty,
     EpochEnded,
+    Event,
     ExpectKv,
     GiveWay,
+    GrantRoom,
     GroupEnded,
+    GroupLimited,
     HandoverReceived,
     KvReceived,
+    LayersGivenUp,
     Lead,
     Led,
+    LimitHeld,
     LinksUp,
+    LoadLayers,
     MemoryReady,
     PeerLost,
+    PreparationFailed,
     PrepareRequested,
     ReleaseLost,
+    ReportRoom,
     Resume,
+    RoomGranted,
     RosterReceived,
     SendEpochEnded,
     SendHandover,
     SendRoster,
+    ShrinkGroup,
     TakenUp,
     TakeUp,
+    WithdrawRoom,
 )
 
 LAYERS, OLD, NEW = 6, Epoch(2), Epoch(3)
@@ -49,12 +64,31 @@ WHOLE = tuple(Group(GroupId(name), (member(name, 0, LAYERS),)) for name in NAMES
 PLAN = Plan(TransitionKind.RESTORE, Layout(OLD, LAYERS, (PIPELINE,), ""), Layout(NEW, LAYERS, WHOLE, ""))
 
 
-def prepared(me: WorkerId) -> Transition:
+def begun(me: WorkerId, room_blocks: int | None = None) -> Transition:
     transition = Transition(me, PLAN)
     others = tuple(name for name in NAMES if name != me)
-    assert transition.handle(PrepareRequested(0.0, PLAN))[0] == ConnectLinks(NEW, others)
+    assert transition.handle(PrepareRequested(0.0, PLAN, room_blocks))[0] == ConnectLinks(NEW, others)
     assert transition.handle(PrepareRequested(0.0, PLAN)) == []
-    assert transition.handle(LinksUp(0.0, NEW)) + transition.handle(MemoryReady(0.0, NEW)) == []
+    return transition
+
+
+def loading(me: WorkerId) -> Transition:
+    """The leader limits its group before it grants room, the others wait for that."""
+    transition = begun(me)
+    if me == W0:
+        assert transition.handle(LinksUp(0.0, NEW)) + transition.handle(GroupLimited(0.0, NEW, 12)) == []
+        assert transition.limits
+        assert transition.handle(LimitHeld(0.0, NEW)) == [GrantRoom(NEW, 12), LoadLayers(NEW, 12)]
+    else:
+        assert transition.handle(LinksUp(0.0, NEW)) == []
+        assert transition.handle(RoomGranted(0.0, NEW, 12)) == [LoadLayers(NEW, 12)]
+    assert transition.phase is Phase.PREPARING
+    return transition
+
+
+def prepared(me: WorkerId) -> Transition:
+    transition = loading(me)
+    assert transition.handle(MemoryReady(0.0, NEW)) == []
     assert transition.phase is Phase.PREPARED
     return transition
 
@@ -90,6 +124,44 @@ def test_a_leader_ends_the_group_when_nothing_runs_in_it() -> None:
     assert transition.handle(HandoverReceived(0.0, NEW, W1, ())) == []
     assert transition.handle(HandoverReceived(0.0, NEW, W2, ())) == [Lead(NEW, ())]
     assert is_done_when_led(transition, (W1, W2))
+
+
+@pytest.mark.parametrize("before_the_plan", [True, False])
+def test_room_may_be_granted_before_links_are_up(before_the_plan: bool) -> None:
+    transition = begun(W1, 12 if before_the_plan else None)
+    if not before_the_plan:
+        assert transition.handle(RoomGranted(0.0, NEW, 12)) == []
+    assert transition.handle(LinksUp(0.0, NEW)) == [LoadLayers(NEW, 12)]
+
+
+def test_a_group_whose_leader_has_committed_already_gives_more_of_its_room() -> None:
+    transition = loading(W2)
+    assert transition.handle(RoomGranted(0.0, NEW, 9)) == [ShrinkGroup(NEW, 9)]
+    transition.handle(MemoryReady(0.0, NEW))
+    assert transition.handle(RoomGranted(0.0, NEW, 7)) == [ShrinkGroup(NEW, 7)]
+    assert transition.phase is Phase.PREPARED
+
+
+@pytest.mark.parametrize("me", [W0, W1])
+@pytest.mark.parametrize("begin", [begun, loading, prepared])
+def test_what_an_abort_leaves_is_undone(begin: Callable[[WorkerId], Transition], me: WorkerId) -> None:
+    transition = begin(me)
+    assert transition.handle(AbortRequested(0.0, NEW, "demand")) == ([WithdrawRoom(NEW)] if me == W0 else [])
+    assert (transition.phase, transition.why, transition.undoing) == (Phase.ABORTED, "demand", True)
+    assert transition.handle(CommitRequested(0.0, NEW)) + transition.handle(RoomGranted(0.0, NEW, 12)) == []
+    assert transition.handle(LayersGivenUp(0.0, NEW)) == [ReportRoom(NEW)]
+    assert (transition.phase, transition.undoing) == (Phase.ABORTED, False)
+
+
+@pytest.mark.parametrize("undone_first", [True, False])
+def test_a_preparation_that_fails_is_undone_before_or_after_the_planner_hears_of_it(undone_first: bool) -> None:
+    transition = loading(W1)
+    assert transition.handle(PreparationFailed(0.0, NEW, "no source has layer 3")) == []
+    assert (transition.phase, transition.undoing) == (Phase.FAILED, True)
+    last: list[Event] = [AbortRequested(0.0, NEW, "one has failed"), LayersGivenUp(0.0, NEW)]
+    for event in reversed(last) if undone_first else last:
+        transition.handle(event)
+    assert (transition.phase, transition.undoing) == (Phase.ABORTED, False)
 
 
 def test_an_abort_that_comes_too_late_lets_the_group_give_way() -> None:
@@ -181,6 +253,6 @@ def test_a_member_from_which_kv_is_to_come_takes_the_others_along() -> None:
 def test_before_the_commit_a_lost_member_is_a_restore_that_fails() -> None:
     transition = prepared(W0)
     said: list[Command] = transition.handle(PeerLost(0.0, W2, "gone"))
-    assert [type(command).__name__ for command in said] == ["UndoPreparation"]
+    assert [type(command).__name__ for command in said] == ["WithdrawRoom"]
     assert transition.phase is Phase.FAILED
     assert transition.handle(CommitRequested(0.0, NEW)) == []
