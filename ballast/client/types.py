@@ -347,6 +347,7 @@ class ClusterStatus:
         workers: All workers of the layout.
         backlog_request_count: Requests that wait in this dispatcher.
         backlog_token_count: Their prompt tokens.
+        offline_queued_count: Offline requests that wait in this dispatcher for a worker to ask for them.
         running_request_count: Requests of this dispatcher that workers hold.
         max_queued_request_count: Bound of the backlog.
         max_queued_token_count: Bound of the backlog.
@@ -377,6 +378,7 @@ class ClusterStatus:
     state_server_reachable: bool
     planner_address: str = ""
     recent: RecentTimes = RecentTimes()
+    offline_queued_count: int = 0
     kept_out: Mapping[str, str] = field(default_factory=dict[str, str])
     waiting_by_caller: Mapping[str, int] = field(default_factory=dict[str, int])
 

@@ -175,6 +175,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             model=MODEL.message(model) if model is not None else None,
             backlog_request_count=len(core.backlog),
             backlog_token_count=core.backlog.token_count,
+            offline_queued_count=len(core.feed),
             running_request_count=core.fleet.placed_count + core.moving_count,
             max_queued_request_count=self._bounds.max_queued_request_count,
             max_queued_token_count=self._bounds.max_queued_token_count,
@@ -186,7 +187,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             recent=TIMES.message(
                 self._shell.chronicle.times(self._clock.now_s()),
                 window_s=WINDOW_S,
-                generated_tokens_total=core.relayed_token_count,
+                generated_tokens_total=core.relay.token_count,
                 replays_total=core.replay_count,
             ),
             kept_out=kept_out,

@@ -621,6 +621,7 @@ class GetStatusResponse(_message.Message):
     RECENT_FIELD_NUMBER: _builtins.int
     KEPT_OUT_FIELD_NUMBER: _builtins.int
     WAITING_BY_CALLER_FIELD_NUMBER: _builtins.int
+    OFFLINE_QUEUED_COUNT_FIELD_NUMBER: _builtins.int
     dispatcher_id: _builtins.str
     version: _builtins.str
     backlog_request_count: _builtins.int
@@ -634,6 +635,8 @@ class GetStatusResponse(_message.Message):
     """Whether the state server answered last time."""
     planner_address: _builtins.str
     """host:port of the active planner; empty while nobody knows."""
+    offline_queued_count: _builtins.int
+    """Offline requests that wait for a worker to ask for them. Counted apart from the backlog."""
     @_builtins.property
     def layout(self) -> _cluster_pb2.Layout: ...
     @_builtins.property
@@ -677,10 +680,11 @@ class GetStatusResponse(_message.Message):
         recent: Global___RecentTimes | None = ...,
         kept_out: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         waiting_by_caller: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        offline_queued_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "model", b"model", "recent", b"recent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog_request_count", b"backlog_request_count", "backlog_token_count", b"backlog_token_count", "dispatcher_id", b"dispatcher_id", "draining", b"draining", "kept_out", b"kept_out", "layout", b"layout", "max_queued_request_count", b"max_queued_request_count", "max_queued_token_count", b"max_queued_token_count", "model", b"model", "planner_address", b"planner_address", "recent", b"recent", "requests_total", b"requests_total", "running_request_count", b"running_request_count", "state_server_reachable", b"state_server_reachable", "uptime_s", b"uptime_s", "version", b"version", "waiting_by_caller", b"waiting_by_caller", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog_request_count", b"backlog_request_count", "backlog_token_count", b"backlog_token_count", "dispatcher_id", b"dispatcher_id", "draining", b"draining", "kept_out", b"kept_out", "layout", b"layout", "max_queued_request_count", b"max_queued_request_count", "max_queued_token_count", b"max_queued_token_count", "model", b"model", "offline_queued_count", b"offline_queued_count", "planner_address", b"planner_address", "recent", b"recent", "requests_total", b"requests_total", "running_request_count", b"running_request_count", "state_server_reachable", b"state_server_reachable", "uptime_s", b"uptime_s", "version", b"version", "waiting_by_caller", b"waiting_by_caller", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,5 +1,5 @@
-"""The backlog: requests that no worker has, by priority class, and in it in an order that is chosen. Bounded by its
-owner."""
+"""The backlog: online requests that no worker has, by priority class, and in it in an order that is chosen. Bounded by
+its owner."""
 
 import itertools
 import math

@@ -14,6 +14,7 @@ MOST_SHARED = 2  # with those of callers that fill no more than their share, so 
 class Limits:
     max_queued_request_count: int = 1024
     max_queued_token_count: int = 1_000_000
+    max_offline_queued_count: int = 256  # --max-offline-queued
     replay_limit: int = 3
     no_worker_timeout_s: float = 30.0  # so long a request waits while there is no worker at all
     move_wait_s: float = 5.0  # so long one that was handed over waits for the stream to its new worker

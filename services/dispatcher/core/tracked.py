@@ -35,6 +35,10 @@ class Tracked:
     move_count: int = 0
     story: Story = field(default_factory=Story)
     blocked_since_s: float | None = None  # large, and no worker could run it at once
+    offline: bool = field(init=False)  # of a class that uses what others leave
+
+    def __post_init__(self) -> None:
+        self.offline = self.request.priority.offline
 
     @property
     def token_count(self) -> int:
@@ -74,8 +78,25 @@ class Tracked:
         worker_id = self.worker.worker_id if self.worker is not None else ""
         if self.first_token_at_s is None:
             self.first_token_at_s = self.last_token_at_s = at_s
-            recent.add(at_s, at_s - self.arrived_at_s)
+            if not self.offline:
+                recent.add(at_s, at_s - self.arrived_at_s)
             self.note(at_s, What.FIRST_TOKEN, worker_id)
         else:
             gap_s = at_s - self.last_token_at_s
             self.story.add(Moment(at_s, What.RESUMED, len(self.output_token_ids), worker_id, layout, gap_s))
+
+
+def tracked_of(request: Request, serial: int, at_s: float) -> Tracked:
+    """A request that has just come; perhaps with what another dispatcher has had of its answer."""
+    tracked = Tracked(
+        request=request,
+        serial=serial,
+        arrived_at_s=at_s,
+        queued_at_s=at_s,
+        output_token_ids=list(request.output_token_ids),
+        text_chars=request.text_chars,
+    )
+    if request.output_token_ids:
+        tracked.first_token_at_s = tracked.last_token_at_s = at_s
+        tracked.note(at_s, What.TAKEN_OVER)
+    return tracked
