@@ -103,6 +103,10 @@ PYTHONS ?= python3.11 python3.12 python3.13
 install-check: setup  ## install the wheels into empty environments, on every Python: size, import, tests, ballast up
 	$(PY) -m deploy.install_check --pythons $(PYTHONS)
 
+OLD ?= $(shell git log -1 --format=%h --diff-filter=A -- ballast/common/protocol.py)
+upgrade-check: setup  ## a worker of an older commit in today's cluster, under load, with drops: make upgrade-check OLD=REF
+	$(PY) -m benchmarks.upgrade $(OLD)
+
 gpu-check: setup  ## the first hour with a GPU: what works there and what it costs, on one page
 	$(PY) -m benchmarks.gpu_check
 

@@ -235,6 +235,7 @@ def slowed(machine: Machine, known: Overheads) -> Machine:
             cost.prefix_s * by_step,
             cost.many_s * by_step,
             cost.beyond_s * by_token,
+            cost.knee_tokens,
         )
 
     each_s, more_s = max(known.step_s, known.sequence_s), known.sequence_s
@@ -296,6 +297,9 @@ def simulated(
         nic_bytes_per_s=rate,
         host_bytes_per_s=rate,
         gpus_per_host=1,
+        layer_floor_s=None,
+        collective_latency_s=None,
+        collective_fraction=None,
         source="measured here",
     )
     engine = emulate(machine, device_memory_bytes=budget, block_tokens=BLOCK_TOKENS)

@@ -10,6 +10,7 @@ from ballast.common.ids import RequestId
 from ballast.common.sampling import PriorityClass, SamplingParams
 from services.dispatcher.core.events import Deliver, Fail, Finish, Refuse, Request
 from sim.clock import Clock
+from sim.offline import OfflineClients
 from sim.results import Outcome, RequestRecord
 
 _DISTINCT = 1000
@@ -35,6 +36,7 @@ class Arrival(NamedTuple):
     at_s: float
     input_tokens: int
     output_tokens: int
+    caller: str = ""
 
 
 class Clients:
@@ -47,12 +49,17 @@ class Clients:
         *,
         max_model_len: int,
         distinct: bool = False,
+        priority: PriorityClass = PriorityClass.DEFAULT,
+        offline: OfflineClients | None = None,
     ) -> None:
-        """`zero_s`: of the clock, when the trace begins. `distinct`: no two prompts are alike.
+        """`zero_s`: of the clock, when the trace begins. `distinct`: no two prompts are alike. `offline`: what goes on
+        beside the trace.
 
         They ask for as long an answer as the model gives: how long it will be is known where it is made.
         """
         self._distinct = distinct
+        self._priority = priority
+        self.offline = offline
         self._max_model_len = max_model_len
         self._clock = clock
         self._zero_s = zero_s
@@ -61,6 +68,7 @@ class Clients:
             RequestRecord(index, f"r{index}", arrival.input_tokens, arrival.output_tokens, arrival.at_s)
             for index, arrival in enumerate(arrivals)
         ]
+        self._callers = [arrival.caller for arrival in arrivals]
         self._next_index = 0
         self._by_id: dict[RequestId, RequestRecord] = {}  # submitted, and not ended
         self._submits: Sequence[Submit] = ()
@@ -70,6 +78,8 @@ class Clients:
     def begin(self, submits: Sequence[Submit]) -> None:
         """Requests go to the dispatchers in turn."""
         self._submits = submits
+        if self.offline is not None:
+            self.offline.begin(submits)
         self._expect_next()
 
     def _expect_next(self) -> None:
@@ -86,9 +96,10 @@ class Clients:
             request_id=request_id,
             prompt_token_ids=_prompt(record.input_tokens, record.index % _DISTINCT if self._distinct else 0),
             sampling=_sampling(max(1, self._max_model_len - record.input_tokens)),
-            priority=PriorityClass.DEFAULT,
+            priority=self._priority,
             deadline_at_s=self._clock.now_s + self._deadline_s,
             omit_text=True,
+            caller=self._callers[record.index],
         )
         self._submits[record.index % len(self._submits)](request)
         self._expect_next()
@@ -100,10 +111,15 @@ class Clients:
 
     def as_sampled(self, request: Request) -> SamplingParams:
         """How the request is carried out: its answer ends by itself at the length that the trace has."""
+        if self.offline is not None and self.offline.owns(request.request_id):
+            return self.offline.as_sampled(request)
         record = self._by_id.get(request.request_id)
         return _sampling(1 if record is None else record.wanted_tokens)  # None: it has ended, and its abort follows
 
     def deliver(self, command: Deliver, at_s: float) -> None:
+        if self.offline is not None and self.offline.owns(command[0]):
+            self.offline.deliver(command)
+            return
         record = self._by_id[command[0]]
         times_s = record.token_times_s
         at_s -= self._zero_s
@@ -127,6 +143,9 @@ class Clients:
             record.token_times_s.extend(since_s)
 
     def end(self, command: Finish | Fail | Refuse, at_s: float) -> None:
+        if self.offline is not None and self.offline.owns(command.request_id):
+            self.offline.end(command)
+            return
         record = self._by_id.pop(command.request_id, None)
         if record is None:
             raise InvariantViolation(f"{command.request_id} ends twice")
@@ -150,8 +169,11 @@ class Clients:
 
     def check(self, known: Set[RequestId]) -> None:
         """Raise InvariantViolation unless exactly those that have not ended are with a dispatcher."""
-        if set(self._by_id) != known:
-            raise InvariantViolation(f"dispatchers and clients disagree about {sorted(set(self._by_id) ^ known)}")
+        mine = set(self._by_id)
+        if self.offline is not None:
+            mine |= self.offline.open_ids
+        if mine != known:
+            raise InvariantViolation(f"dispatchers and clients disagree about {sorted(mine ^ known)}")
         now_s = self._clock.now_s - self._zero_s
         for record in self._by_id.values():
             if now_s - record.arrival_s > self._deadline_s + _MARGIN_S:

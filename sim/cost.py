@@ -11,14 +11,14 @@ import numpy as np
 
 from ballast.common.cost import Chunk, CostModel
 from services.worker.core.batch import Batch, Slice
-from services.worker.policy.cost_fit import cost_of, relative_fit, terms_of
+from services.worker.policy.cost_fit import coefficients_of, cost_of, fit_knee, terms_of
 from services.worker.policy.roofline import RooflineCosts, Work
 from sim.hardware import ELEMENT_BYTES, Cluster, ModelSpec, Timings
 
 _PREFIXES = (0, 512, 2048, 8192)
 _COUNTS = (16, 64, 256, 1024, 2048)
 _DECODES = (1, 8, 32, 128, 256)
-_TERMS = 5  # of those that the cost model may have: the others are about matrix products on a CPU
+_MANY = 5  # the term that is about matrix products on a CPU
 _DIGITS = 6  # of coefficients: what is left of a fit on another machine's linear algebra is the same
 
 
@@ -78,9 +78,11 @@ def fitted(execution: ExecutionModel, layer_count: int) -> CostModel:
     shares += [((prefix, 1),) * count for prefix in _PREFIXES for count in _DECODES]
     shares += [((2048, 512), *((prefix, 1),) * 64) for prefix in _PREFIXES]
     rows = np.array([terms_of([Chunk(*pair) for pair in chunks]) for chunks in shares])
-    rows[:, _TERMS:] = 0.0
+    rows[:, _MANY] = 0.0
     seconds = [execution.work(_batch(chunks)).on(layer_count, is_last=True) for chunks in shares]
-    return cost_of([float(f"{x:.{_DIGITS}g}") for x in relative_fit(rows, np.array(seconds)).tolist()])
+    found = fit_knee(rows, np.array(seconds))
+    rounded = [float(f"{x:.{_DIGITS}g}") for x in coefficients_of(found).tolist()]
+    return cost_of(rounded, found.knee_tokens)
 
 
 def _batch(chunks: tuple[tuple[int, int], ...]) -> Batch:

@@ -58,6 +58,10 @@ class Pace:
             prompt_token_count=before.prompt_token_count,
             max_prompt_token_count=before.max_prompt_token_count,
             spare_block_count=before.spare_block_count,
+            offline_wanted_tokens=before.offline_wanted_tokens,
+            offline_tokens_total=before.offline_tokens_total,
+            offline_yields_total=before.offline_yields_total,
+            offline_lost_tokens_total=before.offline_lost_tokens_total,
         )
 
 

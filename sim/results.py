@@ -60,4 +60,7 @@ class SimRun:
     step_count: int
     trace_hash: str
     busy_fraction: float  # share of the time in which the engines execute batches
+    offline_token_count: int  # prompts and answers of offline requests, beside the trace
+    offline_lost_token_count: int  # computed for them once more, after they had yielded
+    offline_yield_count: int
     bubble_fraction: float | None  # idle share of pipeline stages while their group had work; None: no pipeline was

@@ -15,6 +15,7 @@ from ballast.common.errors import ConfigError, InvariantViolation
 from ballast.common.ids import DispatcherId, Epoch, Incarnation, WorkerId
 from ballast.common.load import LoadReport
 from ballast.common.model import ModelInfo
+from ballast.common.sampling import PriorityClass
 from ballast.common.traffic import Pace
 from ballast.service.logs import silence
 from services.monitor.core.messages import Instance as Announcement
@@ -26,6 +27,7 @@ from services.worker.pipeline.context import Environment
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.member import GroupMember
 from services.worker.pipeline.planner_side import Transitions
+from services.worker.policy.harvest import Harvest
 from services.worker.policy.lookahead import lookahead
 from services.worker.policy.microbatching import by_token_count
 from services.worker.policy.token_target import TokenTarget
@@ -42,6 +44,7 @@ from sim.links import SimLinks, SimPlane, Wires
 from sim.memory import Geometry, SimMemory
 from sim.monitoring import MonitorNode, Monitors, Reporter, share_traffic
 from sim.network import Endpoint, Network
+from sim.offline import OfflineClients, OfflineLoad
 from sim.pages import HugePages
 from sim.planning import Peer, PlannerNode
 from sim.process import Timer
@@ -76,6 +79,8 @@ class WorldOptions:
     fast_forwards: bool = True  # steps in which nothing is decided are taken together: the same run in less time
     faults: Sequence[Fault] = ()
     stop_after_s: float | None = None  # of the trace's time: a request that is there then stays open
+    offline: OfflineLoad | None = None  # beside the trace
+    priority: PriorityClass = PriorityClass.DEFAULT  # of the trace's requests
 
 
 class World:
@@ -132,6 +137,8 @@ class World:
             options.deadline_s,
             max_model_len=options.model.max_model_len,
             distinct=options.marks,
+            priority=options.priority,
+            offline=options.offline and OfflineClients(self.clock, options.offline, options.seed, options.deadline_s),
         )
         self.dispatchers = [self._add_dispatcher(number) for number in range(options.dispatcher_count)]
         self.samples: list[Sample] = []
@@ -214,6 +221,7 @@ class World:
             first_sequence_id=((number + 1) << 32) + ((incarnation - 1) << 24),
             microbatching=self._microbatching,
             target=None if rules.tpot_target_s is None else TokenTarget(rules.tpot_target_s, lambda: self._cost),
+            harvest=Harvest(lambda: self._cost, rules.offline_slowdown, rules.tpot_target_s),
         )
         instance = Instance(
             worker_id,
@@ -433,6 +441,9 @@ class World:
             trace_hash=self.clock.trace_hash,
             bubble_fraction=self._bubble_fraction(),
             busy_fraction=self._busy_fraction(max(ends_s, default=0.0)),
+            offline_token_count=0 if clients.offline is None else clients.offline.token_count,
+            offline_lost_token_count=sum(instance.load().offline_lost_tokens_total for instance in self._lives),
+            offline_yield_count=sum(instance.load().offline_yields_total for instance in self._lives),
         )
 
     def _bubble_fraction(self) -> float | None:

@@ -347,6 +347,7 @@ class ClusterStatus:
         workers: All workers of the layout.
         backlog_request_count: Requests that wait in this dispatcher.
         backlog_token_count: Their prompt tokens.
+        offline_queued_count: Offline requests that wait in this dispatcher for a worker to ask for them.
         running_request_count: Requests of this dispatcher that workers hold.
         max_queued_request_count: Bound of the backlog.
         max_queued_token_count: Bound of the backlog.
@@ -356,6 +357,8 @@ class ClusterStatus:
         state_server_reachable: Whether the state server answered last time.
         planner_address: host:port of the active planner; empty while the dispatcher knows of none.
         recent: How its requests have fared lately.
+        kept_out: Workers that are put into no group for now, and why.
+        waiting_by_caller: Requests that wait in this dispatcher, of the callers with the most; for operators.
     """
 
     dispatcher_id: str
@@ -375,6 +378,9 @@ class ClusterStatus:
     state_server_reachable: bool
     planner_address: str = ""
     recent: RecentTimes = RecentTimes()
+    offline_queued_count: int = 0
+    kept_out: Mapping[str, str] = field(default_factory=dict[str, str])
+    waiting_by_caller: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
     def groups(self) -> tuple[GroupStatus, ...]:

@@ -3,7 +3,8 @@
 A chunk reads the KV of its prefix once, however few tokens it has, so `prefix_s` counts the prefix itself. Without it
 decodes with long contexts come out at half of what they take on a CPU. The time of a matrix product is no straight
 line over its rows: `many_s` is what it takes more than a product with one vector, and `beyond_s` what a token takes
-more once there are so many that reading the parameters hides nothing of it. With these at 0 it is the paper's model.
+more once there are so many (`knee_tokens`) that reading the parameters hides nothing of it. With these at 0 it is the
+paper's model.
 
 Costs that decide are added with `math.fsum`: what `sum` gives for floats depends on the version of Python.
 """
@@ -13,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-KNEE_TOKENS = 64  # of a batch; above it tokens cost `beyond_s` more
+KNEE_TOKENS = 64  # where nothing else is known
 
 
 class Chunk(NamedTuple):
@@ -33,19 +34,20 @@ class CostModel:
     shared_s: float  # saved for every sequence but the first
     prefix_s: float = 0.0  # per token of a chunk's prefix, whose KV is read
     many_s: float = 0.0  # if the batch has more than one token
-    beyond_s: float = 0.0  # per token of the batch above KNEE_TOKENS
+    beyond_s: float = 0.0  # per token of the batch above `knee_tokens`
+    knee_tokens: int = KNEE_TOKENS
 
     def chunk_cost_s(self, chunk: Chunk) -> float:
         """A chunk alone (equations 1 and 2)."""
-        return self._own_s(chunk) + self._together_s(chunk.token_count)
+        return self.own_s(*chunk) + self.together_s(chunk.token_count)
 
     def batch_cost_s(self, chunks: Iterable[Chunk]) -> float:
         """Chunks of different sequences together (equation 3); 0 for none."""
         costs, token_count = list[float](), 0
         for chunk in chunks:
-            costs.append(self._own_s(chunk))
+            costs.append(self.own_s(*chunk))
             token_count += chunk.token_count
-        return math.fsum(costs) - max(0, len(costs) - 1) * self.shared_s + self._together_s(token_count)
+        return math.fsum(costs) - max(0, len(costs) - 1) * self.shared_s + self.together_s(token_count)
 
     def decodes_s(self, count: float, context_tokens: float) -> float:
         """So many decodes together whose prefixes have so many tokens: equation 3 for a mean batch, which need not
@@ -54,16 +56,16 @@ class CostModel:
         own_s = self.attention_s * (context_tokens + count) + self.prefix_s * context_tokens
         own_s += (self.token_s + self.chunk_s) * count - max(0.0, count - 1.0) * self.shared_s
         many_s = self.many_s if count > 1.0 else 0.0
-        return own_s + many_s + self.beyond_s * max(0.0, count - KNEE_TOKENS)
+        return own_s + many_s + self.beyond_s * max(0.0, count - self.knee_tokens)
 
-    def _own_s(self, chunk: Chunk) -> float:
-        prefix, count = chunk
+    def own_s(self, prefix: int, count: int) -> float:
+        """What depends on one chunk, whatever else is in the batch."""
         pairs = prefix * count + (count * count + count) / 2
         return self.attention_s * pairs + self.token_s * count + self.prefix_s * prefix + self.chunk_s
 
-    def _together_s(self, token_count: int) -> float:
+    def together_s(self, token_count: int) -> float:
         """What depends on the tokens of the whole batch."""
-        return (self.many_s if token_count > 1 else 0.0) + self.beyond_s * max(0, token_count - KNEE_TOKENS)
+        return (self.many_s if token_count > 1 else 0.0) + self.beyond_s * max(0, token_count - self.knee_tokens)
 
     def joining_s(self, prefix_tokens: int) -> float:
         """What a chunk adds to a batch that has others, before its first token is counted."""
@@ -79,6 +81,7 @@ class CostModel:
             self.prefix_s * factor,
             self.many_s * factor,
             self.beyond_s * factor,
+            self.knee_tokens,
         )
 
     def plus(self, other: "CostModel") -> "CostModel":
@@ -91,4 +94,5 @@ class CostModel:
             self.prefix_s + other.prefix_s,
             self.many_s + other.many_s,
             self.beyond_s + other.beyond_s,
+            self.knee_tokens if self.beyond_s else other.knee_tokens,
         )

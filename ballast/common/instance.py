@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from ballast.common.ids import Incarnation, WorkerId
 from ballast.common.model import ModelInfo
+from ballast.common.protocol import PROTOCOL
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,3 +16,4 @@ class Instance:
     address: str  # host:port of its WorkerService, as others reach it
     model: ModelInfo
     data_address: str = ""  # host:port where other members' links to it are made; "": it cannot join a pipeline
+    protocol: int = PROTOCOL  # that it speaks with other workers

@@ -25,7 +25,11 @@ class MemoryReport:
 
 @record(kw_only=True)
 class LoadReport:
-    """State of one instance after a step. Counts of blocks are the minimum over the stages of its group."""
+    """State of one instance after a step. Counts of blocks are the minimum over the stages of its group.
+
+    Counts of requests, of their blocks and of their tokens are those of online work: what offline work holds is free
+    for it. Offline work has fields of its own; totals and `memory` are of all work.
+    """
 
     block_tokens: int
     block_count: int  # KV blocks in all
@@ -48,6 +52,13 @@ class LoadReport:
     # Of a leader whose group before dissolves: blocks that the group before keeps to grow into. They count as used by
     # its members, and no request needs them.
     spare_block_count: int = 0
+    offline_block_count: int = 0  # held by offline requests
+    offline_running_count: int = 0
+    offline_waiting_count: int = 0
+    offline_wanted_tokens: int = 0  # of prompts of more offline requests that it could begin
+    offline_tokens_total: int = 0  # computed for offline requests, of prompts and answers
+    offline_lost_tokens_total: int = 0  # computed for offline requests that yielded, and computed anew
+    offline_yields_total: int = 0  # times an offline request gave its blocks or its place to online work
 
     @property
     def kv_usage_fraction(self) -> float:

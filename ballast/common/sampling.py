@@ -37,8 +37,14 @@ class PriorityClass(StrEnum):
     def rank(self) -> int:
         return _RANKS[self]
 
+    @property
+    def offline(self) -> bool:
+        """Whether such a request is offline work: it uses what online work leaves, and yields it at once."""
+        return self is PriorityClass.BATCH
+
 
 _RANKS = {c: i for i, c in enumerate(PriorityClass)}
+ALL_CLASSES = frozenset(PriorityClass)
 
 
 class GrammarKind(StrEnum):

@@ -14,6 +14,7 @@ def check_announce(message: Announce) -> None:
     border.address("announce.address", message.address)
     if message.data_address:
         border.address("announce.data_address", message.data_address)
+    border.within("announce.protocol", message.protocol, 0, border.MAX_EPOCH)
     border.within("announce.model.layer_count", message.model.layer_count, 1, border.MAX_LAYERS)
 
 

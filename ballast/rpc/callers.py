@@ -7,16 +7,20 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
+from ballast.common.sampling import ALL_CLASSES, PriorityClass
+
 
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Attributes:
     name: Of the token, or ROLE/ID of the certificate; empty where nobody is asked who he is.
     operates: It may change the cluster, and what others have started.
+    classes: That its requests may be of.
     """
 
     name: str
     operates: bool
+    classes: frozenset[PriorityClass] = ALL_CLASSES
 
 
 ANYBODY = Caller("", operates=True)

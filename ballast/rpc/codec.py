@@ -99,6 +99,13 @@ def _check_load(report: pb.LoadReport) -> None:
         report.prompt_token_count,
         report.max_prompt_token_count,
         report.spare_block_count,
+        report.offline_block_count,
+        report.offline_running_count,
+        report.offline_waiting_count,
+        report.offline_wanted_tokens,
+        report.offline_tokens_total,
+        report.offline_yields_total,
+        report.offline_lost_tokens_total,
     )
     if min(counts) < 0:
         raise InvalidRequest("load", f"counts must not be negative, and a block has tokens: {report}")
@@ -134,6 +141,7 @@ def _check_pace(message: pb.Pace) -> None:
     border.within("pace.layer_count", message.layer_count, 1, border.MAX_LAYERS)
     border.within("pace.max_batch_tokens", message.max_batch_tokens, 1, border.MAX_BYTES)
     terms = (cost.attention_s, cost.token_s, cost.chunk_s, cost.prefix_s, cost.many_s, cost.beyond_s, cost.shared_s)
+    border.within("pace.cost.knee_tokens", cost.knee_tokens, 0, border.MAX_BYTES)
     if not all(-_ROUNDED_S <= seconds <= border.MAX_SECONDS for seconds in terms):
         raise InvalidRequest("pace.cost", f"must be numbers of seconds, got {terms}")
     if cost.shared_s > cost.chunk_s + _ROUNDED_S:

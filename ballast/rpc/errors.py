@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 DOMAIN = "ballast"
+_MOST_CHARS = 1000
 _LONGEST_RETRY_S = 3600.0  # whatever a peer says
 
 _CODES: dict[type[errors.BallastError], grpc.StatusCode] = {
@@ -46,6 +47,11 @@ _CODES: dict[type[errors.BallastError], grpc.StatusCode] = {
 }
 
 
+def cut(text: str) -> str:
+    """At most as much of it as anybody reads: errors quote what was sent, and headers have 16 KiB."""
+    return text if len(text) <= _MOST_CHARS else f"{text[:_MOST_CHARS]}... ({len(text):,} characters)"
+
+
 def code_of(error: errors.BallastError) -> grpc.StatusCode:
     return _CODES[type(error)]
 
@@ -60,7 +66,7 @@ def to_status(error: errors.BallastError) -> "status_pb2.Status":
     match error:
         case errors.InvalidRequest():
             fields = {"field": error.field, "why": error.why}
-            violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.why)
+            violation = error_details_pb2.BadRequest.FieldViolation(field=cut(error.field), description=cut(error.why))
             details.append(_pack(error_details_pb2.BadRequest(field_violations=[violation])))
         case errors.Overloaded():
             fields = {"why": error.why}
@@ -81,9 +87,10 @@ def to_status(error: errors.BallastError) -> "status_pb2.Status":
             fields = {"why": error.why}
         case _:
             pass
+    fields = {name: cut(text) for name, text in fields.items()}
     info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=DOMAIN, metadata=fields)
     details.append(_pack(info))
-    return status_pb2.Status(code=code_of(error).value[0], message=str(error), details=details)
+    return status_pb2.Status(code=code_of(error).value[0], message=cut(str(error)), details=details)
 
 
 def answered(answer: T | None, target: str) -> T:

@@ -9,6 +9,7 @@ of that role). A client asks for the role that it wants to reach, whatever the h
 know where services run; only a dispatcher's must name its hosts, for clients from outside.
 """
 
+import ssl
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -27,7 +28,7 @@ _MOST_CONNECTIONS = 1 << 16  # that are remembered
 
 
 class TlsFolder:
-    """A certificate with its key and CA. Servers notice when the files are replaced; channels take what is there."""
+    """A certificate with its key and CA. Connections that are made after these were replaced get the new ones."""
 
     def __init__(self, path: Path) -> None:
         """
@@ -35,13 +36,35 @@ class TlsFolder:
             ConfigError: one of the files cannot be read, or is not what its name says.
         """
         self.path = path
+        self._channel: tuple[list[tuple[int, int]], grpc.ChannelCredentials] | None = None
         for name, sign in ((CERTIFICATE, b"CERTIFICATE"), (KEY, b"PRIVATE KEY"), (CA, b"CERTIFICATE")):
             if sign not in _read(path / name):
                 raise ConfigError(str(path / name), "holds no PEM block of that kind; `ballast certs` makes the files")
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        read = self._read_all()
-        return grpc.ssl_channel_credentials(read[CA], read[KEY], read[CERTIFICATE])
+        """Of the files as they are now; of those before, while the new ones cannot be read."""
+        try:
+            stamps = self.stamps()
+            if self._channel is None or stamps != self._channel[0]:
+                read = self._read_all()
+                self._channel = stamps, grpc.ssl_channel_credentials(read[CA], read[KEY], read[CERTIFICATE])
+        except (OSError, ConfigError):
+            if self._channel is None:
+                raise
+        return self._channel[1]
+
+    def stamps(self) -> list[tuple[int, int]]:
+        """Others where a file has been replaced."""
+        stats = [(self.path / name).stat() for name in (CERTIFICATE, KEY, CA)]
+        return [(stat.st_mtime_ns, stat.st_ino) for stat in stats]
+
+    def left_s(self) -> float:
+        """Seconds for which the certificate is still valid; negative when it is not any more.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        return expires_unix_s(self.path / CERTIFICATE) - time.time()
 
     def server_credentials(self, *, asks_clients: bool) -> grpc.ServerCredentials:
         """`asks_clients`: whoever connects must have a certificate of the CA."""
@@ -110,7 +133,7 @@ class _Renewal:
 
     def __init__(self, folder: TlsFolder) -> None:
         self._folder = folder
-        self._known = self._stamps()
+        self._known = folder.stamps()
         self._looked_at_s = time.monotonic()
 
     def fetch(self) -> grpc.ServerCertificateConfiguration | None:
@@ -120,7 +143,7 @@ class _Renewal:
             return None
         self._looked_at_s = time.monotonic()
         try:
-            stamps = self._stamps()
+            stamps = self._folder.stamps()
             if stamps == self._known:
                 return None
             configuration = self._folder._configuration()  # pyright: ignore[reportPrivateUsage] - of the same file
@@ -129,9 +152,18 @@ class _Renewal:
         self._known = stamps
         return configuration
 
-    def _stamps(self) -> list[tuple[int, int]]:
-        stats = [(self._folder.path / name).stat() for name in (CERTIFICATE, KEY, CA)]
-        return [(stat.st_mtime_ns, stat.st_ino) for stat in stats]
+
+def expires_unix_s(certificate: Path) -> float:
+    """When the first certificate of a file ends.
+
+    Raises:
+        ConfigError: the file holds none that can be read.
+    """
+    decode = cast(Callable[[str], dict[str, Any]], ssl._ssl._test_decode_cert)  # pyright: ignore
+    try:
+        return float(ssl.cert_time_to_seconds(decode(str(certificate))["notAfter"]))
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(str(certificate), f"holds no certificate that can be read: {error}") from error
 
 
 def trusting(ca_file: Path | None) -> grpc.ChannelCredentials:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ballast.rpc.errors import cut
+
 
 @dataclass(frozen=True, slots=True)
 class Failure(Exception):
@@ -25,7 +27,7 @@ class Failure(Exception):
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def body(self) -> dict[str, object]:
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": cut(self.message), "type": self.kind, "param": self.param, "code": self.code}}
 
 
 def invalid(param: str | None, why: str, *, code: str = "invalid_value", status: int = 400) -> Failure:

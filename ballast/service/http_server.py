@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import ssl
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -10,10 +11,12 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ballast.common.errors import ConfigError
-from ballast.rpc.tls import CERTIFICATE, KEY
+from ballast.rpc.tls import CERTIFICATE, KEY, TlsFolder
 from ballast.service.http_connections import BoundedProtocol
+from ballast.service.logs import get_logger
 
 _BACKLOG = 4096
+_LOOK_S = 1.0  # how often a new certificate is looked for
 
 
 class HttpServer:
@@ -48,6 +51,7 @@ class HttpServer:
             timeout_graceful_shutdown=max(1, round(shutdown_timeout_s)),
         )
         self._server = uvicorn.Server(config)
+        self._tls = None if tls_dir is None else TlsFolder(tls_dir)
 
     async def start(self) -> None:
         """Takes requests from now on."""
@@ -60,13 +64,34 @@ class HttpServer:
         """Serves until `stopping` is set and running requests have ended, or their time is up."""
         ticking = asyncio.create_task(self._server.main_loop(), name="uvicorn")
         stop = asyncio.create_task(stopping.wait(), name="stopping")
+        renewing = asyncio.create_task(self._follow_certificate(), name="certificate")
         try:
             await asyncio.wait({ticking, stop}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             stop.cancel()
+            renewing.cancel()
             self._server.should_exit = True
             await ticking
             await self._server.shutdown(sockets=[self._socket])
+
+    async def _follow_certificate(self) -> None:
+        """New connections get the certificate that lies in the folder, once its files fit together."""
+        if self._tls is None:
+            return
+        files, known = (self._tls.path / CERTIFICATE, self._tls.path / KEY), self._tls.stamps()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            try:
+                if (stamps := self._tls.stamps()) == known:
+                    continue
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*files)  # a half that is not written yet fails
+                context = self._server.config.ssl
+                assert context is not None
+                context.load_cert_chain(*files)
+            except (OSError, ssl.SSLError):
+                continue
+            known = stamps
+            get_logger().info("certificate read", path=str(files[0]))
 
 
 def _listen(host: str, port: int) -> socket.socket:

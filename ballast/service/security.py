@@ -4,8 +4,11 @@ Without both, a service listens on this machine's loopback only, unless it is to
 what that protects against whom.
 """
 
+import contextlib
 import functools
 import ipaddress
+import math
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -14,7 +17,7 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 from prometheus_client import Counter, Metric
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from pydantic import Field
 from pydantic_settings import CliImplicitFlag
@@ -23,12 +26,14 @@ from ballast.common.errors import BallastError, ConfigError, PermissionDenied, U
 from ballast.rpc.callers import Admit, Caller, caller
 from ballast.rpc.channel import Dial, open_channel
 from ballast.rpc.tls import HANDSHAKES, TlsFolder
-from ballast.service.logs import LogFormat, LogLevel
+from ballast.service.logs import LogFormat, LogLevel, get_logger
 from ballast.service.metrics import REGISTRY
 from ballast.service.settings import Settings
 from ballast.service.tokens import TokenBook, TokenRole, cluster_token
 
 _MIN_SECRET_BYTES = 16
+_DAY_S = 86400.0
+CERTIFICATE_WARN_S = 30 * _DAY_S
 
 _REFUSED = Counter(
     "ballast_calls_refused_total",
@@ -48,6 +53,38 @@ class _Handshakes(Collector):
 
 
 REGISTRY.register(_Handshakes())
+
+
+class _Certificates(Collector):
+    """How long the certificates of this process are valid. Those that end soon are logged, once a day."""
+
+    def __init__(self) -> None:
+        self._folders: dict[Path, TlsFolder] = {}
+        self._warned_at_s: dict[Path, float] = {}
+
+    def add(self, folder: TlsFolder) -> None:
+        self._folders[folder.path] = folder
+        self._left_s(folder)
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Seconds for which this process's certificate is still valid"
+        family = GaugeMetricFamily("ballast_certificate_expires_seconds", text, labels=["folder"])
+        for path, folder in self._folders.items():
+            with contextlib.suppress(ConfigError):
+                family.add_metric([path.name], self._left_s(folder))
+        yield family
+
+    def _left_s(self, folder: TlsFolder) -> float:
+        left_s, now_s = folder.left_s(), time.monotonic()
+        if left_s < CERTIFICATE_WARN_S and now_s >= self._warned_at_s.get(folder.path, -math.inf) + _DAY_S:
+            self._warned_at_s[folder.path] = now_s
+            days = f"{left_s / _DAY_S:.1f}"
+            get_logger().warning("certificate ends soon: `ballast certs --renew`", path=str(folder.path), days=days)
+        return left_s
+
+
+_CERTIFICATES = _Certificates()
+REGISTRY.register(_CERTIFICATES)
 
 # Any: the message types of a call do not matter here.
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -140,13 +177,20 @@ class Security:
         self._role = role
         self._insecure = settings.insecure
         self._tls = None if settings.tls_dir is None else TlsFolder(settings.tls_dir)
+        if self._tls is not None:
+            _CERTIFICATES.add(self._tls)
 
     def dial(self, peer: Role, *, watchful: bool = False) -> Dial:
         """Opens channels to services of that role; `watchful` as for `open_channel`."""
         if self._tls is None:
             return functools.partial(open_channel, watchful=watchful)
-        credentials = self._tls.channel_credentials()
-        return functools.partial(open_channel, credentials=credentials, peer=peer, watchful=watchful)
+        tls = self._tls
+
+        def opened(address: str) -> grpc.aio.Channel:
+            return open_channel(address, tls.channel_credentials(), peer, watchful=watchful)
+
+        tls.channel_credentials()  # what is wrong with the files is said at once
+        return opened
 
     def credentials(self) -> grpc.ServerCredentials | None:
         """To listen with. Dispatchers are reached by clients that have a token instead of a certificate."""
@@ -263,7 +307,7 @@ class TokenAuthority:
         if not operates and method not in INFERS:
             what = method.rpartition("/")[2]
             refuse("role", PermissionDenied(f"{what} needs a token with the role operate; {token.name} may only infer"))
-        return Caller(token.name, operates=operates)
+        return Caller(token.name, operates=operates, classes=token.classes)
 
 
 def _bearer(context: _Context) -> str | None:

@@ -1,4 +1,4 @@
-"""Tokens of clients: a file with one line for each, NAME ROLE sha256:HEX. The token itself is not stored anywhere.
+"""Tokens of clients: a file with one line for each, NAME ROLE sha256:HEX [CLASS,...]. The token itself is not stored.
 
 Tokens are 256 random bits, so a plain hash keeps them secret. Lines that begin with # are comments.
 """
@@ -15,6 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from ballast.common.errors import ConfigError
+from ballast.common.sampling import ALL_CLASSES, PriorityClass
 from ballast.service.logs import get_logger
 
 _PREFIX = "blst_"
@@ -33,6 +34,7 @@ class Token:
     name: str
     role: TokenRole
     digest: str  # hexadecimal
+    classes: frozenset[PriorityClass] = ALL_CLASSES  # that its requests may be of
 
 
 def new_token() -> str:
@@ -67,24 +69,27 @@ def read_tokens(path: Path) -> dict[str, Token]:
             continue
         token = _parse(line)
         if token is None or token.name in tokens:
-            raise ConfigError(f"{path}:{number}", f"must be NAME ROLE {_HASH}HEX, each name once")
+            raise ConfigError(f"{path}:{number}", f"must be NAME ROLE {_HASH}HEX [CLASS,...], each name once")
         tokens[token.name] = token
     return tokens
 
 
 def _parse(line: str) -> Token | None:
     match line.split():
-        case [name, role, digest] if role in list(TokenRole) and digest.startswith(_HASH):
+        case [name, role, digest, *classes] if role in list(TokenRole) and digest.startswith(_HASH):
             digest = digest.removeprefix(_HASH).lower()
             is_hex = len(digest) == 64 and all(c in "0123456789abcdef" for c in digest)
-            return Token(name, TokenRole(role), digest) if is_hex else None
+            may_use = frozenset(classes[0].split(",")) if classes else ALL_CLASSES
+            if not is_hex or len(classes) > 1 or not may_use <= ALL_CLASSES:
+                return None
+            return Token(name, TokenRole(role), digest, frozenset(map(PriorityClass, may_use)))
         case _:
             return None
 
 
 def write_tokens(path: Path, tokens: Iterable[Token]) -> None:
     """Writes in one piece: a reader meanwhile sees the old file or the new one. Readable by its owner only."""
-    body = "".join(f"{token.name} {token.role} {_HASH}{token.digest}\n" for token in tokens)
+    body = "".join(f"{token.name} {token.role} {_HASH}{token.digest}{_classes_of(token)}\n" for token in tokens)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -93,6 +98,10 @@ def write_tokens(path: Path, tokens: Iterable[Token]) -> None:
         os.replace(beside, path)
     except OSError as error:
         raise ConfigError(str(path), f"cannot be written: {error.strerror}") from error
+
+
+def _classes_of(token: Token) -> str:
+    return "" if token.classes == ALL_CLASSES else f" {','.join(sorted(token.classes))}"
 
 
 class TokenBook:

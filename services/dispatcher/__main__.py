@@ -241,6 +241,7 @@ def build_shell(
         Limits(
             max_queued_request_count=settings.max_num_queued_reqs,
             max_queued_token_count=settings.max_num_queued_tokens,
+            max_offline_queued_count=settings.max_offline_queued,
             replay_limit=settings.replay_limit,
             no_worker_timeout_s=settings.no_worker_timeout_s,
             move_wait_s=settings.move_wait_s,

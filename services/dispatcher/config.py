@@ -39,6 +39,9 @@ class DispatcherSettings(ServiceSettings):
     """Requests that may wait; more are refused with the delay after which to try again."""
     max_num_queued_tokens: int = Field(4 << 20, ge=1)
     """Prompt tokens that may wait; more are refused likewise."""
+    max_offline_queued: int = Field(256, ge=1, le=1 << 20)
+    """Offline requests (class batch) that may wait besides; more are refused likewise. Workers ask for them when they
+    have something to spare."""
     max_calls_per_connection: int = Field(16_384, ge=1, le=1 << 20)
     """Calls that one connection may have under way; more are refused with the delay after which to try again."""
     max_calls_per_token: int = Field(0, ge=0, le=1 << 20)

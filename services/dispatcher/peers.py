@@ -1,7 +1,8 @@
 """The planner, as the dispatcher reaches it."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,6 +20,7 @@ T = TypeVar("T")
 
 _PATIENCE_S = 8.0  # a new active monitor needs 4 s before it says who is missing, and the planner hears it only then
 _RETRY_S = 0.25
+_AT_ONCE_S, _FRESH_S = 0.5, 1.0
 
 
 class PlannerClient:
@@ -27,6 +29,8 @@ class PlannerClient:
     def __init__(self, where: LeaderAddress, dial: Dial = open_channel) -> None:
         self._where = where
         self._dial = dial
+        self._kept_out: Mapping[str, str] = {}
+        self._kept_out_until_s = 0.0
 
     @property
     def address(self) -> str:
@@ -37,6 +41,19 @@ class PlannerClient:
         return Epoch(
             (await self.ask(lambda planner, left_s: planner.DrainWorker(request, timeout=left_s), timeout_s)).epoch
         )
+
+    async def kept_out(self) -> Mapping[str, str]:
+        """Workers that the planner puts into no group for now, and why, as of up to a second ago; none if it does not
+        answer at once.
+        """
+        now_s = asyncio.get_running_loop().time()
+        if now_s >= self._kept_out_until_s:
+            self._kept_out_until_s, self._kept_out = now_s + _FRESH_S, {}
+            with contextlib.suppress(BallastError):
+                async with self._stub() as planner:
+                    answer = await planner.GetLayout(planner_pb2.GetLayoutRequest(), timeout=_AT_ONCE_S)
+                    self._kept_out = dict(answer.kept_out)
+        return self._kept_out
 
     async def ask(self, call: "Callable[[PlannerServiceAsyncStub, float], Awaitable[T]]", timeout_s: float) -> T:
         """What the active planner answers.

@@ -50,6 +50,8 @@ _MAX_REQUEST_ID_CHARS = 128
 _LOGPROBS_AT_ONCE = 64
 _MAX_TURNS = 8192  # of one conversation
 _PLANNER_TIMEOUT_S = 10.0
+_CALLERS_TOLD = 10
+_MAX_DETOKENIZED = 1 << 17
 # A prompt of that many tokens, and as many generated ones, fit into one message to a worker.
 _MAX_PROMPT_TOKENS = 1_000_000
 
@@ -146,6 +148,8 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         return pb.TokenizeResponse(ids=ids)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        if len(request.ids) > _MAX_DETOKENIZED:
+            raise InvalidRequest("ids", f"has {len(request.ids):,} tokens, at most {_MAX_DETOKENIZED:,} are allowed")
         ids = list(request.ids)
         self._check_token_ids("ids", ids)
         return pb.DetokenizeResponse(text=self._encoder.decode(ids, skip_special_tokens=request.skip_special_tokens))
@@ -162,7 +166,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         core, model = self._shell.core, self._shell.model
-        layout = core.fleet.layout
+        layout, kept_out = core.fleet.layout, await self._planner.kept_out()
         return pb.GetStatusResponse(
             dispatcher_id=self._identity.dispatcher_id,
             version=__version__,
@@ -171,6 +175,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             model=MODEL.message(model) if model is not None else None,
             backlog_request_count=len(core.backlog),
             backlog_token_count=core.backlog.token_count,
+            offline_queued_count=len(core.feed),
             running_request_count=core.fleet.placed_count + core.moving_count,
             max_queued_request_count=self._bounds.max_queued_request_count,
             max_queued_token_count=self._bounds.max_queued_token_count,
@@ -182,9 +187,11 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             recent=TIMES.message(
                 self._shell.chronicle.times(self._clock.now_s()),
                 window_s=WINDOW_S,
-                generated_tokens_total=core.relayed_token_count,
+                generated_tokens_total=core.relay.token_count,
                 replays_total=core.replay_count,
             ),
+            kept_out=kept_out,
+            waiting_by_caller=dict(core.backlog.most_of(_CALLERS_TOLD)) if caller().operates else {},
         )
 
     async def DescribeRequest(self, request: pb.DescribeRequestRequest, context: Context) -> pb.DescribeRequestResponse:
@@ -325,6 +332,9 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         if len(message.request_id) > _MAX_REQUEST_ID_CHARS:
             raise InvalidRequest("request_id", f"has {len(message.request_id)} characters, at most 128 are allowed")
         priority = PRIORITY.member(message.priority, "priority")
+        if priority not in caller().classes:
+            may_use = ", ".join(sorted(caller().classes))
+            raise PermissionDenied(f"the token {caller().name} may use the classes {may_use}, and not {priority}")
         sampling = SAMPLING.record(message.sampling)
         output = resumption.token_ids if resumption is not None else ()
         self._check_token_ids("resumption.token_ids", output)
@@ -344,7 +354,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             priority=priority,
             deadline_at_s=arrived_at_s + (longest_s if left_s is None else min(left_s, longest_s)),
             omit_text=message.omit_text,
-            caller=context.peer(),
+            caller=caller_name(context),
             traceparent=_traceparent(context) or (TraceContext.new().traceparent if self._traces else ""),
             output_token_ids=output,
             text_chars=resumption.text_char_count if resumption is not None else 0,

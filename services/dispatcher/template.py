@@ -1,7 +1,10 @@
 """Chat templates, rendered as `transformers` does it, with bounds on its loops and on what comes out."""
 
 import datetime
+import functools
+import itertools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn, cast
@@ -17,6 +20,11 @@ from ballast.common.errors import ConfigError, InvalidRequest
 
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 _MAX_CHARS: Final = 32 << 20  # of what is rendered, and of each text on the way there
+_MAX_WIDTH: Final = 10_000  # that a text is filled up to
+_MAX_TIME_CHARS: Final = 256  # of a form of a date
+_FILLING: Final = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
+_DIGITS: Final = re.compile(r"\d+")
+_GIVEN_WIDTH: Final = re.compile(r"\*|:[^{}]*\{")
 _MOST_TURNS: Final = 2_000_000  # of loops and macros: some seconds
 _SHORT_TURNS: Final = 20_000  # some ten milliseconds
 _TICK: Final = "_ballast_tick"
@@ -151,7 +159,7 @@ class _Generation(Extension):
 class _Environment(ImmutableSandboxedEnvironment):
     """No operator makes a text or a number that does not end."""
 
-    intercepted_binops = frozenset({"+", "*", "**"})
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     # Any: whatever a template computes with.
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> object:
@@ -159,10 +167,59 @@ class _Environment(ImmutableSandboxedEnvironment):
             raise TemplateError("a power of more than 64")
         if operator == "*" and max(_size(left) * _count(right), _size(right) * _count(left)) > _MAX_CHARS:
             raise TemplateError(f"a repetition of more than {_MAX_CHARS}")
+        if operator == "%" and isinstance(left, str):
+            _check_form(left, right)
         value = cast(object, super().call_binop(context, operator, left, right))
         if _size(value) > _MAX_CHARS:
             raise TemplateError(f"a text or list of more than {_MAX_CHARS}")
         return value
+
+    # Any: whatever a template calls.
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(getattr(obj, "__self__", None), str) and getattr(obj, "__name__", "") in _FILLING:
+            _check_widths((*args, *kwargs.values()))
+        return super().call(context, obj, *args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        def checked(*args: Any, **kwargs: Any) -> str:
+            mapped = [cast(Mapping[str, object], arg).values() for arg in args if isinstance(arg, Mapping)]
+            _check_form(value.__self__, (*args, *kwargs.values(), *itertools.chain.from_iterable(mapped)))
+            return wrapped(*args, **kwargs)
+
+        return checked
+
+
+def _check_widths(values: object) -> None:
+    """Raises TemplateError where a text would be filled up without bound."""
+    each = cast(Sequence[object], values) if isinstance(values, (tuple, list)) else (values,)
+    if any(isinstance(value, int) and value > _MAX_WIDTH for value in each):
+        raise TemplateError(f"a width of more than {_MAX_WIDTH} characters")
+
+
+def _check_form(form: str, values: object) -> None:
+    """The same for a form with widths in it, of `%` or of `format`; `*` and `{:{}}` take them from the values."""
+    _check_widths([int(digits[:9]) for digits in _DIGITS.findall(form)])
+    if _GIVEN_WIDTH.search(form):
+        _check_widths(values)
+
+
+def _bounded_filter(act: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A filter of jinja2 whose numbers are widths. Any: whatever it is given."""
+
+    @functools.wraps(act)  # with the marks by which jinja2 knows what it is given first
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        values = (*args, *kwargs.values())
+        if name == "format":
+            _check_form(str(args[0]), values[1:])
+        else:
+            _check_widths(values)
+        return act(*args, **kwargs)
+
+    return bounded
 
 
 def _size(value: object) -> int:
@@ -198,6 +255,8 @@ class _Joins(NodeTransformer):
 def _compile(source: str, model: Path) -> Template:
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
+    for name in ("center", "indent", "batch", "slice", "wordwrap", "format", "tojson"):
+        environment.filters[name] = _bounded_filter(environment.filters[name], name)
     # jinja2 infers the type of its globals from those it has itself.
     added = {"raise_exception": _raise_exception, "strftime_now": _strftime_now, _JOIN: _joined}
     cast(dict[str, object], environment.globals).update(added)
@@ -225,4 +284,6 @@ def _raise_exception(why: str) -> NoReturn:
 
 
 def _strftime_now(form: str) -> str:
+    if len(form) > _MAX_TIME_CHARS:
+        raise TemplateError(f"a form of a date with more than {_MAX_TIME_CHARS} characters")
     return datetime.datetime.now().astimezone().strftime(form)

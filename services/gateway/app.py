@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ballast.common.errors import Unauthenticated
 from ballast.service.http_client import BrokenCall, HttpClient
 from ballast.service.http_forward import ClientGone, forward
 from ballast.service.logs import get_logger
@@ -35,6 +36,8 @@ _PASSED_ON = ("authorization", "traceparent", "tracestate")
 _TRACED = ("chatcmpl", "cmpl", "resp")  # kinds of calls that generate something
 _JSON, _SSE = b"application/json", b"text/event-stream; charset=utf-8"
 
+_LARGE_BYTES = 16 << 10  # a smaller body costs less than asking who sends it
+_MAX_HEADER_CHARS = {"authorization": 4096, "traceparent": 128, "tracestate": 512}
 # Paths of OpenAI and vLLM that want another kind of model.
 _UNSERVED = {
     "/v1/embeddings": "embeddings",
@@ -53,6 +56,7 @@ _UNSERVED = {
 }
 
 Handler = Callable[[Call], Awaitable[Reply]]
+Admit = Callable[[Mapping[str, str]], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +77,7 @@ def build_app(
 ) -> Starlette:
     """`exporter` sends a span for each call that generates something; None: there are no traces. `jobs`: where files
     and batches go."""
-    door = Door(metrics, bounds, is_stopping, exporter)
+    door = Door(metrics, bounds, is_stopping, exporter, endpoints.admit)
     served: list[tuple[str, str, str, Handler]] = [
         ("POST", "/v1/chat/completions", "chatcmpl", endpoints.chat),
         ("POST", "/v1/completions", "cmpl", endpoints.complete),
@@ -152,9 +156,16 @@ class Door:
     """Carries out calls: what comes in is bounded, who goes away is noticed, what fails is told."""
 
     def __init__(
-        self, metrics: GatewayMetrics, bounds: Bounds, is_stopping: Callable[[], bool], exporter: Exporter | None = None
+        self,
+        metrics: GatewayMetrics,
+        bounds: Bounds,
+        is_stopping: Callable[[], bool],
+        exporter: Exporter | None = None,
+        admit: Admit | None = None,
     ) -> None:
+        """`admit` raises for a caller whom dispatchers would refuse."""
         self._exporter = exporter
+        self._admit = admit
         self._metrics = metrics
         self._bounds = bounds
         self._is_stopping = is_stopping
@@ -179,8 +190,10 @@ class Door:
         self._metrics.in_flight.set(self._in_flight)
         try:
             self._check_room(route)
+            metadata = passed_on(headers)
+            if self._admit is not None and _may_be_large(headers):
+                await self._admit(metadata)  # before anything of it is read
             body = await self._read_body(receive, headers)
-            metadata = {name: headers[name] for name in _PASSED_ON if name in headers}
             if traced is not None:
                 metadata["traceparent"] = traced.at.traceparent
             path: Mapping[str, str] = scope.get("path_params", {})
@@ -391,6 +404,27 @@ class _Asgi:
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         return self._serve(scope, receive, send)
+
+
+def passed_on(headers: Mapping[str, str]) -> dict[str, str]:
+    """What goes on to dispatchers. A trace that makes no sense is left out.
+
+    Raises:
+        Unauthenticated: no token can look like this.
+    """
+    found: dict[str, str] = {}
+    for name in _PASSED_ON:
+        value = headers.get(name)
+        if value is not None and value.isascii() and value.isprintable() and len(value) <= _MAX_HEADER_CHARS[name]:
+            found[name] = value
+        elif value is not None and name == "authorization":
+            raise Unauthenticated("the header authorization is longer than 4096 characters, or not ASCII")
+    return found
+
+
+def _may_be_large(headers: Mapping[str, str]) -> bool:
+    length = headers.get("content-length", "0")
+    return "transfer-encoding" in headers or not length.isdecimal() or int(length) > _LARGE_BYTES
 
 
 def _headers(scope: Scope) -> dict[str, str]:

@@ -106,6 +106,10 @@ class Endpoints:
         self._tool_format = tool_format
         self._reasoning = reasoning
 
+    async def admit(self, metadata: Mapping[str, str]) -> None:
+        """Raises for a caller whom dispatchers would refuse; whom they have known lately they are not asked about."""
+        await self._model.admit(metadata)
+
     # ------------------------------------------------------------------------------------------ generating
 
     async def chat(self, call: Call) -> Reply:

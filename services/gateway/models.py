@@ -1,7 +1,9 @@
 """What is served, and what clients call it."""
 
 import asyncio
+import hashlib
 import time
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +12,9 @@ from ballast.client.stream import Metadata
 from ballast.common.errors import BallastError
 from ballast.common.model import ModelInfo
 from services.gateway.errors import Failure, invalid
+
+_ADMITTED_S = 30.0  # a token that was good is taken for good so long; dispatchers look at each request all the same
+_MOST_ADMITTED = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,7 @@ class ServedModel:
         self._known: Served | None = None
         self._fresh_until_s = 0.0
         self._asking = asyncio.Lock()
+        self._admitted_until_s: OrderedDict[bytes, float] = OrderedDict()  # by the hash of what callers show
 
     @property
     def name(self) -> str:
@@ -61,6 +67,21 @@ class ServedModel:
                         raise
             assert self._known is not None, "asked, or known before"
             return self._known
+
+    async def admit(self, metadata: Metadata | None) -> None:
+        """
+        Raises:
+            BallastError: dispatchers refuse this caller, or cannot be reached.
+        """
+        given = (metadata or {}).get("authorization", "")
+        digest = hashlib.sha256(given.encode()).digest()
+        if time.monotonic() < self._admitted_until_s.get(digest, 0.0):
+            return
+        self._admitted_until_s.pop(digest, None)
+        await self._client.model_info(metadata=metadata)
+        self._admitted_until_s[digest] = time.monotonic() + _ADMITTED_S
+        if len(self._admitted_until_s) > _MOST_ADMITTED:
+            self._admitted_until_s.popitem(last=False)
 
     async def ask(self, metadata: Metadata | None) -> Served:
         """The model as dispatchers describe it now."""

@@ -40,6 +40,7 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
             layout=codec.LAYOUT.message(self._shell.core.layout),
             planner_id=self._shell.planner_id,
             active=self._shell.core.active,
+            kept_out=dict(self._kept_out()),
         )
 
     async def WatchLayout(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -70,14 +71,14 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
         core = self._shell.core
         if not core.active:
             raise NotActive(self._shell.planner_id)
-        load = await self._shell.load()
+        load, kept_out = await self._shell.load(), self._kept_out()
         try:
             targets = core.conductor.rules.planning.targets
-            told = explain_now(core.layout, core.layout_model, load, required, method, targets)
+            told = explain_now(core.layout, core.layout_model, load.without(dict(kept_out)), required, method, targets)
         except NoSurvey as reason:
             raise NotPossible(str(reason)) from reason
         return pb.ExplainPlanResponse(
-            lines=told.lines,
+            lines=[*told.lines, *(f"{name} is kept out: {why}" for name, why in sorted(kept_out))],
             required_bytes=told.required_bytes,
             freed_bytes=told.freed_bytes,
             shortfall_bytes=told.shortfall_bytes,
@@ -122,6 +123,9 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
             overload_policy=conductor.rules.policy,
             held_s=conductor.held_s(now_s),
         )
+
+    def _kept_out(self) -> list[tuple[str, str]]:
+        return list(self._shell.core.kept_out.why(time.monotonic()).items())
 
     async def _change(self, event: ChangeRequest, context: _Context) -> AnswerChange:
         if not event.request_id:

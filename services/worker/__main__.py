@@ -43,6 +43,7 @@ from services.worker.pipeline.context import BlockCopier
 from services.worker.pipeline.events import GrammarComes
 from services.worker.pipeline.grammars import CompileGrammar
 from services.worker.pipeline.planner_side import Transitions
+from services.worker.policy.harvest import Harvest
 from services.worker.policy.lookahead import lookahead
 from services.worker.policy.microbatching import by_token_count
 from services.worker.policy.token_target import TokenTarget
@@ -235,8 +236,22 @@ def target_of(settings: WorkerSettings, kit: Kit) -> TokenTarget | None:
     """The bound on requests that run, by the costs of all layers, which an emulated engine knows from the start."""
     if settings.tpot_target_s is None or math.isinf(settings.tpot_target_s):
         return None
+    return TokenTarget(settings.tpot_target_s, _cost_of_all_layers(kit))
+
+
+def harvest_of(settings: WorkerSettings, kit: Kit) -> Harvest:
+    """The bound on offline work in a step."""
+    target_s = settings.tpot_target_s
+    return Harvest(
+        cost=_cost_of_all_layers(kit),
+        slowdown=settings.offline_slowdown,
+        target_s=None if target_s is None or math.isinf(target_s) else target_s,
+    )
+
+
+def _cost_of_all_layers(kit: Kit) -> Callable[[], CostModel | None]:
     layer_count, costs = kit.engine.info.layer_count, kit.costs
-    return TokenTarget(settings.tpot_target_s, kit.cost if costs is None else lambda: costs.of_layers(layer_count))
+    return kit.cost if costs is None else lambda: costs.of_layers(layer_count)
 
 
 def swap_block_count(settings: WorkerSettings, engine: Instance) -> int:
@@ -288,7 +303,14 @@ class WorkerProcess:
         # Unique but for one chance in 2^31 per pair: the ids of sequences that meet in a group begin with it.
         microbatching = lookahead(kit.cost) if settings.microbatching == "lookahead" else by_token_count
         target = target_of(settings, kit)
-        core, book = stage_core(limits_of(settings, engine), engine, secrets.randbits(31), microbatching, target)
+        core, book = stage_core(
+            limits_of(settings, engine),
+            engine,
+            secrets.randbits(31),
+            microbatching,
+            target,
+            harvest_of(settings, kit),
+        )
         self._shell = WorkerShell(
             core=core,
             engine=engine,

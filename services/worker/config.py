@@ -66,6 +66,9 @@ class WorkerSettings(ServiceSettings):
     tpot_target_s: float | None = Field(None, gt=0)
     """Seconds that a token after the first may take on average: no more requests are let in than run within that, by
     the costs that a worker learns; the others wait. Default: whatever it takes, as many run as --max-num-seqs."""
+    offline_slowdown: float = Field(0.25, ge=0, le=10)
+    """Share by which a step with online requests may take longer for offline ones (class batch) that go along, where
+    --tpot-target-s does not say how long it may take; 0: they get only what costs nothing."""
     max_num_batched_tokens: int = Field(512, ge=1, le=1 << 20)
     """Tokens of one engine step."""
     max_num_queued_reqs: int = Field(64, ge=1, le=1 << 16)

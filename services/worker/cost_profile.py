@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ballast.common.cost import CostModel
+from ballast.common.cost import KNEE_TOKENS, CostModel
 from ballast.common.errors import ConfigError
 from services.worker.policy.cost_fit import ErrorSummary, Form, StageCosts
 
@@ -45,6 +45,7 @@ class Coefficients(_Strict):
     prefix_s: float = Field(ge=0, allow_inf_nan=False)
     many_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     beyond_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    knee_tokens: int = Field(default=KNEE_TOKENS, ge=1)
 
     @model_validator(mode="after")
     def _shared_is_part_of_a_chunk(self) -> "Coefficients":
@@ -62,6 +63,7 @@ class Coefficients(_Strict):
             prefix_s=cost.prefix_s,
             many_s=cost.many_s,
             beyond_s=cost.beyond_s,
+            knee_tokens=cost.knee_tokens,
         )
 
     def cost(self) -> CostModel:

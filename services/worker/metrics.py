@@ -59,6 +59,10 @@ class LoadCollector(Collector):
             ),
             ("ballast_requests_running", "Requests that run, so that each step gives them tokens", load.running_count),
             ("ballast_requests_waiting", "Requests that wait at the worker to run", load.waiting_count),
+            ("ballast_offline_requests_running", "Offline requests that run", load.offline_running_count),
+            ("ballast_offline_requests_waiting", "Offline requests that wait here", load.offline_waiting_count),
+            ("ballast_offline_kv_blocks", "KV blocks that offline requests hold", load.offline_block_count),
+            ("ballast_offline_wanted_tokens", "Offline prompt tokens it would begin", load.offline_wanted_tokens),
             ("ballast_engine_step_age_seconds", "Time since the engine completed a step or was idle", load.step_age_s),
             ("ballast_draining", "1 while the worker takes no new requests", float(load.draining)),
         ):
@@ -72,6 +76,9 @@ class LoadCollector(Collector):
             ),
             ("ballast_prompt_tokens", "Prompt tokens that were computed", load.prompt_tokens_total),
             ("ballast_generation_tokens", "Tokens that were generated", load.generation_tokens_total),
+            ("ballast_offline_tokens", "Tokens computed for offline requests", load.offline_tokens_total),
+            ("ballast_offline_lost_tokens", "Of these, computed anew after a yield", load.offline_lost_tokens_total),
+            ("ballast_offline_yields", "Times one gave way to online work", load.offline_yields_total),
         ):
             yield CounterMetricFamily(name, text, value=total)
 

@@ -14,6 +14,7 @@ from ballast import __version__
 from ballast.common.errors import BallastError, InvalidRequest, PeerViolation, StaleEpoch, Unavailable
 from ballast.common.ids import Incarnation, RequestId, WorkerId
 from ballast.common.model import ModelInfo
+from ballast.common.protocol import PROTOCOL
 from ballast.common.sampling import FinishReason, Grammar
 from ballast.rpc.codec import LOAD, MODEL, PRIORITY, SAMPLING
 from ballast.rpc.fencing import Fence
@@ -218,6 +219,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             model=MODEL.message(self._identity.model),
             load=LOAD.message(self._shell.load()),
             max_waiting_request_count=self._max_waiting_count,
+            protocol=PROTOCOL,
         )
 
     async def _read(self, stream: OutputStream, requests: AsyncIterator[pb.AttachRequest]) -> None:

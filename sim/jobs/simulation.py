@@ -111,6 +111,7 @@ def production_rules(worker: WorkerSize) -> ClusterRules:
             Limits(
                 max_queued_request_count=dispatcher["max_num_queued_reqs"],
                 max_queued_token_count=dispatcher["max_num_queued_tokens"],
+                max_offline_queued_count=dispatcher["max_offline_queued"],
                 replay_limit=dispatcher["replay_limit"],
                 no_worker_timeout_s=dispatcher["no_worker_timeout_s"],
                 move_wait_s=dispatcher["move_wait_s"],

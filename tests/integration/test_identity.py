@@ -19,7 +19,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from ballast.client import AsyncClient, SamplingParams
+from ballast.client import AsyncClient, PriorityClass, SamplingParams
 from ballast.common.errors import BallastError, PermissionDenied, Unauthenticated, Unavailable
 from ballast.rpc.channel import open_channel
 from ballast.rpc.errors import from_rpc_error
@@ -150,6 +150,23 @@ def test_without_a_token_nothing_works(secured: Secured) -> None:
     secured.running.run(story())
     after = [secured.refused("dispatcher", reason) for reason in ("no_token", "unknown_token")]
     assert [b - a for a, b in zip(before, after, strict=True)] == [3.0, 3.0]
+
+
+def test_a_token_is_good_for_its_classes_only(secured: Secured) -> None:
+    token = add_token(secured.tokens, "nightly", TokenRole.INFER, frozenset([PriorityClass.DEFAULT]))
+
+    async def story() -> None:
+        async with secured.client(token) as client:
+            async with asyncio.timeout(60):
+                while True:
+                    with contextlib.suppress(Unauthenticated):  # the file is read again in a moment
+                        assert len((await client.generate("A ship", GREEDY)).token_ids) == 8
+                        break
+                    await asyncio.sleep(0.2)
+            async with refusal(PermissionDenied, "nightly may use the classes default, and not interactive"):
+                await client.generate("A ship", GREEDY, priority=PriorityClass.INTERACTIVE)
+
+    secured.running.run(story())
 
 
 def test_a_token_for_inference_does_not_operate(secured: Secured) -> None:

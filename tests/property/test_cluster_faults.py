@@ -98,6 +98,7 @@ def test_a_story_depends_on_its_seed_only() -> None:
         "B1-outside-not-told",
         "B9-refused-transfer",
         "migrated-before-all-stages-have-it",
+        "resumed-before-its-KV",
         "silence-is-death",
         "swapped-out-for-good",
         "withdrawal-untold",

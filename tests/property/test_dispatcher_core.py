@@ -368,7 +368,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         known = worker.requests.keys() | {place.handle for place in worker.unread}
         if handle in known:
             return
-        before = self.story.core.stale_count
+        before = self.story.core.relay.stale_count
         answer = self.story.raw_step(
             worker.key.worker_id,
             {handle: [12345]},
@@ -378,7 +378,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             incarnation=worker.key.incarnation,
         )
         assert not answer.of(Deliver)
-        assert self.story.core.stale_count == before + 2
+        assert self.story.core.relay.stale_count == before + 2
 
     # ------------------------------------------------------------------ time
 

@@ -25,6 +25,7 @@ from services.worker.core.events import (
 )
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.worker import WorkerCore
+from services.worker.policy.harvest import Harvest
 from services.worker.policy.microbatching import Microbatching, by_token_count
 from services.worker.policy.token_target import TokenTarget
 from tests.support.worker_core import MEMORY, greedy, limits
@@ -44,6 +45,7 @@ class Leader:
         ordinal: int = 1,
         microbatching: Microbatching = by_token_count,
         target: TokenTarget | None = None,
+        harvest: Harvest | None = None,
         **bounds: int,
     ) -> None:
         made = limits(**bounds)  # pyright: ignore[reportArgumentType]
@@ -55,6 +57,7 @@ class Leader:
             first_sequence_id=ordinal << 32,
             microbatching=microbatching,
             target=target,
+            harvest=harvest,
         )
         self.at_s = 100.0 * ordinal
         self.emits: list[Emit] = []

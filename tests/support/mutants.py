@@ -23,6 +23,7 @@ from services.planner.core.stages import Stage
 from services.planner.core.transition import Coordinator
 from services.worker.core.arrivals import Arrivals
 from services.worker.core.mover import Mover
+from services.worker.core.suspended import Suspended
 from services.worker.core.transition import Transition
 from services.worker.core.transition_messages import PeerLost
 from services.worker.emulation.phantom import Phantom
@@ -140,6 +141,11 @@ def _silence_is_death(_: Any) -> Any:
     return lambda self, *_: [(w, suspect.incarnation, suspect.why) for w, suspect in sorted(self._by_id.items())]
 
 
+def _at_once(bind: Any) -> Any:
+    """A moved request runs as soon as it is submitted, while its KV is on its way."""
+    return lambda *args: bind(*args) or True
+
+
 MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "wrong-block": (_instead(Mover, "_blocks", _wrong_block),),
     "B1-outside-not-told": (_instead(TransitionDriver, "is_outside", _never),),
@@ -152,6 +158,7 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "B9-refused-transfer": (_instead(Mover, "refused", _nothing),),  # what the link has no room for is never sent
     "migrated-without-copy": (_instead(Phantom, "clone", lambda _: lambda self: self),),
     "migrated-before-all-stages-have-it": (_instead(Arrivals, "landed", _leader_only),),
+    "resumed-before-its-KV": (_instead(Suspended, "bind", _at_once),),
     "swapped-out-for-good": (_instead(stage_runner, "block_copies", _only_out),),
     "two-owners": (_instead(Handover, "_hand_over", _kept_too),),
     "withdrawal-untold": (_instead(TransitionDriver, "_pass_on_withdrawal", _untold),),

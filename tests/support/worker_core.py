@@ -31,6 +31,7 @@ from services.worker.core.events import (
 )
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.worker import WorkerCore
+from services.worker.policy.harvest import Harvest
 from services.worker.policy.token_target import TokenTarget
 
 VOCAB_SIZE = 97
@@ -176,9 +177,15 @@ class Received:
 class Driver:
     """Feeds events, keeps what comes out, calls check() after each event."""
 
-    def __init__(self, limits: WorkerLimits, block_count: int, target: TokenTarget | None = None) -> None:
+    def __init__(
+        self,
+        limits: WorkerLimits,
+        block_count: int,
+        target: TokenTarget | None = None,
+        harvest: Harvest | None = None,
+    ) -> None:
         self.limits = limits
-        self.core = WorkerCore(limits, block_count, target=target)
+        self.core = WorkerCore(limits, block_count, target=target, harvest=harvest)
         self.engine = FakeEngine(limits.block_tokens)
         self.at_s = 0.0
         self.pending: Execute | None = None

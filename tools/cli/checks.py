@@ -23,6 +23,7 @@ import psutil
 from ballast.common.errors import BallastError, ConfigError
 from ballast.common.extras import CLUSTER_DISTRIBUTION, DISTRIBUTION, install_command
 from ballast.common.units import human_bytes
+from ballast.rpc.tls import TlsFolder
 from tools.cli import health
 from tools.local.state_server import PrivateStateServer, find_server_binary
 from tools.model.info import read_info
@@ -36,6 +37,7 @@ _MIN_MAP_COUNT = 65530
 _RELEASED_UNIX_S = 1_767_225_600  # 2026-01-01: a clock before that is wrong
 _TORCH_TIMEOUT_S = 120.0
 _DRIVER_TIMEOUT_S = 20.0
+_DAY_S, _CERTIFICATE_DAYS = 86400.0, 30
 _HEALTH_TIMEOUT_S = 2.0
 
 
@@ -253,6 +255,20 @@ def _is_free(port: int) -> bool:
         except (OSError, OverflowError):
             return False
         return True
+
+
+def certificate(tls_dir: Path) -> Finding:
+    """How long the certificate of a service is valid."""
+    try:
+        left_s = TlsFolder(tls_dir).left_s()
+    except ConfigError as error:
+        return _fail("certificate", str(error), "`ballast certs` makes the files")
+    days = left_s / _DAY_S
+    if days < 0:
+        return _fail("certificate", f"{tls_dir} has ended {-days:.0f} days ago", "`ballast certs --renew`")
+    if days < _CERTIFICATE_DAYS:
+        return _warn("certificate", f"{tls_dir} is valid for {days:.0f} more days", "`ballast certs --renew`")
+    return _ok("certificate", f"{tls_dir} is valid for {days:.0f} more days")
 
 
 def cores(workers: int) -> Finding:

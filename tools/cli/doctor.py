@@ -4,6 +4,7 @@ The checks themselves are in `checks.py`; each gives findings, and this prints t
 """
 
 import argparse
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -30,6 +31,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--device-memory-bytes", type=size, default=1 << 30, metavar="SIZE", help="of each rank of each worker (1GiB)"
     )
+    parser.add_argument("--tls-dir", type=Path, metavar="DIR", help="also check how long its certificate is valid")
     add_json(parser)
 
 
@@ -55,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     ]
     if args.model is not None:
         findings.append(checks.model(find_model(args.model, weights=True).folder, budget_bytes, ranks))
+    if args.tls_dir is not None:
+        findings.append(checks.certificate(args.tls_dir))
     if args.json:
         print_json({"findings": findings})
     else:

@@ -66,8 +66,10 @@ def added_up(told: Sequence[ClusterStatus]) -> ClusterStatus:
     """Layout and workers of the one with the newest layout; backlogs, bounds and endings of all together."""
     newest = max(told, key=lambda status: status.layout.epoch if status.layout is not None else -1)
     endings = Counter[str]()
+    waiting = Counter[str]()
     for status in told:
         endings.update(status.requests_total)
+        waiting.update(status.waiting_by_caller)
     return dataclasses.replace(
         newest,
         backlog_request_count=sum(status.backlog_request_count for status in told),
@@ -76,4 +78,5 @@ def added_up(told: Sequence[ClusterStatus]) -> ClusterStatus:
         max_queued_request_count=sum(status.max_queued_request_count for status in told),
         max_queued_token_count=sum(status.max_queued_token_count for status in told),
         requests_total=dict(endings),
+        waiting_by_caller=dict(waiting),
     )

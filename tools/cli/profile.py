@@ -17,7 +17,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ballast.common.arguments import output_file
-from ballast.common.cost import KNEE_TOKENS
 from ballast.common.errors import ConfigError, Unavailable
 from services.worker.cost_profile import CostProfile, Costs, read_profile
 from services.worker.policy.cost_fit import Form
@@ -150,7 +149,7 @@ def _cost_rows(costs: Costs) -> Rows:
     many, beyond = layer.many_s * 1e6, layer.beyond_s * 1e6
     yield "a layer", f"{layer.shared_s * 1e6:,.0f} us per batch, {many:,.0f} more unless it has but one token"
     yield "", f"{(layer.chunk_s - layer.shared_s) * 1e6:,.1f} us per sequence"
-    yield "", f"{layer.token_s * 1e6:,.1f} us per token, {beyond:,.1f} more beyond the {KNEE_TOKENS}th"
+    yield "", f"{layer.token_s * 1e6:,.1f} us per token, {beyond:,.1f} more beyond the {layer.knee_tokens}th"
     yield "", f"{layer.prefix_s * 1e9:,.1f} ns per token of a prefix"
     yield "", f"{layer.attention_s * 1e9:,.1f} ns per pair of tokens"
     yield "first stage", f"{first.shared_s * 1e6:,.0f} us per batch, {first.token_s * 1e6:,.2f} us per token"

@@ -16,9 +16,14 @@ from tools.cli.looks import DispatcherFacts, Look
 
 
 def render_status(
-    look: Look, tokens_per_s: Mapping[str, float] | None = None, history: DemandHistory | None = None
+    look: Look,
+    tokens_per_s: Mapping[str, float] | None = None,
+    history: DemandHistory | None = None,
+    harvest_per_s: Mapping[str, float] | None = None,
 ) -> RenderableType:
-    """Everything about the cluster on a page. `tokens_per_s`: generated per second, for each leader of a group."""
+    """Everything about the cluster on a page. `tokens_per_s`: generated per second, for each leader of a group.
+    `harvest_per_s`: tokens computed for offline requests likewise.
+    """
     status = look.status
     facts = Table.grid(padding=(0, 2, 0, 0))
     facts.add_column(style="bold", no_wrap=True)
@@ -27,6 +32,12 @@ def render_status(
         facts.add_row(*_dispatcher_line(dispatcher))
     for line in (_model_line, _layout_line, _backlog_line, _endings_line):
         facts.add_row(*line(status))
+    if (offline := _offline_line(status, harvest_per_s)) is not None:
+        facts.add_row(*offline)
+    if callers := sorted(status.waiting_by_caller.items(), key=lambda item: -item[1]):
+        facts.add_row(*_line("waiting", *(f"{count:,} of {caller or 'one caller'}" for caller, count in callers)))
+    for worker_id, why in sorted(status.kept_out.items()):
+        facts.add_row(*_line("kept out", Text(f"{worker_id}: {why}", style="yellow")))
     if not status.workers:
         return Group(facts, Text("\nno workers yet: start one, or see `ballast doctor`", style="yellow"))
     parts: list[RenderableType] = [facts, Text(), load_table(status, tokens_per_s)]
@@ -82,6 +93,18 @@ def _backlog_line(status: ClusterStatus) -> tuple[str, Text]:
         f"{status.backlog_token_count:,} of {status.max_queued_token_count:,} tokens",
         f"{status.running_request_count:,} with workers",
     )
+
+
+def _offline_line(status: ClusterStatus, tokens_per_s: Mapping[str, float] | None) -> tuple[str, Text] | None:
+    """None where nothing offline is, or was."""
+    loads = [worker.load for worker in status.workers if worker.load is not None]
+    running = sum(load.offline_running_count for load in loads)
+    waiting = status.offline_queued_count + sum(load.offline_waiting_count for load in loads)
+    done = sum(load.offline_tokens_total for load in loads)
+    if not (running or waiting or done):
+        return None
+    rate = "" if tokens_per_s is None else f", {sum(tokens_per_s.values()):,.0f} tokens/s"
+    return _line("offline", f"{running:,} running", f"{waiting:,} waiting", f"{done:,} tokens{rate}")
 
 
 def _endings_line(status: ClusterStatus) -> tuple[str, Text]:

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from ballast.common.errors import ConfigError, InvalidRequest, NotFound
+from ballast.common.sampling import ALL_CLASSES, PriorityClass
 from ballast.service.tokens import Token, TokenRole, digest_of, new_token, read_tokens, write_tokens
 from tools.cli.arguments import Commands
 
@@ -21,6 +22,7 @@ def add_parser(commands: Commands) -> None:
     add = actions.add_parser("add", help="make a token and print it, once")
     add.set_defaults(run=run_add)
     add.add_argument("--role", type=TokenRole, choices=list(TokenRole), default=TokenRole.INFER, help="default: infer")
+    add.add_argument("--classes", metavar="CLASS,...", help="of its requests: interactive, default, batch; all of them")
     listing = actions.add_parser("list", help="names and roles")
     listing.set_defaults(run=run_list)
     remove = actions.add_parser("remove", help="withdraw a token; calls that run go on")
@@ -34,7 +36,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run_add(args: argparse.Namespace) -> int:
-    token = add_token(args.file, args.name, args.role)
+    token = add_token(args.file, args.name, args.role, _classes(args.classes))
     print(json.dumps({"name": args.name, "role": args.role, "token": token}) if args.json else token)
     return 0
 
@@ -42,9 +44,11 @@ def run_add(args: argparse.Namespace) -> int:
 def run_list(args: argparse.Namespace) -> int:
     tokens = read_tokens(args.file).values()
     if args.json:
-        print(json.dumps({"tokens": [{"name": token.name, "role": token.role} for token in tokens]}))
+        rows = [{"name": one.name, "role": one.role, "classes": sorted(one.classes)} for one in tokens]
+        print(json.dumps({"tokens": rows}))
     for token in () if args.json else tokens:
-        print(f"{token.name}  {token.role}")
+        classes = "" if token.classes == ALL_CLASSES else f"  {','.join(sorted(token.classes))}"
+        print(f"{token.name}  {token.role}{classes}")
     return 0
 
 
@@ -56,7 +60,14 @@ def run_remove(args: argparse.Namespace) -> int:
     return 0
 
 
-def add_token(file: Path, name: str, role: TokenRole) -> str:
+def _classes(given: str | None) -> frozenset[PriorityClass]:
+    names = frozenset((given or ",".join(ALL_CLASSES)).split(","))
+    if not names <= ALL_CLASSES:
+        raise InvalidRequest("classes", f"are some of {', '.join(PriorityClass)}, got {given}")
+    return frozenset(map(PriorityClass, names))
+
+
+def add_token(file: Path, name: str, role: TokenRole, classes: frozenset[PriorityClass] = ALL_CLASSES) -> str:
     """A new token, of which the file gets the hash.
 
     Raises:
@@ -71,5 +82,5 @@ def add_token(file: Path, name: str, role: TokenRole) -> str:
     if not file.parent.is_dir():
         raise ConfigError(str(file.parent), "is no folder")
     token = new_token()
-    write_tokens(file, (*tokens.values(), Token(name, role, digest_of(token))))
+    write_tokens(file, (*tokens.values(), Token(name, role, digest_of(token), classes)))
     return token

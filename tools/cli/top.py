@@ -2,6 +2,7 @@
 
 import argparse
 import time
+from collections.abc import Callable
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -9,6 +10,7 @@ from rich.text import Text
 
 from ballast.client import Client, ClusterStatus
 from ballast.common.errors import BallastError, InvalidRequest
+from ballast.common.load import LoadReport
 from tools.cli.arguments import Commands, add_address, add_json
 from tools.cli.history import DemandHistory
 from tools.cli.looks import look_at
@@ -61,6 +63,7 @@ class Look:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._rates = Rates()
+        self._harvest = Rates(lambda load: load.offline_tokens_total)
         self._history = DemandHistory()
 
     def facts(self) -> dict[str, object]:
@@ -72,18 +75,22 @@ class Look:
     def __call__(self) -> RenderableType:
         look = look_at(self._client)
         self._history.add(look.status)
-        return render_status(look, self._rates.update(look.status, time.monotonic()), self._history)
+        at_s = time.monotonic()
+        harvest = self._harvest.update(look.status, at_s)
+        return render_status(look, self._rates.update(look.status, at_s), self._history, harvest)
 
 
 class Rates:
     """Tokens per second of each worker between two looks at the same life of it."""
 
-    def __init__(self) -> None:
-        self._before: dict[tuple[str, int], int] = {}  # (worker, incarnation) -> tokens generated
+    def __init__(self, total: Callable[[LoadReport], int] = lambda load: load.generation_tokens_total) -> None:
+        """`total`: of which tokens; default: of online answers."""
+        self._total = total
+        self._before: dict[tuple[str, int], int] = {}  # (worker, incarnation) -> tokens
         self._at_s = 0.0
 
     def update(self, status: ClusterStatus, at_s: float) -> dict[str, float]:
-        now = {(w.worker_id, w.incarnation): w.load.generation_tokens_total for w in status.workers if w.load}
+        now = {(w.worker_id, w.incarnation): self._total(w.load) for w in status.workers if w.load}
         elapsed_s = at_s - self._at_s
         rates = {
             worker_id: (tokens - self._before[worker_id, incarnation]) / elapsed_s

@@ -49,6 +49,7 @@ _WORKER_FLAGS = {
     "--max-model-len": "longest prompt and answer together, in tokens",
     "--max-num-seqs": "requests that run at once in a worker",
     "--tpot-target-s": "seconds that a token may take: more requests wait (default: whatever it takes)",
+    "--offline-slowdown": "share by which offline requests may make a step take longer (default: 0.25)",
     "--max-num-batched-tokens": "tokens of one engine step",
     "--block-size": "tokens of a KV block",
     "--threads": "of one worker's engine",
@@ -76,6 +77,7 @@ _GATEWAY_FLAGS = {
 _DISPATCHER_FLAGS = {
     "--max-num-queued-reqs": "requests that may wait; more are refused",
     "--max-num-queued-tokens": "prompt tokens that may wait; more are refused",
+    "--max-offline-queued": "offline requests (class batch) that may wait besides",
     "--chat-template": "file of a chat template (default: the model's own)",
     "--generation-config": "sampling defaults: auto (the model's own), ballast (none), or a folder (default: auto)",
 }

@@ -195,6 +195,12 @@ class LocalCluster:
         return "http" if self._secure is None else "https"
 
     @property
+    def secret_file(self) -> Path:
+        """The cluster's secret, for processes that are started beside it."""
+        assert self._secret_file is not None, "it is made when the cluster starts"
+        return self._secret_file
+
+    @property
     def access(self) -> Access:
         """The rights by which its own processes operate it; `AsyncClient(cluster.address, **cluster.credentials)`."""
         return Access(**self.credentials, tls_dir=None if self._secure is None else self._secure / "operator")

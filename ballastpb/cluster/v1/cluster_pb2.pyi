@@ -248,6 +248,13 @@ class LoadReport(_message.Message):
     PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     MAX_PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     SPARE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    OFFLINE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    OFFLINE_RUNNING_COUNT_FIELD_NUMBER: _builtins.int
+    OFFLINE_WAITING_COUNT_FIELD_NUMBER: _builtins.int
+    OFFLINE_WANTED_TOKENS_FIELD_NUMBER: _builtins.int
+    OFFLINE_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
+    OFFLINE_YIELDS_TOTAL_FIELD_NUMBER: _builtins.int
+    OFFLINE_LOST_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
     block_tokens: _builtins.int
     block_count: _builtins.int
     used_block_count: _builtins.int
@@ -274,6 +281,16 @@ class LoadReport(_message.Message):
     """Of a leader whose group before dissolves: blocks that this group keeps to grow into. They count as used by its
     members, and nobody wants them.
     """
+    offline_block_count: _builtins.int
+    """All counts above but totals of steps are those of online work. Offline work: requests of class batch."""
+    offline_running_count: _builtins.int
+    offline_waiting_count: _builtins.int
+    offline_wanted_tokens: _builtins.int
+    """Prompt tokens of more offline requests that the instance could begin."""
+    offline_tokens_total: _builtins.int
+    offline_yields_total: _builtins.int
+    offline_lost_tokens_total: _builtins.int
+    """Computed for offline requests that gave way, and computed anew."""
     @_builtins.property
     def memory(self) -> Global___MemoryReport: ...
     def __init__(
@@ -298,10 +315,17 @@ class LoadReport(_message.Message):
         prompt_token_count: _builtins.int = ...,
         max_prompt_token_count: _builtins.int = ...,
         spare_block_count: _builtins.int = ...,
+        offline_block_count: _builtins.int = ...,
+        offline_running_count: _builtins.int = ...,
+        offline_waiting_count: _builtins.int = ...,
+        offline_wanted_tokens: _builtins.int = ...,
+        offline_tokens_total: _builtins.int = ...,
+        offline_yields_total: _builtins.int = ...,
+        offline_lost_tokens_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_tokens", b"block_tokens", "draining", b"draining", "generation_tokens_total", b"generation_tokens_total", "kept_block_count", b"kept_block_count", "max_prompt_token_count", b"max_prompt_token_count", "max_running_count", b"max_running_count", "memory", b"memory", "newest_epoch", b"newest_epoch", "preemptions_total", b"preemptions_total", "prompt_token_count", b"prompt_token_count", "prompt_tokens_total", b"prompt_tokens_total", "running_count", b"running_count", "spare_block_count", b"spare_block_count", "step_age_s", b"step_age_s", "steps_total", b"steps_total", "used_block_count", b"used_block_count", "waiting_block_count", b"waiting_block_count", "waiting_count", b"waiting_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_tokens", b"block_tokens", "draining", b"draining", "generation_tokens_total", b"generation_tokens_total", "kept_block_count", b"kept_block_count", "max_prompt_token_count", b"max_prompt_token_count", "max_running_count", b"max_running_count", "memory", b"memory", "newest_epoch", b"newest_epoch", "offline_block_count", b"offline_block_count", "offline_lost_tokens_total", b"offline_lost_tokens_total", "offline_running_count", b"offline_running_count", "offline_tokens_total", b"offline_tokens_total", "offline_waiting_count", b"offline_waiting_count", "offline_wanted_tokens", b"offline_wanted_tokens", "offline_yields_total", b"offline_yields_total", "preemptions_total", b"preemptions_total", "prompt_token_count", b"prompt_token_count", "prompt_tokens_total", b"prompt_tokens_total", "running_count", b"running_count", "spare_block_count", b"spare_block_count", "step_age_s", b"step_age_s", "steps_total", b"steps_total", "used_block_count", b"used_block_count", "waiting_block_count", b"waiting_block_count", "waiting_count", b"waiting_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -322,6 +346,7 @@ class CostModel(_message.Message):
     PREFIX_S_FIELD_NUMBER: _builtins.int
     MANY_S_FIELD_NUMBER: _builtins.int
     BEYOND_S_FIELD_NUMBER: _builtins.int
+    KNEE_TOKENS_FIELD_NUMBER: _builtins.int
     attention_s: _builtins.float
     token_s: _builtins.float
     chunk_s: _builtins.float
@@ -329,6 +354,8 @@ class CostModel(_message.Message):
     prefix_s: _builtins.float
     many_s: _builtins.float
     beyond_s: _builtins.float
+    knee_tokens: _builtins.int
+    """Tokens of a batch above which each takes beyond_s more."""
     def __init__(
         self,
         *,
@@ -339,10 +366,11 @@ class CostModel(_message.Message):
         prefix_s: _builtins.float = ...,
         many_s: _builtins.float = ...,
         beyond_s: _builtins.float = ...,
+        knee_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_s", b"attention_s", "beyond_s", b"beyond_s", "chunk_s", b"chunk_s", "many_s", b"many_s", "prefix_s", b"prefix_s", "shared_s", b"shared_s", "token_s", b"token_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_s", b"attention_s", "beyond_s", b"beyond_s", "chunk_s", b"chunk_s", "knee_tokens", b"knee_tokens", "many_s", b"many_s", "prefix_s", b"prefix_s", "shared_s", b"shared_s", "token_s", b"token_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

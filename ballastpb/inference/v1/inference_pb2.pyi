@@ -563,6 +563,46 @@ class GetStatusResponse(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class KeptOutEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class WaitingByCallerEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     DISPATCHER_ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
@@ -579,6 +619,9 @@ class GetStatusResponse(_message.Message):
     STATE_SERVER_REACHABLE_FIELD_NUMBER: _builtins.int
     PLANNER_ADDRESS_FIELD_NUMBER: _builtins.int
     RECENT_FIELD_NUMBER: _builtins.int
+    KEPT_OUT_FIELD_NUMBER: _builtins.int
+    WAITING_BY_CALLER_FIELD_NUMBER: _builtins.int
+    OFFLINE_QUEUED_COUNT_FIELD_NUMBER: _builtins.int
     dispatcher_id: _builtins.str
     version: _builtins.str
     backlog_request_count: _builtins.int
@@ -592,6 +635,8 @@ class GetStatusResponse(_message.Message):
     """Whether the state server answered last time."""
     planner_address: _builtins.str
     """host:port of the active planner; empty while nobody knows."""
+    offline_queued_count: _builtins.int
+    """Offline requests that wait for a worker to ask for them. Counted apart from the backlog."""
     @_builtins.property
     def layout(self) -> _cluster_pb2.Layout: ...
     @_builtins.property
@@ -605,6 +650,14 @@ class GetStatusResponse(_message.Message):
     @_builtins.property
     def recent(self) -> Global___RecentTimes:
         """How requests have fared lately."""
+
+    @_builtins.property
+    def kept_out(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Workers that the planner puts into no group for now, and why; empty also while it does not answer."""
+
+    @_builtins.property
+    def waiting_by_caller(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Requests that wait here by caller, of those with the most; for callers who operate only."""
 
     def __init__(
         self,
@@ -625,10 +678,13 @@ class GetStatusResponse(_message.Message):
         state_server_reachable: _builtins.bool = ...,
         planner_address: _builtins.str = ...,
         recent: Global___RecentTimes | None = ...,
+        kept_out: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        waiting_by_caller: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        offline_queued_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "model", b"model", "recent", b"recent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog_request_count", b"backlog_request_count", "backlog_token_count", b"backlog_token_count", "dispatcher_id", b"dispatcher_id", "draining", b"draining", "layout", b"layout", "max_queued_request_count", b"max_queued_request_count", "max_queued_token_count", b"max_queued_token_count", "model", b"model", "planner_address", b"planner_address", "recent", b"recent", "requests_total", b"requests_total", "running_request_count", b"running_request_count", "state_server_reachable", b"state_server_reachable", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog_request_count", b"backlog_request_count", "backlog_token_count", b"backlog_token_count", "dispatcher_id", b"dispatcher_id", "draining", b"draining", "kept_out", b"kept_out", "layout", b"layout", "max_queued_request_count", b"max_queued_request_count", "max_queued_token_count", b"max_queued_token_count", "model", b"model", "offline_queued_count", b"offline_queued_count", "planner_address", b"planner_address", "recent", b"recent", "requests_total", b"requests_total", "running_request_count", b"running_request_count", "state_server_reachable", b"state_server_reachable", "uptime_s", b"uptime_s", "version", b"version", "waiting_by_caller", b"waiting_by_caller", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

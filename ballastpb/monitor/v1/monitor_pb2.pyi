@@ -28,12 +28,15 @@ class Announce(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     DATA_ADDRESS_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     address: _builtins.str
     """host:port of its WorkerService, as others reach it."""
     data_address: _builtins.str
     """host:port of its data plane's rendezvous."""
+    protocol: _builtins.int
+    """Of what workers say to each other; absent: before there were numbers."""
     @_builtins.property
     def model(self) -> _cluster_pb2.ModelInfo: ...
     def __init__(
@@ -44,10 +47,11 @@ class Announce(_message.Message):
         address: _builtins.str = ...,
         model: _cluster_pb2.ModelInfo | None = ...,
         data_address: _builtins.str = ...,
+        protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "data_address", b"data_address", "incarnation", b"incarnation", "model", b"model", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "data_address", b"data_address", "incarnation", b"incarnation", "model", b"model", "protocol", b"protocol", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

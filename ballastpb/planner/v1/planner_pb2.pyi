@@ -38,23 +38,49 @@ Global___GetLayoutRequest: _TypeAlias = GetLayoutRequest  # noqa: Y015
 class GetLayoutResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class KeptOutEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     LAYOUT_FIELD_NUMBER: _builtins.int
     PLANNER_ID_FIELD_NUMBER: _builtins.int
     ACTIVE_FIELD_NUMBER: _builtins.int
+    KEPT_OUT_FIELD_NUMBER: _builtins.int
     planner_id: _builtins.str
     active: _builtins.bool
     @_builtins.property
     def layout(self) -> _cluster_pb2.Layout: ...
+    @_builtins.property
+    def kept_out(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Workers that are put into no group for now, and why."""
+
     def __init__(
         self,
         *,
         layout: _cluster_pb2.Layout | None = ...,
         planner_id: _builtins.str = ...,
         active: _builtins.bool = ...,
+        kept_out: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "layout", b"layout", "planner_id", b"planner_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "kept_out", b"kept_out", "layout", b"layout", "planner_id", b"planner_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

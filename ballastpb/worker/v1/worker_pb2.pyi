@@ -255,10 +255,13 @@ class Welcome(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     MAX_WAITING_REQUEST_COUNT_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     max_waiting_request_count: _builtins.int
     """Requests that may wait in the worker; more are refused."""
+    protocol: _builtins.int
+    """See Announce. A dispatcher uses workers of the numbers beside its own, too."""
     @_builtins.property
     def model(self) -> _cluster_pb2.ModelInfo: ...
     @_builtins.property
@@ -271,10 +274,11 @@ class Welcome(_message.Message):
         model: _cluster_pb2.ModelInfo | None = ...,
         load: _cluster_pb2.LoadReport | None = ...,
         max_waiting_request_count: _builtins.int = ...,
+        protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "load", b"load", "max_waiting_request_count", b"max_waiting_request_count", "model", b"model", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "load", b"load", "max_waiting_request_count", b"max_waiting_request_count", "model", b"model", "protocol", b"protocol", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

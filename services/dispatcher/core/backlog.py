@@ -1,94 +1,18 @@
-"""The backlog: requests that no worker has, by priority class, and in it in an order that is chosen. Bounded by its
-owner."""
+"""The backlog: online requests that no worker has, by priority class, and in it in an order that is chosen. Bounded by
+its owner."""
 
-import bisect
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.sampling import PriorityClass
-from services.dispatcher.core.events import Facts, Request
-from services.dispatcher.core.story import Moment, Recent, Story, What
-from services.dispatcher.policy.freeness import WorkerKey
+from services.dispatcher.core.fair_queue import FairQueue
+from services.dispatcher.core.tracked import Tracked
 
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 30.0
-
-
-@dataclass(slots=True, kw_only=True)
-class Tracked:
-    """One accepted request, from arrival to its ending: in the backlog, on one worker, or `moving` between two."""
-
-    request: Request
-    serial: int  # of arrival; kept over replays, so that a replayed request stands where it stood
-    arrived_at_s: float
-    queued_at_s: float  # entered the backlog for the last time
-    worker: WorkerKey | None = None
-    handle: int = 0
-    placed_at_s: float = 0.0  # there
-    recalled: bool = False  # asked back from there, because another worker has room
-    recall_count: int = 0
-    moving: bool = False  # the worker it has gone to has no stream yet
-    attempt: int = 0
-    replay_count: int = 0
-    idle_move_count: int = 0  # since its last token
-    output_token_ids: list[int] = field(default_factory=list[int])
-    text_chars: int = 0
-    queue_s: float = 0.0  # spent in the backlog so far
-    first_token_at_s: float | None = None
-    last_token_at_s: float = 0.0
-    longest_gap_s: float = 0.0  # between two tokens
-    longest_gap_token: int = 0  # it came after so many tokens
-    awaits_token: bool = True  # none has come since it was placed for the last time
-    move_count: int = 0
-    story: Story = field(default_factory=Story)
-    blocked_since_s: float | None = None  # large, and no worker could run it at once
-
-    @property
-    def token_count(self) -> int:
-        """Tokens that an attempt begins with."""
-        return len(self.request.prompt_token_ids) + len(self.output_token_ids)
-
-    def facts(self, at_s: float) -> Facts:
-        waited_s = at_s - self.queued_at_s if self.worker is None and not self.moving else 0.0
-        first_s = self.first_token_at_s
-        return Facts(
-            prompt_token_count=len(self.request.prompt_token_ids),
-            completion_token_count=len(self.output_token_ids),
-            replay_count=self.replay_count,
-            queue_s=self.queue_s + waited_s,
-            ttft_s=None if first_s is None or self.request.output_token_ids else first_s - self.arrived_at_s,
-            e2e_s=at_s - self.arrived_at_s,
-            caller=self.request.caller,
-            traceparent=self.request.traceparent,
-            priority=self.request.priority,
-            max_token_count=self.request.sampling.max_tokens,
-            arrived_at_s=self.arrived_at_s,
-            worker_id=next((m.worker_id for m in reversed(self.story.moments) if m.worker_id), ""),
-            move_count=self.move_count,
-            recall_count=self.recall_count,
-            longest_gap_s=self.longest_gap_s,
-            longest_gap_token=self.longest_gap_token,
-            story=self.story,
-        )
-
-    def note(self, at_s: float, what: What, worker_id: str = "", detail: str = "") -> None:
-        self.story.add(Moment(at_s, what, len(self.output_token_ids), worker_id, detail))
-
-    def take_first_token(self, at_s: float, recent: Recent, layout: str) -> None:
-        """The first token of a placement has come. `layout`: which one is in force."""
-        self.awaits_token = False
-        self.idle_move_count = 0
-        worker_id = self.worker.worker_id if self.worker is not None else ""
-        if self.first_token_at_s is None:
-            self.first_token_at_s = self.last_token_at_s = at_s
-            recent.add(at_s, at_s - self.arrived_at_s)
-            self.note(at_s, What.FIRST_TOKEN, worker_id)
-        else:
-            gap_s = at_s - self.last_token_at_s
-            self.story.add(Moment(at_s, What.RESUMED, len(self.output_token_ids), worker_id, layout, gap_s))
 
 
 class Order(StrEnum):
@@ -111,11 +35,18 @@ def _key_of(order: Order) -> Callable[[Tracked], tuple[float, int]]:
 
 
 class Backlog:
-    """Sorted by rank and key. Insertion at the end, removal anywhere and a look at the first few are cheap."""
+    """By rank, then as `FairQueue` has it. What has waited for longer than `lift_s` takes turns with the class above.
 
-    def __init__(self, order: Order = Order.FIRST_COME) -> None:
-        self._key = _key_of(order)
-        self._classes: list[list[Tracked]] = [[] for _ in PriorityClass]  # by rank; each sorted by key
+    Insertion, removal anywhere and a look at the first few are cheap.
+    """
+
+    def __init__(self, order: Order = Order.FIRST_COME, lift_s: float = math.inf) -> None:
+        key = _key_of(order)
+        self._classes = [FairQueue(key) for _ in PriorityClass]  # by rank
+        self._lift_s = lift_s
+        self._now_s = 0.0
+        self._callers: Counter[str] = Counter()  # -> requests
+        self._caller_tokens: Counter[str] = Counter()
         self._count = 0
         self.token_count = 0
 
@@ -123,37 +54,86 @@ class Backlog:
         return self._count
 
     def __iter__(self) -> Iterator[Tracked]:
-        return itertools.chain.from_iterable(self._classes)
+        if self._lift_s == math.inf:
+            return itertools.chain.from_iterable(self._classes)
+        return self._each_once()
 
-    def slice(self, begin: int, count: int) -> list[Tracked]:
+    @property
+    def callers(self) -> Mapping[str, int]:
+        """Who waits, with how many requests."""
+        return self._callers
+
+    def most_of(self, count: int) -> list[tuple[str, int]]:
+        """The callers of whom the most requests wait, and how many."""
+        return self._callers.most_common(count)
+
+    def tokens_of(self, caller: str) -> int:
+        return self._caller_tokens[caller]
+
+    def slice(self, begin: int, count: int, at_s: float = 0.0) -> list[Tracked]:
+        self._now_s = max(self._now_s, at_s)
         return list(itertools.islice(self, begin, begin + count))
 
     def count_before(self, tracked: Tracked) -> int:
-        """Requests behind which this one stands, or would."""
+        """Requests behind which this one stands, or would; at least so many where they are many."""
         *better, own = self._classes[: tracked.request.priority.rank + 1]
-        return sum(map(len, better)) + bisect.bisect_left(own, self._key(tracked), key=self._key)
+        return sum(map(len, better)) + own.count_before(tracked)
 
     def add(self, tracked: Tracked) -> None:
-        entries = self._classes[tracked.request.priority.rank]
-        bisect.insort(entries, tracked, key=self._key)
-        self._count += 1
-        self.token_count += tracked.token_count
+        self._classes[tracked.request.priority.rank].add(tracked)
+        self._tally(tracked, 1)
 
     def remove(self, tracked: Tracked) -> None:
-        entries = self._classes[tracked.request.priority.rank]
-        at = bisect.bisect_left(entries, self._key(tracked), key=self._key)
-        if at == len(entries) or entries[at] is not tracked:
-            raise InvariantViolation(f"{tracked.request.request_id} is not in the backlog")
-        del entries[at]
-        self._count -= 1
-        self.token_count -= tracked.token_count
+        self._classes[tracked.request.priority.rank].remove(tracked)
+        self._tally(tracked, -1)
+
+    def serve(self, tracked: Tracked) -> None:
+        """Takes out what goes to a worker: that was its caller's turn."""
+        rank = tracked.request.priority.rank
+        for better in self._classes[:rank]:
+            if len(better):
+                better.serve_lower(tracked.token_count)
+        if tracked.serial > 0:
+            self._classes[rank].serve(tracked.request.caller, tracked.token_count)
+        self.remove(tracked)
+
+    def end(self, tracked: Tracked) -> None:
+        """It has ended: its answer's tokens count as its caller's, too."""
+        if not (made_count := len(tracked.output_token_ids) - len(tracked.request.output_token_ids)):
+            return
+        self._classes[tracked.request.priority.rank].serve(tracked.request.caller, made_count)
+
+    def _tally(self, tracked: Tracked, sign: int) -> None:
+        caller = tracked.request.caller
+        self._count += sign
+        self.token_count += sign * tracked.token_count
+        self._callers[caller] += sign
+        self._caller_tokens[caller] += sign * tracked.token_count
+        if not self._callers[caller]:
+            del self._callers[caller], self._caller_tokens[caller]
+
+    def _each_once(self) -> Iterator[Tracked]:
+        seen: set[int] = set()
+        for rank in range(len(self._classes)):
+            for tracked in self._in_turn(rank):
+                if tracked.serial not in seen:
+                    seen.add(tracked.serial)
+                    yield tracked
+
+    def _in_turn(self, rank: int) -> Iterator[Tracked]:
+        """A class, with what the one below it has lifted."""
+        lower = self._lifted(rank + 1) if rank + 1 < len(self._classes) else iter(())
+        return self._classes[rank].in_turn(lower)
+
+    def _lifted(self, rank: int) -> Iterator[Tracked]:
+        """In their order, up to the first that has not waited for so long."""
+        since_s = self._now_s - self._lift_s
+        return itertools.takewhile(lambda tracked: tracked.queued_at_s <= since_s, self._in_turn(rank))
 
     def check(self) -> None:
-        for rank, entries in enumerate(self._classes):
-            keys = [self._key(tracked) for tracked in entries]
-            if keys != sorted(set(keys)):
-                raise InvariantViolation(f"backlog of rank {rank} is out of order: {keys}")
-            for tracked in entries:
+        for rank, queue in enumerate(self._classes):
+            queue.check()
+            for tracked in queue:
                 if (
                     tracked.request.priority.rank != rank
                     or tracked.worker is not None
@@ -161,8 +141,9 @@ class Backlog:
                     or tracked.moving
                 ):
                     raise InvariantViolation(f"{tracked.request.request_id} does not belong into the backlog")
-        counts = self._count, self.token_count
-        if counts != (sum(map(len, self._classes)), sum(tracked.token_count for tracked in self)):
+        counts = self._count, self.token_count, +self._callers
+        each = list(itertools.chain.from_iterable(self._classes))
+        if counts != (len(each), sum(t.token_count for t in each), Counter(t.request.caller for t in each)):
             raise InvariantViolation(f"backlog counts {self._count} requests and {self.token_count} tokens")
 
 

@@ -10,7 +10,7 @@ one there with all its tokens, as in a replay, so that nothing is lost or repeat
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ballast.common.errors import (
     AlreadyExists,
@@ -26,13 +26,12 @@ from ballast.common.errors import (
 from ballast.common.ids import DispatcherId, RequestId, WorkerId
 from ballast.common.sampling import FinishReason
 from ballast.common.traffic import Traffic
-from services.dispatcher.core.backlog import Backlog, Tracked
+from services.dispatcher.core.backlog import Backlog
 from services.dispatcher.core.deadlines import Deadlines
 from services.dispatcher.core.events import (
     AbortOnWorker,
     Command,
     Connect,
-    Deliver,
     Disconnect,
     DrainRequested,
     Ending,
@@ -51,18 +50,18 @@ from services.dispatcher.core.events import (
     WorkerConnected,
     WorkerLost,
 )
+from services.dispatcher.core.feed import Feed
 from services.dispatcher.core.fleet import Fleet, Worker
 from services.dispatcher.core.growth import Growth
-from services.dispatcher.core.limits import Limits, too_full
+from services.dispatcher.core.limits import MOST_SHARED, Limits, too_full
 from services.dispatcher.core.moves import Moves
-from services.dispatcher.core.placement import Placement, PlacementRules
-from services.dispatcher.core.story import Recent, What
+from services.dispatcher.core.placement import Outcome, Placement, PlacementRules
+from services.dispatcher.core.relay import Relay
+from services.dispatcher.core.story import What
+from services.dispatcher.core.tracked import Tracked, tracked_of
 from services.dispatcher.core.traffic import TrafficCounter
 from services.dispatcher.policy.freeness import RoutingRules, WorkerKey
 
-# A named tuple's own constructor takes twice as long, and there is one for each token.
-_New = Callable[[type[Deliver], tuple[object, ...]], Deliver]
-_new: _New = tuple.__new__  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 _NO_WORKER_CHECK_S = 0.5
 _MAX_IDLE_MOVES = 16  # without a token in between; more are no progress but a quarrel between workers
 _FRONT = -(1 << 62)  # serials of requests that stand before all that have come here first
@@ -81,7 +80,8 @@ class DispatcherCore:
     ) -> None:
         self.limits = limits
         self.fleet = Fleet()
-        self.backlog = Backlog(placement.order)
+        self.backlog = Backlog(placement.order, placement.lift_s)
+        self.feed = Feed()  # what is offline and waits
         self.requests: dict[RequestId, Tracked] = {}  # all that have been accepted and have not ended
         self.draining = False
         self._for_good = False  # it drains because its process is going to end
@@ -89,14 +89,12 @@ class DispatcherCore:
         self.accepted_count = 0
         self.replay_count = 0
         self.recall_count = 0  # requests that waited on a worker and went where there was room
-        self.stale_count = 0
-        self.recent = Recent()
         self._traffic = TrafficCounter()
-        self.relayed_token_count = 0
+        self.relay = Relay(self.fleet, self._traffic)
         self.move_counts: Counter[str] = Counter()  # at_once, waited or replayed -> requests that were handed over
         self._id = dispatcher_id
         self.growth = Growth(routing.growth_tokens)
-        self._placement = Placement(self.backlog, self.fleet, placement, routing, self.growth)
+        self._placement = Placement(self.backlog, self.feed, self.fleet, placement, routing, self.growth)
         self._moves = Moves(limits.move_wait_s, self.fleet)
         self._deadlines = Deadlines()
         self.taken_over_count = 0
@@ -218,7 +216,11 @@ class DispatcherCore:
         tracked.queued_at_s = at_s
         tracked.blocked_since_s = None
         tracked.recalled = False
-        self.backlog.add(tracked)
+        self._line_of(tracked).add(tracked)
+
+    def _line_of(self, tracked: Tracked) -> Backlog | Feed:
+        """Where it waits while no worker has it."""
+        return self.feed if tracked.offline else self.backlog
 
     def _move(self, tracked: Tracked, worker_id: WorkerId, at_s: float) -> list[Command]:
         """`tracked` has been taken off its worker, which has handed it over to `worker_id`."""
@@ -260,10 +262,12 @@ class DispatcherCore:
         tracked = self._tracked(request, at_s)
         self._watch_usable(at_s)
         commands: list[Command] = []
-        ahead_count = self.backlog.count_before(tracked)
+        ahead_count = self._line_of(tracked).count_before(tracked)
         self._admit(tracked)
         # Those before it were looked at when something changed last; behind too many it would not be looked at itself.
-        if ahead_count < self._placement.rules.scan_count:
+        if tracked.offline:
+            commands = self._pull(at_s)
+        elif ahead_count < self._placement.rules.scan_count:
             commands = self._dispatch(at_s)
         overload = self._overload(tracked, at_s)
         if overload is not None:
@@ -279,27 +283,17 @@ class DispatcherCore:
         """What another dispatcher was serving stands before what has come here, in the order in which it comes."""
         serial = self._next_serial + (_FRONT if request.taken_over else 0)
         self._next_serial += 1
-        tracked = Tracked(
-            request=request,
-            serial=serial,
-            arrived_at_s=at_s,
-            queued_at_s=at_s,
-            output_token_ids=list(request.output_token_ids),
-            text_chars=request.text_chars,
-        )
-        if request.output_token_ids:
-            tracked.first_token_at_s = tracked.last_token_at_s = at_s
-            tracked.note(at_s, What.TAKEN_OVER)
-        return tracked
+        return tracked_of(request, serial, at_s)
 
     def _admit(self, tracked: Tracked) -> None:
         request = tracked.request
         self.accepted_count += 1
         self.requests[request.request_id] = tracked
         made_count = len(request.output_token_ids)
-        self._traffic.arrived(request.request_id, tracked.arrived_at_s, tracked.token_count, made_count)
+        if not tracked.offline:
+            self._traffic.arrived(request.request_id, tracked.arrived_at_s, tracked.token_count, made_count)
         self._deadlines.add(request.deadline_at_s, tracked.serial, request.request_id)
-        self.backlog.add(tracked)
+        self._line_of(tracked).add(tracked)
 
     def _refusal(self, event: Submitted) -> BallastError | None:
         request = event.request
@@ -315,13 +309,16 @@ class DispatcherCore:
         """Why a request that must wait cannot: the bounds hold for what waits, not for what is placed at once."""
         if newcomer.worker is not None or newcomer.request.request_id not in self.requests:
             return None
+        if newcomer.offline:
+            return self.feed.too_full(newcomer, self.limits.max_offline_queued_count, at_s)
         return too_full(newcomer, self.backlog, self.limits, self._placement.drain_rate, at_s)
 
     def _withdraw(self, event: Withdrawn) -> list[Command]:
         tracked = self.requests.get(event.request_id)
         if tracked is None:
             return []
-        return [*self._fail(tracked, Cancelled(event.why), event.at_s), *self._dispatch(event.at_s)]
+        place = self._pull if tracked.offline else self._dispatch
+        return [*self._fail(tracked, Cancelled(event.why), event.at_s), *place(event.at_s)]
 
     def _tick(self, at_s: float) -> list[Command]:
         commands: list[Command] = []
@@ -335,7 +332,7 @@ class DispatcherCore:
             if at_s >= self._no_worker_since_s + self.limits.no_worker_timeout_s:  # as the check was timed, to the bit
                 gone = Unavailable("workers", f"none for {at_s - self._no_worker_since_s:.1f} s")
                 self._no_worker_check_at_s = at_s + _NO_WORKER_CHECK_S
-                overdue = [tracked for tracked in self.backlog if tracked.queued_at_s <= latest_s]
+                overdue = [t for t in (*self.backlog, *self.feed) if t.queued_at_s <= latest_s]
                 commands += [c for tracked in overdue for c in self._fail(tracked, gone, at_s)]
         return commands + self._dispatch(at_s)
 
@@ -354,14 +351,16 @@ class DispatcherCore:
         if tracked.moving:
             self._moves.remove(tracked)
         elif tracked.worker is None:
-            self.backlog.remove(tracked)
+            self._line_of(tracked).remove(tracked)
         else:
             worker = self.fleet.get(tracked.worker)
             if worker is None:
                 raise InvariantViolation(f"{tracked.request.request_id} runs on {tracked.worker}, which is gone")
             worker.take_off(tracked.handle)
         request_id = tracked.request.request_id
-        self._traffic.left(request_id, len(tracked.output_token_ids))
+        if not tracked.offline:
+            self._traffic.left(request_id, len(tracked.output_token_ids))
+            self.backlog.end(tracked)
         self._deadlines.forget(request_id)
         del self.requests[request_id]
 
@@ -370,19 +369,18 @@ class DispatcherCore:
     def _step(self, event: StepReceived) -> list[Command]:
         worker = self.fleet.get(event.worker)
         if worker is None or not worker.connected:
-            self.stale_count += len(event.handles) + len(event.endings) + len(event.preempted) + len(event.resumed)
+            self.relay.stale_count += (
+                len(event.handles) + len(event.endings) + len(event.preempted) + len(event.resumed)
+            )
             return []
         commands: list[Command] = []
-        one_each = len(event.handles) == len(event.token_ids) == event.token_counts.count(1)
-        deliver = self._deliver_one_each if one_each and not (event.texts or event.logprobs) else self._deliver
-        deliver(worker, event, commands)
-        self.relayed_token_count += len(event.token_ids)
+        self.relay.deliver(worker, event, commands)
         if worker.preempted or event.preempted or event.resumed:
-            self.stale_count += worker.hear_who_waits(event)
+            self.relay.stale_count += worker.hear_who_waits(event)
         for ending in event.endings:
             tracked = worker.placed.get(ending.handle)
             if tracked is None:
-                self.stale_count += 1
+                self.relay.stale_count += 1
             else:
                 commands += self._end(worker, tracked, ending, event.at_s)
         if event.endings and self.growth.is_due(event.at_s):
@@ -396,71 +394,9 @@ class DispatcherCore:
             commands += self._dispatch(event.at_s)
         elif event.load.waiting_count and (recall := self._placement.recall(worker, event.at_s)) is not None:
             commands.append(recall)
+        if len(self.feed) and worker.offline_room_tokens > 0:
+            commands += self._pull(event.at_s)
         return commands
-
-    def _deliver(self, worker: Worker, event: StepReceived, commands: list[Command]) -> None:
-        token_end = logprob_end = later_count = 0
-        texts, token_ids, logprobs = event.texts, event.token_ids, event.logprobs
-        at_s, placed, counts, took_s = event.at_s, worker.placed, event.token_counts, 0.0
-        for index, handle in enumerate(event.handles):
-            token_begin, token_end = token_end, token_end + counts[index]
-            tracked = placed.get(handle)
-            if tracked is None:
-                self.stale_count += 1
-                if handle in worker.departed:
-                    logprob_end += token_end - token_begin
-                continue
-            new_ids = token_ids[token_begin:token_end]
-            text = ""
-            if texts:
-                text = texts[index]
-                tracked.text_chars += len(text)
-            request = tracked.request
-            new_logprobs: Sequence[object] = ()
-            if logprobs and request.sampling.logprobs is not None:
-                logprob_begin, logprob_end = logprob_end, logprob_end + len(new_ids)
-                new_logprobs = logprobs[logprob_begin:logprob_end]
-            if new_ids:
-                if tracked.awaits_token:
-                    later_count -= self._take_first_token(tracked, at_s)
-                gap_s = at_s - tracked.last_token_at_s
-                took_s += gap_s
-                later_count += len(new_ids)
-                if gap_s > tracked.longest_gap_s:
-                    tracked.longest_gap_s, tracked.longest_gap_token = gap_s, len(tracked.output_token_ids)
-                tracked.last_token_at_s = at_s
-            tracked.output_token_ids += new_ids
-            commands.append(_new(Deliver, (request.request_id, new_ids, text, new_logprobs)))
-        self._traffic.went_on(later_count, took_s)
-
-    def _deliver_one_each(self, worker: Worker, event: StepReceived, commands: list[Command]) -> None:
-        """A token for each handle and nothing else, as most messages have it: the same, in a shorter way."""
-        at_s, find, add = event.at_s, worker.placed.get, commands.append
-        took_s, later_count = 0.0, 0
-        for handle, token_id in zip(event.handles, event.token_ids, strict=True):
-            tracked = find(handle)
-            if tracked is None:
-                self.stale_count += 1
-                continue
-            if tracked.awaits_token:
-                later_count -= self._take_first_token(tracked, at_s)
-            gap_s = at_s - tracked.last_token_at_s
-            took_s += gap_s
-            later_count += 1
-            if gap_s > tracked.longest_gap_s:
-                tracked.longest_gap_s, tracked.longest_gap_token = gap_s, len(tracked.output_token_ids)
-            tracked.last_token_at_s = at_s
-            tracked.output_token_ids.append(token_id)
-            add(_new(Deliver, (tracked.request.request_id, (token_id,), "", ())))
-        self._traffic.went_on(later_count, took_s)
-
-    def _take_first_token(self, tracked: Tracked, at_s: float) -> bool:
-        """The first token of a placement. Returns whether it is the request's first, too."""
-        if is_first := tracked.first_token_at_s is None:
-            self._traffic.began(tracked.request.request_id, at_s)
-        words = "" if (layout := self.fleet.layout) is None else f"epoch {layout.epoch}, {layout.reason}"
-        tracked.take_first_token(at_s, self.recent, words)
-        return is_first
 
     def _end(self, worker: Worker, tracked: Tracked, ending: Ending, at_s: float) -> list[Command]:
         """A worker's ending: the request's own, or a reason to try elsewhere."""
@@ -475,7 +411,8 @@ class DispatcherCore:
             case FinishReason.STOP | FinishReason.LENGTH as reason:
                 self._drop(tracked, ended=True)
                 self.endings[reason.value] += 1
-                self._traffic.ended(at_s, len(tracked.output_token_ids))
+                if not tracked.offline:
+                    self._traffic.ended(at_s, len(tracked.output_token_ids))
                 return [Finish(request_id, reason, ending.matched_stop, tracked.facts(at_s))]
             case FinishReason.DEADLINE:
                 error: BallastError = DeadlineExceeded("the deadline of the request has passed")
@@ -502,7 +439,14 @@ class DispatcherCore:
     # --------------------------------------------------------------------------------------------- placing
 
     def _dispatch(self, at_s: float) -> list[Command]:
-        outcome = self._placement.run(at_s)
+        commands = self._settle(self._placement.run(at_s), at_s)
+        return [*commands, *self._pull(at_s)] if len(self.feed) else commands
+
+    def _pull(self, at_s: float) -> list[Command]:
+        """Offline requests go where they are wanted."""
+        return self._settle(self._placement.pull(at_s), at_s)
+
+    def _settle(self, outcome: Outcome, at_s: float) -> list[Command]:
         commands: list[Command] = [*outcome.placed]
         for tracked in outcome.hopeless:
             why = f"{tracked.token_count} tokens need more KV blocks than any worker has"
@@ -527,14 +471,16 @@ class DispatcherCore:
     def check(self) -> None:
         """Raises InvariantViolation unless every accepted request stands in exactly one place and all counts agree."""
         self.backlog.check()
+        self.feed.check()
         self.fleet.check()
         self._moves.check()
         self._placement.check()
         self.growth.check(self.requests.values())
-        waiting = {name for name, tracked in self.requests.items() if tracked.first_token_at_s is None}
-        self._traffic.check(waiting, sum(len(tracked.output_token_ids) for tracked in self.requests.values()))
+        online = [tracked for tracked in self.requests.values() if not tracked.offline]
+        waiting = {tracked.request.request_id for tracked in online if tracked.first_token_at_s is None}
+        self._traffic.check(waiting, sum(len(tracked.output_token_ids) for tracked in online))
         moving = {tracked.request.request_id: tracked for tracked in self._moves.tracked}
-        queued = {tracked.request.request_id: tracked for tracked in self.backlog}
+        queued = {tracked.request.request_id: tracked for tracked in (*self.backlog, *self.feed)}
         placed = {t.request.request_id: t for worker in self.fleet for t in worker.placed.values()}
         count = len(queued) + len(placed) + len(moving)
         if {**queued, **placed, **moving} != self.requests or count != len(self.requests):
@@ -543,9 +489,9 @@ class DispatcherCore:
                 f" {sorted(self.requests)}"
             )
         newcomers = [tracked for tracked in self.backlog if tracked.attempt == 0 and not tracked.request.taken_over]
-        if len(newcomers) > self.limits.max_queued_request_count:
+        if len(newcomers) > MOST_SHARED * self.limits.max_queued_request_count:
             raise InvariantViolation(f"{len(newcomers)} requests in the backlog")
-        if sum(tracked.token_count for tracked in newcomers) > self.limits.max_queued_token_count:
+        if sum(tracked.token_count for tracked in newcomers) > MOST_SHARED * self.limits.max_queued_token_count:
             raise InvariantViolation(f"{self.backlog.token_count} tokens in the backlog")
         ended_count = sum(count for ending, count in self.endings.items() if ending != "refused")
         if self.accepted_count != ended_count + len(self.requests):
@@ -564,5 +510,7 @@ class DispatcherCore:
         for tracked in worker.placed.values():
             if self.requests.get(tracked.request.request_id) is not tracked:
                 raise InvariantViolation(f"{tracked.request.request_id} runs on {key} and is not known")
-        if (count := len(self.backlog) + self.fleet.placed_count + len(self._moves)) != len(self.requests):
+        if (count := len(self.backlog) + len(self.feed) + self.fleet.placed_count + len(self._moves)) != len(
+            self.requests
+        ):
             raise InvariantViolation(f"{count} requests are queued, placed or moving, {len(self.requests)} are here")

@@ -11,8 +11,8 @@ from ballast.common.ids import Incarnation, WorkerId
 from ballast.common.layout import Layout
 from ballast.common.load import LoadReport
 from ballast.common.model import ModelInfo
-from services.dispatcher.core.backlog import Tracked
 from services.dispatcher.core.events import StepReceived
+from services.dispatcher.core.tracked import Tracked
 from services.dispatcher.policy.freeness import WorkerKey, WorkerView, blocks_for
 
 # Handles that were given up while their logprobs may still be on the way, for each worker.
@@ -36,6 +36,7 @@ class Worker:
     unseen: dict[int, int] = field(default_factory=dict[int, int])  # handle, ascending -> blocks it needs
     unseen_block_count: int = 0
     preempted: dict[int, float] = field(default_factory=dict[int, float])  # handle -> waits again since, ascending
+    offline_unseen: dict[int, int] = field(default_factory=dict[int, int])  # handle, ascending -> its tokens
     hold_until_s: float = 0.0  # it has refused a request: not asked again until then
     # Shared with the fleet: workers that have changed since routing looked at them. Whoever changes a field calls
     # `touch`.
@@ -46,6 +47,13 @@ class Worker:
     def usable(self) -> bool:
         load = self.load
         return self.connected and self.leads and load is not None and not (self.draining_in_layout or load.draining)
+
+    @property
+    def offline_room_tokens(self) -> int:
+        """Tokens of offline requests that it would still begin."""
+        if self.load is None:
+            return 0
+        return self.load.offline_wanted_tokens - sum(self.offline_unseen.values())
 
     def touch(self) -> None:
         self.changed[self.key] = None
@@ -78,8 +86,11 @@ class Worker:
         load = self.load
         if load is None:
             raise InvariantViolation(f"{tracked.request.request_id} placed on {self.key}, which is not connected")
-        self.touch()
         self.placed[handle] = tracked
+        if tracked.offline:
+            self.offline_unseen[handle] = tracked.token_count
+            return
+        self.touch()
         need = blocks_for(tracked.token_count + 1, load.block_tokens)
         self.unseen[handle] = need
         self.unseen_block_count += need
@@ -88,6 +99,7 @@ class Worker:
         self.touch()
         tracked = self.placed.pop(handle)
         self.unseen_block_count -= self.unseen.pop(handle, 0)
+        self.offline_unseen.pop(handle, None)
         self.preempted.pop(handle, None)
         if tracked.request.sampling.logprobs is not None:
             self.departed[handle] = None
@@ -111,10 +123,11 @@ class Worker:
             for handle in step.handles:
                 preempted.pop(handle, None)
         for handle in step.preempted:
-            if handle in self.placed:
-                preempted.setdefault(handle, step.at_s)
-            else:
+            tracked = self.placed.get(handle)
+            if tracked is None:
                 stale_count += 1
+            elif not tracked.offline:
+                preempted.setdefault(handle, step.at_s)
         for handle in step.resumed:
             preempted.pop(handle, None)
             stale_count += handle not in self.placed
@@ -127,10 +140,14 @@ class Worker:
             if handle > seen_handle:
                 break
             self.unseen_block_count -= self.unseen.pop(handle)
+        for handle in [handle for handle in self.offline_unseen if handle <= seen_handle]:
+            del self.offline_unseen[handle]
 
     def check(self) -> None:
         if self.unseen_block_count != sum(self.unseen.values()) or not set(self.unseen) <= set(self.placed):
             raise InvariantViolation(f"{self.key}: books on unseen requests are wrong")
+        if not self.offline_unseen.keys() <= self.placed.keys():
+            raise InvariantViolation(f"{self.key}: books on unseen offline requests are wrong")
         if not self.preempted.keys() <= self.placed.keys():
             raise InvariantViolation(f"{self.key}: {sorted(self.preempted)} wait, {sorted(self.placed)} are there")
         if list(self.unseen) != sorted(self.unseen):

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.sampling import PriorityClass
-from services.dispatcher.core.backlog import Tracked
+from services.dispatcher.core.tracked import Tracked
 
 _PRIOR_COUNT = 4.0  # answers of the length in the setting
 _MEMORY_COUNT = 1_000.0  # after so many answers what was before counts for a third

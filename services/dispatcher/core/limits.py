@@ -3,15 +3,18 @@
 from dataclasses import dataclass
 
 from ballast.common.errors import Overloaded
-from services.dispatcher.core.backlog import Backlog, DrainRate, Tracked
+from services.dispatcher.core.backlog import Backlog, DrainRate
+from services.dispatcher.core.tracked import Tracked
 
 _TAKEN_OVER_FACTOR = 2  # with requests that other dispatchers were serving, so many times as many may wait
+MOST_SHARED = 2  # with those of callers that fill no more than their share, so many times as many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     max_queued_request_count: int = 1024
     max_queued_token_count: int = 1_000_000
+    max_offline_queued_count: int = 256  # --max-offline-queued
     replay_limit: int = 3
     no_worker_timeout_s: float = 30.0  # so long a request waits while there is no worker at all
     move_wait_s: float = 5.0  # so long one that was handed over waits for the stream to its new worker
@@ -20,15 +23,27 @@ class Limits:
 def too_full(
     newcomer: Tracked, backlog: Backlog, limits: Limits, drain_rate: DrainRate, at_s: float
 ) -> Overloaded | None:
-    """Why one that is in the backlog cannot wait there."""
+    """Why one that is in the backlog cannot wait there. Where several callers wait, each may fill its share of the
+    bounds, however full others have made the backlog before: it holds twice as much at most.
+    """
     factor = _TAKEN_OVER_FACTOR if newcomer.request.taken_over else 1
     request_count, token_count = len(backlog), backlog.token_count
-    if request_count > limits.max_queued_request_count * factor:
+    caller, callers = newcomer.request.caller, len(backlog.callers)
+    own_count, own_tokens = backlog.callers[caller], backlog.tokens_of(caller)
+    most_count, most_tokens = limits.max_queued_request_count, limits.max_queued_token_count
+    if callers > 1 and own_count * callers <= most_count and own_tokens * callers <= most_tokens:
+        factor = MOST_SHARED
+    if callers > 1 and request_count > most_count * factor and own_count * callers > most_count:
+        why = (
+            f"{own_count - 1} requests of this caller are waiting, more than its share while {callers} callers wait"
+            f" for {most_count} places (--max-num-queued-reqs)"
+        )
+    elif request_count > most_count * factor:
         why = f"{request_count - 1} requests are waiting, the most allowed (--max-num-queued-reqs)"
-    elif token_count > limits.max_queued_token_count * factor:
+    elif token_count > most_tokens * factor:
         why = (
             f"{token_count - newcomer.token_count} tokens are waiting, with this request's {newcomer.token_count} more"
-            f" than {limits.max_queued_token_count * factor} (--max-num-queued-tokens)"
+            f" than {most_tokens * factor} (--max-num-queued-tokens)"
         )
     else:
         return None

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Incarnation, RequestId, WorkerId
-from services.dispatcher.core.backlog import Tracked
 from services.dispatcher.core.fleet import Fleet
+from services.dispatcher.core.tracked import Tracked
 
 
 @dataclass(slots=True)

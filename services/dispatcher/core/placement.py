@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ballast.common.errors import InvariantViolation
-from services.dispatcher.core.backlog import Backlog, DrainRate, Order, Tracked
+from services.dispatcher.core.backlog import Backlog, DrainRate, Order
 from services.dispatcher.core.events import AbortOnWorker, Place, Request
+from services.dispatcher.core.feed import Feed
 from services.dispatcher.core.fleet import Fleet, Worker
 from services.dispatcher.core.growth import Growth
 from services.dispatcher.core.recall import candidate
 from services.dispatcher.core.story import What
+from services.dispatcher.core.tracked import Tracked
 from services.dispatcher.policy.freeness import Need, RoutingRules, WorkerKey, has_place
 from services.dispatcher.policy.ranking import Ranking
 
@@ -25,6 +27,7 @@ class PlacementRules:
     large_patience_s: float = 2.0  # so long a large request lets others overtake it
     refused_hold_s: float = 0.05  # so long a worker that refused is not asked again
     scan_count: int = 64  # requests that are looked at when the first ones do not fit
+    lift_s: float = 10.0  # what has waited for longer takes turns with the class above
     recall_after_s: float = 0.1  # what waits on a worker for longer is asked back if another one has room; inf: never
 
 
@@ -38,7 +41,7 @@ class Placement:
     """Moves requests from the backlog to workers and counts them there."""
 
     def __init__(
-        self, backlog: Backlog, fleet: Fleet, rules: PlacementRules, routing: RoutingRules, growth: Growth
+        self, backlog: Backlog, feed: Feed, fleet: Fleet, rules: PlacementRules, routing: RoutingRules, growth: Growth
     ) -> None:
         self.drain_rate = DrainRate()
         self.retry_at_s = math.inf  # a hold or a request's patience ends then
@@ -46,6 +49,7 @@ class Placement:
         self._routing = routing
         self._growth = growth
         self._backlog = backlog
+        self._feed = feed
         self._fleet = fleet
         self._ranking = Ranking(routing)
         self._held: dict[WorkerKey, None] = {}  # workers that have refused a request a moment ago
@@ -61,7 +65,7 @@ class Placement:
         self._look_around(at_s)
         passed_over_count = 0
         while len(self._ranking) and passed_over_count < self.rules.scan_count:
-            batch = self._backlog.slice(passed_over_count, _BATCH_COUNT)
+            batch = self._backlog.slice(passed_over_count, _BATCH_COUNT, at_s)
             for tracked in batch:
                 key = self._choose(tracked, at_s)
                 if key is None:
@@ -76,6 +80,16 @@ class Placement:
             if len(batch) < _BATCH_COUNT:
                 break
         return Outcome(placed, hopeless)
+
+    def pull(self, at_s: float) -> Outcome:
+        """Gives offline requests to the workers that want some."""
+        feed, placed = self._feed, list[Place]()
+        while (found := feed.next(self._fleet, at_s)) is not None:
+            tracked, worker = found
+            feed.remove(tracked)
+            feed.count(at_s)
+            placed.append(self._take_out(tracked, worker, at_s))
+        return Outcome(placed, feed.hopeless(self._fleet) if len(feed) else ())
 
     def move(self, tracked: Tracked, worker: Worker, at_s: float) -> Place:
         """Follows a request to the worker that goes on with it: the request runs there, whether there is room or not.
@@ -142,11 +156,14 @@ class Placement:
         return Need(tokens=tracked.token_count + 1, growth_tokens=growth_tokens)
 
     def _place(self, tracked: Tracked, key: WorkerKey, at_s: float) -> Place:
-        self._backlog.remove(tracked)
+        self._backlog.serve(tracked)
         self.drain_rate.count(at_s)
-        tracked.queue_s += at_s - tracked.queued_at_s
         worker = self._fleet.get(key)
         assert worker is not None  # it was among the usable ones a moment ago
+        return self._take_out(tracked, worker, at_s)
+
+    def _take_out(self, tracked: Tracked, worker: Worker, at_s: float) -> Place:
+        tracked.queue_s += at_s - tracked.queued_at_s
         return self._send(tracked, worker, at_s, expects_handover=False)
 
     def _send(self, tracked: Tracked, worker: Worker, at_s: float, *, expects_handover: bool) -> Place:

@@ -8,8 +8,8 @@ request is the worker's, and what the worker says meanwhile counts as ever.
 
 from itertools import islice
 
-from services.dispatcher.core.backlog import Tracked
 from services.dispatcher.core.fleet import Worker
+from services.dispatcher.core.tracked import Tracked
 
 _MOST_PATIENCE = 8.0  # times that of the first recall
 
@@ -35,7 +35,8 @@ def _newest(worker: Worker, at_s: float, after_s: float) -> Tracked | None:
     """
     assert worker.load is not None
     new_count = max(0, worker.load.waiting_count - len(worker.preempted)) + len(worker.unseen)
-    for handle, tracked in islice(reversed(worker.placed.items()), new_count):
+    online = ((handle, tracked) for handle, tracked in reversed(worker.placed.items()) if not tracked.offline)
+    for handle, tracked in islice(online, new_count):
         if handle in worker.unseen or handle in worker.preempted or tracked.first_token_at_s is not None:
             continue
         if _may_go(tracked) and _has_waited(tracked, at_s - tracked.placed_at_s, after_s):

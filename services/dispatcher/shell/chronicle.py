@@ -18,10 +18,10 @@ from ballast.common.errors import BallastError, InvalidRequest
 from ballast.common.ids import RequestId
 from ballast.common.sampling import PriorityClass
 from ballast.service.logs import get_logger
-from services.dispatcher.core.backlog import Tracked
 from services.dispatcher.core.dispatcher import ENDING_OF, DispatcherCore
 from services.dispatcher.core.events import Facts, Fail, Finish, Request
 from services.dispatcher.core.story import What
+from services.dispatcher.core.tracked import Tracked
 
 WINDOW_S = 10.0
 _RECENT_COUNT = 4096
@@ -86,7 +86,7 @@ class Chronicle:
             tracked.note(at_s, What.WAITING, detail=_why_waiting(self._core, tracked))
 
     def ended(self, ending: Finish | Fail, at_s: float) -> None:
-        if (tpot_s := ending.facts.tpot_s) is not None:
+        if (tpot_s := ending.facts.tpot_s) is not None and not ending.facts.priority.offline:
             self._tpots.append((at_s, tpot_s))
         facts = ending.facts
         if facts.completion_token_count:
@@ -180,10 +180,12 @@ class Chronicle:
 
     def times(self, at_s: float) -> Times:
         since_s = at_s - WINDOW_S
-        ttfts = sorted(self._core.recent.ttfts_s(since_s))
+        ttfts = sorted(self._core.relay.recent.ttfts_s(since_s))
         tpots = [tpot_s for ended_at_s, tpot_s in self._tpots if ended_at_s >= since_s]
         longest_wait_s = 0.0
         for tracked in self._core.requests.values():
+            if tracked.offline:
+                continue
             if tracked.first_token_at_s is None:
                 longest_wait_s = max(longest_wait_s, at_s - tracked.arrived_at_s)
             elif (count := len(tracked.output_token_ids)) > 1 and not tracked.request.output_token_ids:
@@ -209,7 +211,8 @@ def _why_waiting(core: DispatcherCore, tracked: Tracked) -> str:
     if not loads:
         return "no worker is there"
     emptiest = min(load.kv_usage_fraction for load in loads)
-    ahead_count = core.backlog.count_before(tracked)
+    line = core.feed if tracked.offline else core.backlog
+    ahead_count = line.count_before(tracked)
     workers = "the only worker has" if len(loads) == 1 else f"the emptiest of {len(loads)} leading workers has"
     return f"behind {ahead_count} others; {workers} {emptiest:.0%} of its KV in use"
 

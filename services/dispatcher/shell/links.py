@@ -11,6 +11,7 @@ import grpc.aio
 from ballast.common.clock import Clock
 from ballast.common.errors import BallastError, InvariantViolation, PeerViolation, Unavailable
 from ballast.common.ids import DispatcherId, Incarnation, RequestId
+from ballast.common.protocol import PROTOCOL, may_be_dispatched_to
 from ballast.rpc.channel import Dial
 from ballast.rpc.codec import LOAD, MODEL, PRIORITY, SAMPLING
 from ballast.rpc.errors import asking
@@ -124,6 +125,9 @@ class WorkerLink:
         welcome = first.welcome
         if self._worker != (welcome.worker_id, welcome.incarnation):
             raise PeerViolation(self._worker.worker_id, f"is {welcome.worker_id}, life {welcome.incarnation}")
+        if not may_be_dispatched_to(welcome.protocol):
+            why = f"speaks protocol {welcome.protocol}, this dispatcher {PROTOCOL} and the numbers beside it"
+            raise PeerViolation(self._worker.worker_id, why)
         self._log.info("stream to worker is up", address=self._address)
         self._feed(
             WorkerConnected(

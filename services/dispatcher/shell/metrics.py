@@ -35,7 +35,9 @@ class DispatcherMetrics(Collector):
         registry.register(self)
 
     def observe(self, facts: Facts) -> None:
-        """At the end of a request."""
+        """At the end of a request. Times are those of online requests."""
+        if facts.priority.offline:
+            return
         self._queue_s.observe(facts.queue_s)
         self._e2e_s.observe(facts.e2e_s)
         if facts.ttft_s is not None:
@@ -49,6 +51,7 @@ class DispatcherMetrics(Collector):
         for name, text, value in (
             ("ballast_backlog_requests", "Requests that wait here and that no worker has yet", len(core.backlog)),
             ("ballast_backlog_tokens", "Prompt tokens of the requests in the backlog", core.backlog.token_count),
+            ("ballast_offline_requests_queued", "Offline requests that wait here for a worker to ask", len(core.feed)),
             ("ballast_placed_requests", "Requests of this dispatcher on workers", core.fleet.placed_count),
         ):
             yield GaugeMetricFamily(name, text, value)
@@ -56,8 +59,13 @@ class DispatcherMetrics(Collector):
             ("ballast_replays", "Times a request was started anew because its worker was lost", core.replay_count),
             ("ballast_recalls", "Requests taken back from a full worker for one that had room", core.recall_count),
             ("ballast_taken_over", "Requests that another dispatcher was serving before", core.taken_over_count),
-            ("ballast_relayed_tokens", "Tokens received from workers for clients", core.relayed_token_count),
-            ("ballast_stale_messages", "Words of workers about requests that had ended or left them", core.stale_count),
+            ("ballast_relayed_tokens", "Tokens of online answers received from workers", core.relay.token_count),
+            ("ballast_relayed_offline_tokens", "The same of offline requests", core.relay.offline_token_count),
+            (
+                "ballast_stale_messages",
+                "Words of workers about requests that had ended or left them",
+                core.relay.stale_count,
+            ),
         ):
             yield CounterMetricFamily(name, text, total)
         text = "Requests handed over to another worker: at_once, after they had waited for the stream, or replayed"
@@ -65,6 +73,11 @@ class DispatcherMetrics(Collector):
         for how in ("at_once", "replayed", "waited"):
             moves.add_metric([how], core.move_counts[how])
         yield moves
+        text = "Requests that wait here, of the callers with the most: names of tokens, or addresses"
+        callers = GaugeMetricFamily("ballast_backlog_caller_requests", text, labels=["caller"])
+        for caller, count in core.backlog.most_of(_MOST_CALLERS):
+            callers.add_metric([caller], count)
+        yield callers
         yield self._collect_endings()
         yield from self._collect_workers()
 
@@ -92,6 +105,7 @@ class DispatcherMetrics(Collector):
         yield from families
 
 
+_MOST_CALLERS = 10
 _ENDINGS = ("stop", "length", "cancelled", "deadline", "error", "refused", "invalid")
 
 

@@ -1,5 +1,6 @@
 """What the dispatcher asks of the outside beyond workers and clients."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,6 +62,10 @@ class PlannerPort(Protocol):
     @property
     def address(self) -> str:
         """host:port of the active one; empty while nobody knows."""
+        ...
+
+    async def kept_out(self) -> Mapping[str, str]:
+        """Workers that are put into no group for now, and why; none while nobody answers."""
         ...
 
     async def drain_worker(self, worker_id: WorkerId, request_id: str, timeout_s: float) -> Epoch:

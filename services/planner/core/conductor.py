@@ -25,6 +25,7 @@ from services.planner.core.change_requests import (
     complete,
     decide,
 )
+from services.planner.core.kept_out import KeptOut
 from services.planner.core.messages import (
     AnswerChange,
     Call,
@@ -94,6 +95,7 @@ class LayoutContext:
     model: ModelInfo | None
     epoch: Epoch  # of the transition
     stranded: tuple[Member, ...]  # hold some layers only and serve nowhere
+    kept_out: KeptOut
 
 
 @dataclass(slots=True)
@@ -274,6 +276,10 @@ class Conductor:
         change, load = self._change, self._load
         if change is None or load is None:
             return []
+        if isinstance(change, DropRequest):
+            if why := context.kept_out.why_not_together(change.worker_ids):
+                return self._put_off(change, Rejected(why), context.layout, at_s)
+            load = load if change.worker_ids else load.without(context.kept_out.why(at_s))
         approved = decide(change, context.layout, context.model, load, context.epoch, self.rules.planning)
         epoch = None if isinstance(approved, Rejected) else context.epoch
         told: list[Command] = [] if epoch is None else _told(self.prediction_log.overtake(load.traffic, at_s))
@@ -314,7 +320,8 @@ class Conductor:
         """Instances that serve alone become static pipelines, as far as they suffice for whole ones."""
         if self.rules.policy is not OverloadPolicy.STATIC_PIPELINE or self.busy or at_s < self._own_at_s:
             return []
-        target = pipelined(context.layout, self.rules.pipeline_degree, context.epoch, "static pipelines")
+        degree = self.rules.pipeline_degree
+        target = pipelined(context.layout, degree, context.epoch, "static pipelines", context.kept_out.why(at_s))
         if target is None:
             return []
         self._own_at_s = at_s + self.rules.retry_s
@@ -467,6 +474,10 @@ class Conductor:
             del self._requests[record.request_id]
             commands.append(RefuseChange(record.request_id, ChangeRefusal.NOT_POSSIBLE, step.why))
         return commands
+
+    def age_s(self, group_id: GroupId, at_s: float) -> float:
+        """Since the group was made; infinite if this planner does not know."""
+        return at_s - self._dropped_at_s.get(group_id, -math.inf)
 
     def _remember_drops(self, record: TransitionRecord, at_s: float) -> None:
         there = {g.group_id for g in record.journal.target.groups if len(g.members) > 1}

@@ -9,12 +9,11 @@ An epoch never goes back and is never used twice: a state server that has lost t
 epoch. The number of a write whose outcome is unknown counts as used. A new leader that finds the layout lost
 cannot know the last epochs of the one before: it waits for the monitor's snapshot and goes on from the number of
 seconds in its token, which no earlier leader can have reached. Only if all planners and the state server are lost at
-once do epochs begin anew; those of transitions go on from the highest that an instance says it has heard of, as it
-would take part in no lower one. The groups are then made again from what their members say (`claims`).
+once do epochs begin anew; those of transitions go on from the highest that an instance has heard of. The groups are
+then made again from what their members say (`claims`).
 
-Transitions (drop, restore) are the conductor's. While one is not decided, the layout stays as it is; joins and losses
-are written afterwards. Of a pipeline that has lost a member the others leave the layout with it: they hold only some
-layers, and come back once they have all of them.
+While a transition (the conductor's) is not decided, the layout stays as it is; joins and losses are written afterwards.
+Of a pipeline that has lost a member the others leave the layout too, and come back once they have all layers.
 """
 
 import math
@@ -29,6 +28,7 @@ from services.planner.core.conductor import Conductor, ConductorRules, LayoutCon
 from services.planner.core.drains import Drains
 from services.planner.core.evictions import Suspects
 from services.planner.core.inconsistent import Inconsistent
+from services.planner.core.kept_out import KeptOut
 from services.planner.core.membership import Membership, difference
 from services.planner.core.messages import (
     AnswerDrain,
@@ -113,11 +113,13 @@ class PlannerCore:
     _timer_at_s: float = math.inf
     _why_lost: dict[WorkerId, str] = field(default_factory=dict[WorkerId, str])  # since the last layout
     inconsistent: Inconsistent = field(init=False)
+    kept_out: KeptOut = field(init=False)
 
     def __post_init__(self) -> None:
         self._drains = Drains(self.rules.max_drains)
         self.inconsistent = Inconsistent(self.rules.disagree_s)
         self.conductor = Conductor(self.rules.transitions)
+        self.kept_out = KeptOut(self.membership)
 
     @property
     def active(self) -> bool:
@@ -266,6 +268,7 @@ class PlannerCore:
         self.in_flight = None
 
     def _written(self, layout: Layout, event: WriteSettled) -> list[Command]:
+        self.kept_out.regrouped(self.layout, layout, self.conductor.age_s, event.at_s)
         self.layout_model, self.partial = self.membership.model, self._in_flight_partial
         self.layout, self.conductor.failed = layout, ()
         self._stored_epoch, self._read_at_s = layout.epoch, event.at_s + self.rules.verify_interval_s
@@ -482,7 +485,7 @@ class PlannerCore:
             return []
         left_over = [self.membership.known[w].placeable for w, _ in partial if w not in self.suspects]
         stranded = tuple(p.member(0, self._layer_count()) for p in left_over if not p.draining)
-        context = LayoutContext(self.layout, self.layout_model, self._next_epoch(), stranded)
+        context = LayoutContext(self.layout, self.layout_model, self._next_epoch(), stranded, self.kept_out)
         commands = self.conductor.begin_completion(context, at_s, cause_id)
         if not commands and not self.conductor.busy and self.conductor.wants_to_begin:
             commands = self.conductor.begin(context, at_s, cause_id)

@@ -23,6 +23,7 @@ class Known:
     model: ModelInfo | None  # None: taken from a layout that does not say
     confirmed: bool  # by the monitor, since the present connection to it began
     place: Place | None = None  # as it said last; None: alone, with all layers
+    protocol: int | None = None  # that it speaks with others; None: taken from a layout
     fresh: bool = True  # it has said so since the layout gave it the group that it has there
 
 
@@ -91,7 +92,7 @@ class Membership:
         if before is not None and before.placeable.incarnation == event.incarnation:
             draining = draining or before.placeable.draining
         placeable = Placeable(event.worker_id, event.incarnation, event.address, draining, event.data_address)
-        self._put(Known(placeable, event.model, confirmed=True, place=event.place))
+        self._put(Known(placeable, event.model, confirmed=True, place=event.place, protocol=event.protocol))
         return True
 
     def drop(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
@@ -150,6 +151,11 @@ class Membership:
         """The instances that serve the cluster's model."""
         self._choose_model()
         return [known.placeable for known in self.known.values() if known.model == self.model]
+
+    def protocols(self) -> dict[WorkerId, int]:
+        """Of the instances that serve the cluster's model and have said it."""
+        known = self.known.items()
+        return {w: one.protocol for w, one in known if one.protocol is not None and one.model == self.model}
 
     def serves_another_model(self, worker_id: WorkerId) -> bool:
         self._choose_model()

@@ -1,13 +1,14 @@
 """What goes into the planner's core (events, past tense) and what comes out (commands)."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Layout, Member, Place
 from ballast.common.load import LoadReport
 from ballast.common.model import ModelInfo
+from ballast.common.protocol import PROTOCOL
 from ballast.common.traffic import Pace, Traffic
 from services.planner.core.prediction_log import Predicted
 from services.planner.core.record import TransitionRecord
@@ -28,6 +29,10 @@ class ClusterLoad:
     pace: Pace | None = None  # of a middling instance with as many layers as any; None: nobody knows
     slowness: Mapping[WorkerId, float] = field(default_factory=dict[WorkerId, float])  # of those that are unlike it
     fresh_traffic: Traffic | None = None  # of the dispatchers that are not silent; None: none is, `traffic` is fresh
+
+    def without(self, kept_out: Container[WorkerId]) -> "ClusterLoad":
+        """As if these had not reported: their groups take no part in plans."""
+        return replace(self, workers={w: load for w, load in self.workers.items() if w not in kept_out})
 
 
 Sources = tuple[tuple[int, WorkerId | None], ...]  # (layer, holder) in the order to be tried; None: host copy or disk
@@ -107,6 +112,7 @@ class InstanceUp:
     draining: bool
     data_address: str = ""  # host:port where links to it are made
     place: Place | None = None  # in the layout, as it says itself; None: alone, with all layers
+    protocol: int = PROTOCOL  # that it speaks with other workers
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """From the layout and what instances report to what plans are made from, and from plans to layouts (pure)."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -177,11 +177,15 @@ def merged_by_hand(base: Layout, names: Sequence[WorkerId], epoch: Epoch, why: s
     return _layout(base, set(names), [Group(GroupId(names[0]), stages)], epoch, why)
 
 
-def pipelined(base: Layout, degree: int, epoch: Epoch, why: str) -> Layout | None:
+def pipelined(base: Layout, degree: int, epoch: Epoch, why: str, kept_out: Container[WorkerId] = ()) -> Layout | None:
     """The layout in which instances that serve alone form pipelines of `degree`, in order of their names; the rest goes
     on alone. None: they are too few for one, or the layers for so many stages.
     """
-    alone = sorted(g.leader.worker_id for g in base.groups if len(g.members) == 1 and not g.leader.draining)
+    alone = sorted(
+        g.leader.worker_id
+        for g in base.groups
+        if len(g.members) == 1 and not g.leader.draining and g.leader.worker_id not in kept_out
+    )
     whole = len(alone) // degree * degree
     if not whole or degree > base.layer_count:
         return None

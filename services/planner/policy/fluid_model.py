@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from ballast.common.cost import KNEE_TOKENS, CostModel
+from ballast.common.cost import CostModel
 from ballast.common.traffic import Pace
 
 STEPS = 80  # of the horizon
@@ -123,8 +123,8 @@ def token_s(cost: CostModel, decodes: float, context: float, chunk: float, prefi
     shared_s = cost.shared_s
     seconds = cost.attention_s * pairs + cost.prefix_s * read + cost.token_s * tokens
     seconds += (cost.chunk_s - shared_s) * sequences + shared_s
-    if tokens > KNEE_TOKENS:
-        seconds += cost.beyond_s * (tokens - KNEE_TOKENS)
+    if tokens > cost.knee_tokens:
+        seconds += cost.beyond_s * (tokens - cost.knee_tokens)
     if tokens > 1:
         seconds += cost.many_s
     return seconds if seconds > _LEAST_STEP_S else _LEAST_STEP_S

@@ -1,23 +1,27 @@
 """With whom a worker may soon share a group, so that their links are up before a plan needs them."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
+from ballast.common.ids import WorkerId
 from ballast.common.layout import Layout, Member
 
 
-def likely_partners(layout: Layout, most: int) -> list[tuple[Member, Sequence[Member]]]:
+def likely_partners(
+    layout: Layout, most: int, apart: Container[WorkerId] = ()
+) -> list[tuple[Member, Sequence[Member]]]:
     """Up to `most` others for each member: of its own group, then those that are nearest in the layout.
 
     Whom a plan merges depends on the loads of its moment. In a cluster of up to `most` + 1 instances everybody is
     named; in a larger one neighbours are a guess, and the link to who was not named is made while a plan is prepared.
+    `apart`: these are nobody's partners.
     """
     order = [(member, place) for place, group in enumerate(layout.groups) for member in group.members]
     staying = [(member, place) for member, place in order if member.data_address and not member.draining]
 
     def nearest(index: int) -> list[Member]:
         group = staying[index][1]
-        others = [i for i in range(len(staying)) if i != index]
+        others = [i for i, (member, _) in enumerate(staying) if i != index and member.worker_id not in apart]
         others.sort(key=lambda i: (staying[i][1] != group, abs(i - index), i))
-        return [staying[i][0] for i in others[:most]]
+        return [] if staying[index][0].worker_id in apart else [staying[i][0] for i in others[:most]]
 
     return [(member, nearest(index)) for index, (member, _) in enumerate(staying)]

@@ -4,7 +4,7 @@ They keep links to these ready, and take back what they are still prepared for t
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 from ballast.common.errors import BallastError
@@ -23,6 +23,7 @@ _MOST = 8  # for each worker; it has a bound of its own
 class AtRest:
     layout: Layout
     settled_epoch: Epoch  # no transition up to it will be committed any more; 0: not known
+    apart: Container[WorkerId] = ()  # workers that can share no group with others
 
 
 class PartnerNaming:
@@ -42,7 +43,7 @@ class PartnerNaming:
             self._due.clear()
             now = self._at_rest()
             if now is not None:
-                named = likely_partners(now.layout, _MOST)
+                named = likely_partners(now.layout, _MOST, now.apart)
                 self._heard = {m.worker_id: self._heard.get(m.worker_id, Epoch(0)) for m, _ in named}
                 await asyncio.gather(*(self._name(member, partners, now.settled_epoch) for member, partners in named))
             try:

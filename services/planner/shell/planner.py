@@ -95,7 +95,7 @@ class PlannerShell:
             migrations,
             counting,
             at_rest=lambda: core.layout_at_rest,
-            load=self.load,
+            load=self._load_of_equals,
             next_cause=self.next_cause,
         )
         self._tasks = Work()
@@ -229,7 +229,14 @@ class PlannerShell:
 
     def _at_rest(self) -> AtRest | None:
         layout = self.core.layout_at_rest
-        return None if layout is None else AtRest(layout, self.core.settled_epoch)
+        return None if layout is None else AtRest(layout, self.core.settled_epoch, self._apart())
+
+    def _apart(self) -> dict[WorkerId, str]:
+        return self.core.kept_out.of_another_protocol()
+
+    async def _load_of_equals(self) -> ClusterLoad:
+        """Of those between which requests can be moved."""
+        return (await self.load()).without(self._apart())
 
     def _note_transition(self, record: TransitionRecord, cause_id: str) -> None:
         if record.journal.stage.over:

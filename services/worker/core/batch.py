@@ -77,5 +77,5 @@ class StepResult:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...]  # None where none were asked for
     execute_s: float  # time the engine took
-    errors: tuple[tuple[int, str], ...] = ()  # indices of token_ids that are no tokens, and why their sequences end
     copy_s: float = 0.0  # time that copies between device and host took meanwhile
+    errors: tuple[tuple[int, str], ...] = ()  # indices of token_ids that are no tokens, and why their sequences end

@@ -25,11 +25,10 @@ from services.worker.core.events import (
 )
 from services.worker.core.in_flight import InFlightBatch, InFlightBatches, Steps
 from services.worker.core.limits import WorkerLimits
-from services.worker.core.scheduler import Scheduler
+from services.worker.core.line import OFFLINE_RANK
+from services.worker.core.scheduler import Scheduler, SchedulingPolicies
 from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.policy.departure import Decoding
-from services.worker.policy.microbatching import Microbatching, by_token_count
-from services.worker.policy.token_target import TokenTarget
 
 
 class GroupScheduler:
@@ -42,23 +41,20 @@ class GroupScheduler:
         book: BlockBook | None = None,
         steps: Steps | None = None,
         turned: list[Sequence] | None = None,
-        microbatching: Microbatching = by_token_count,
-        target: TokenTarget | None = None,
+        policies: SchedulingPolicies | None = None,
     ) -> None:
         """`block_count`: of the smallest stage. `book`: the tables of this worker's own stage, which outlive its being
-        a leader; without one, the group is a lone worker's and keeps its own. `microbatching` forms the batches of a
-        group of several stages. `outgrown` is called with each sequence that has outgrown the whole cache, and the
-        instant: it ends it. `steps` numbers batches; a worker's groups share it. To `turned`, which they share as well,
-        are added those that wait again and those that run again. `target`: what a token may take.
+        a leader; without one, the group is a lone worker's and keeps its own. `outgrown` is called with each sequence
+        that has outgrown the whole cache, and the instant: it ends it. `steps` numbers batches; a worker's groups share
+        it. To `turned`, which they share as well, are added those that wait again and those that run again.
         """
         self._limits = limits
         self._keeps_book = book is None
         self._outgrown = outgrown
         self.book = BlockBook(block_count, limits.block_tokens) if book is None else book
-        self.scheduler = Scheduler(limits, block_count, microbatching)
+        self.scheduler = Scheduler(limits, block_count, policies)
         if turned is not None:
             self.scheduler.turned = turned
-        self.scheduler.target = target
         self.batches_in_flight = InFlightBatches(self.book, Steps() if steps is None else steps)
         self.leads = True
         self.stopped = False  # no batch is formed any more
@@ -170,7 +166,7 @@ class GroupScheduler:
     @property
     def memory_is_awaited(self) -> bool:
         """Requests have not been let in. Some may wait for a place in a batch, which more memory does not give them."""
-        return self.scheduler.waiting_count > 0
+        return self.scheduler.line.count > 0
 
     # ---------------------------------------------------------------- steps
 
@@ -194,6 +190,17 @@ class GroupScheduler:
             return batches_in_flight.dispatch(plan)
         return batches_in_flight.tell_removed(plan.swaps.copies) if plan.swaps.copies else None
 
+    def admit(self, at_s: float) -> None:
+        """What waits runs, as far as there is room."""
+        for sequence in self.scheduler.admit(at_s, self.completed_step_id):
+            self.batches_in_flight.forget(sequence)
+
+    def admit_newcomer(self, sequence: Sequence, at_s: float) -> None:
+        """It waits, and runs if there is room. An offline one changes nothing for online ones that wait."""
+        scheduler = self.scheduler
+        if sequence.rank != OFFLINE_RANK or not (scheduler.line.count or len(scheduler.swap.away)):
+            self.admit(at_s)
+
     def complete(self, result: StepResult, text_count: int) -> InFlightBatch:
         """The oldest batch in flight lands. `shed` is due when its tokens have been given out."""
         in_flight_batch = self.batches_in_flight.complete(result.step_id)
@@ -214,7 +221,7 @@ class GroupScheduler:
         if sequence.computed_tokens:
             self.scheduler.suspended.add(sequence, at_s, travels=travels, waits=waits)
         else:
-            self.scheduler.enqueue(sequence)
+            self.scheduler.line.add(sequence)
 
     def bind(self, kept: Sequence, request: Sequence, at_s: float) -> None:
         """The request of that KV, by its id. `make_room` is due."""
@@ -297,7 +304,7 @@ class GroupScheduler:
             case AdmissionLimited():
                 self.scheduler.admission_limit = event.block_count
             case PrefillLimited():
-                self.scheduler.limit_prefill(event.token_count, always=event.always)
+                self.scheduler.former.limit_prefill(event.token_count, always=event.always)
             case RoomExpected():
                 self.scheduler.expected_block_count = event.block_count
                 self.scheduler.expected_count = event.running_count
@@ -315,7 +322,7 @@ class GroupScheduler:
         self.batches_in_flight.require_none("the role is changed")
         if event.stage_count < 1:
             raise InvariantViolation(f"a group of {event.stage_count} stages")
-        busy_count = scheduler.running_count + scheduler.waiting_count
+        busy_count = scheduler.running_count + len(scheduler.waiting)
         if not event.leads and busy_count:
             raise InvariantViolation(f"a follower has {busy_count} sequences that were not handed over")
         self._forget_swapped(event.at_s)
@@ -324,7 +331,7 @@ class GroupScheduler:
             scheduler.resize(scheduler.block_count, 0)
         scheduler.stage_count = event.stage_count
         scheduler.swap.limit(0 if event.stage_count > 1 else self._limits.swap_block_count)
-        scheduler.limit_prefill(None)
+        scheduler.former.limit_prefill(None)
         for sequence in self.sequences:
             sequence.in_engine = False  # the stages of the new group have yet to hear of it
         self.shed(event.at_s)

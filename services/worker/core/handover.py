@@ -81,7 +81,7 @@ class Handovers:
             self._request_table.place(sequence, target, event.at_s, waits=suspended)
             self._request_table.turned.append(sequence)  # what waits behind others here may go where there is room
         target.make_room(event.at_s)
-        target.scheduler.admit(event.at_s)
+        target.admit(event.at_s)
 
     # ---------------------------------------------------------------- KV comes
 
@@ -96,7 +96,7 @@ class Handovers:
         if event.last:
             for request in self._request_table.waiting_for_kv.sequences:
                 self._recompute(group_scheduler, request, event.at_s, "no KV of it has come")
-        group_scheduler.scheduler.admit(event.at_s)
+        group_scheduler.admit(event.at_s)
 
     def _adopt(self, group_scheduler: GroupScheduler, snapshot: SequenceSnapshot, event: Adopted) -> None:
         table, sequence_id, at_s = self._request_table, snapshot.sequence_id, event.at_s
@@ -200,7 +200,7 @@ class Handovers:
         if group_scheduler.scheduler.too_big(request):
             table.end_too_big(request, at_s)
         else:
-            group_scheduler.scheduler.admit(at_s)
+            group_scheduler.admit(at_s)
 
 
 def snapshot_of(sequence: Sequence, at_s: float) -> SequenceSnapshot:

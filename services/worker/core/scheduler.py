@@ -4,8 +4,9 @@ It knows how many blocks there are (in a pipeline the minimum over the stages) a
 reserved, and no block id: every stage keeps its own tables (`core.blocks.BlockBook`) and can cover whatever the counts
 allow.
 
-Order of service is (class, arrival). A running sequence is not preempted for a waiting one, whatever their classes;
-classes decide who is admitted first and who gives way when the cache is full.
+Order of service is (class, arrival). A running online sequence is not preempted for a waiting one, whatever their
+classes; classes decide who is admitted first and who gives way when the cache is full. Offline ones give way to all
+online ones, and what they hold counts as free for these (`core.offline`).
 
 With several batches in flight, a sequence that is in one of them can be neither scheduled nor preempted. Who needs
 the block of such a one skips a batch; as it comes before its victim in the order of service, it is the first to get
@@ -13,28 +14,34 @@ the block when the victim has landed.
 """
 
 import bisect
-from collections import OrderedDict
 from collections.abc import Container
 from dataclasses import replace
-from itertools import islice
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.record import record
-from ballast.common.sampling import PriorityClass
 from services.worker.core.batch import SequenceId
+from services.worker.core.batch_former import BatchFormer
 from services.worker.core.blocks import blocks_for
 from services.worker.core.limits import WorkerLimits
+from services.worker.core.line import OFFLINE_RANK, WaitingLine, order
+from services.worker.core.offline import OfflineWork
 from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.core.suspended import Suspended
 from services.worker.core.swapping import NOTHING, SwapOrders, SwapSpace
 from services.worker.policy.admission import AdmissionView, admits, most_prompt_tokens, reserved
-from services.worker.policy.batching import PrefillView, chunk_prefills
-from services.worker.policy.microbatching import Candidate, Microbatching, PipelineView, by_token_count
+from services.worker.policy.harvest import Harvest
+from services.worker.policy.microbatching import Microbatching, by_token_count
 from services.worker.policy.preemption import VictimView, choose_victim
 from services.worker.policy.token_target import Decoders, TokenTarget
 
-_FEW = 0.25  # of a microbatch's decodes
-_LIMITED_BATCHES = 4  # however small the limit, over no more than these are the prompts spread that there are at once
+
+@record()
+class SchedulingPolicies:
+    """What a scheduler decides by."""
+
+    microbatching: Microbatching = by_token_count  # forms the batches of a group of several stages
+    target: TokenTarget | None = None  # what a token may take
+    harvest: Harvest = Harvest()  # by what offline work is bounded
 
 
 @record()
@@ -47,36 +54,37 @@ class Plan:
     swaps: SwapOrders = NOTHING  # besides; never of sequences that are computed
 
 
-def _order(sequence: Sequence) -> tuple[int, tuple[float, SequenceId]]:
-    return sequence.rank, sequence.arrival
+def _rank(sequence: Sequence) -> int:
+    return sequence.rank
 
 
 class Scheduler:
-    def __init__(self, limits: WorkerLimits, block_count: int, microbatching: Microbatching = by_token_count) -> None:
+    def __init__(
+        self,
+        limits: WorkerLimits,
+        block_count: int,
+        policies: SchedulingPolicies | None = None,
+    ) -> None:
+        policies = SchedulingPolicies() if policies is None else policies
         self._limits = limits
         self.block_tokens = limits.block_tokens
-        self._microbatching = microbatching
+        self.former = BatchFormer(limits, policies.microbatching)
         self.block_count = block_count
         self.lent_block_count = 0
         self.expected_block_count = 0  # for sequences that come from other leaders, and
         self.expected_count = 0  # so many of these
         self.ceiling_block_count = block_count  # that there are, or may be soon
         self.admission_limit: int | None = None  # blocks; nothing new above it
-        self.target: TokenTarget | None = None  # nothing new that would make tokens take longer
-        self.prefill_limit: int | None = None  # tokens of prompts in a batch that has decodes
-        self._limits_always = False  # in others too
-        self._limited_tokens = 0  # the most of prompts that were to be computed since there were none, while limited
+        self.target = policies.target  # nothing new that would make tokens take longer
         self.stage_count = 1
         self.reserved_block_count = 0
         self.running: list[Sequence] = []  # in order of service
         self.suspended = Suspended(limits.block_tokens, self._reserve)
-        self._waiting: tuple[OrderedDict[SequenceId, Sequence], ...] = tuple(OrderedDict() for _ in PriorityClass)
-        self.waiting_count = 0
-        self.waiting_tokens = 0
-        self.waiting_block_count = 0
+        self.line = WaitingLine(self.need)
         self.preemptions_total = 0
         self.turned: list[Sequence] = []  # let in, or put back into the line, since somebody looked
         self._awaited_block_count = 0  # blocks about to be free, for which sequences skip a step
+        self.offline_work = OfflineWork(limits, policies.harvest)
         self.swap = SwapSpace(limits.swap_block_count, limits.block_tokens, limits.swap_blocks_per_step)
 
     @property
@@ -96,10 +104,47 @@ class Scheduler:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of running prompts in no batch yet. A long one counts as a full batch: another may come beside it."""
+        """Tokens of running online prompts in no batch yet. A long one counts as a full batch: another may come beside
+        it.
+        """
         most = self._limits.max_batch_tokens
-        left = [s.token_count - max(s.computed_tokens, s.dispatched_tokens) for s in self.running]
+        left = [s.token_count - max(s.computed_tokens, s.dispatched_tokens) for s in self.online]
         return sum([min(count, most) for count in left if count > 1])
+
+    @property
+    def online(self) -> list[Sequence]:
+        """Online sequences that run, in order of service."""
+        running = self.running
+        if not running or running[-1].rank != OFFLINE_RANK:
+            return running
+        return running[: bisect.bisect_left(running, OFFLINE_RANK, key=_rank)]
+
+    @property
+    def offline(self) -> list[Sequence]:
+        """Offline sequences that run, by arrival."""
+        running = self.running
+        if not running or running[-1].rank != OFFLINE_RANK:
+            return []
+        return running[bisect.bisect_left(running, OFFLINE_RANK, key=_rank) :]
+
+    @property
+    def offline_block_count(self) -> int:
+        """Blocks that offline sequences hold. Online ones get them when they need them."""
+        return sum([s.reserved_block_count for s in self.offline])
+
+    @property
+    def offline_wanted_tokens(self) -> int:
+        """Prompt tokens of more offline sequences that it could begin."""
+        if self.line.offline_count or not self._takes_offline:
+            return 0
+        return self.offline_work.wanted_tokens(self.offline)
+
+    @property
+    def _takes_offline(self) -> bool:
+        """Whether offline sequences may be let in: no online one waits, and the group is not about to change."""
+        return not (
+            self.line.count or len(self.swap.away) or self.offline_work.paused or self.admission_limit is not None
+        )
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -115,15 +160,16 @@ class Scheduler:
         """Sequences that may run before newcomers wait. What already runs, or comes to run, is never too much by it."""
         if self.target is None:
             return self.max_running_count
-        count = self.running_count + self.expected_count
-        token_count = (self.reserved_block_count + self.expected_block_count) * self.block_tokens
+        count = self.running_count + self.expected_count - len(self.offline)
+        block_count = self.reserved_block_count + self.expected_block_count - self.offline_block_count
+        token_count = block_count * self.block_tokens
         return self.target.place_count(Decoders(count, token_count, self.stage_count), self.max_running_count)
 
     @property
     def max_in_flight_count(self) -> int:
         """Batches."""
-        ahead = self.stage_count > 1 and self.waiting_count > 0
-        return self.stage_count + self._microbatching.ahead if ahead else self.stage_count
+        ahead = self.stage_count > 1 and self.line.count > 0
+        return self.stage_count + self.former.ahead_count if ahead else self.stage_count
 
     @property
     def ceiling_tokens(self) -> int:
@@ -135,8 +181,10 @@ class Scheduler:
         """Whether the next plan lets nothing in and puts nothing off, if no block is lacking: everything runs on."""
         if self.stage_count > 1 or not self.running or self.suspended or self.swap.enabled:
             return False
+        if self.line.offline_count or self.offline:
+            return False
         head = self._head()
-        return self.settled and not (head is not None and self._lets_in(head))
+        return self.settled and not (head is not None and self._lets_in(head, 0))
 
     @property
     def running_count(self) -> int:
@@ -146,7 +194,7 @@ class Scheduler:
     @property
     def waiting(self) -> list[Sequence]:
         """Sequences that wait, in order of service."""
-        return [s for line in self._waiting for s in line.values()]
+        return list(self.line)
 
     @property
     def settled(self) -> bool:
@@ -160,77 +208,98 @@ class Scheduler:
         self.ceiling_block_count = max(block_count, before_block_count)
         self.block_count = block_count
         self.lent_block_count = lent_block_count
-        self.waiting_block_count = sum(self.need(s) for s in self.waiting)
+        self.line.recount()
 
     def has_ready(self, completed_step_id: int) -> bool:
         """Whether the next plan may have something to run. None of it is certain: it may lack blocks, and only some
         microbatchings let a prompt go on while a part of it is in flight.
         """
         for sequence in self.running:
-            if sequence.step_id <= completed_step_id or sequence.dispatched_tokens < sequence.token_count:
+            if sequence.step_id <= completed_step_id:
                 return True
-        head = self._head()
-        return self.swap.has_copies or (head is not None and self._lets_in(head))
+            if sequence.dispatched_tokens < sequence.token_count and sequence.rank != OFFLINE_RANK:
+                return True
+        head, offline = self._head(), self.line.offline
+        if self.swap.has_copies or (head is not None and self._lets_in(head, completed_step_id)):
+            return True
+        return offline is not None and self._lets_offline_in(offline)
 
     # ---------------------------------------------------------------- waiting
 
-    def enqueue(self, sequence: Sequence) -> None:
-        """It goes to its class by arrival: a newcomer to the end, one that gave way to the head, others in between."""
-        line = self._waiting[sequence.rank]
-        line[sequence.sequence_id] = sequence
-        self._count_waiting(sequence, 1)
-        if len(line) > 1 and next(islice(reversed(line.values()), 1, None)).arrival > sequence.arrival:
-            if next(iter(line.values())).arrival > sequence.arrival:
-                line.move_to_end(sequence.sequence_id, last=False)
-            else:
-                for other in sorted(line.values(), key=_order):
-                    line.move_to_end(other.sequence_id)
-
-    def admit(self, at_s: float) -> None:
-        """Let the head of the line in while it fits. Nothing overtakes it: it would starve."""
-        if not self.waiting_count and not len(self.swap):
-            return
+    def admit(self, at_s: float, completed_step_id: int, *, offline: bool = True) -> list[Sequence]:
+        """Let the head of the line in while it fits. Nothing overtakes it: it would starve. Returns the offline
+        sequences that have yielded; those in a batch after `completed_step_id` cannot. `offline`: ones of these may be
+        let in.
+        """
+        yielded: list[Sequence] = []
+        if not self.line.count and not self.line.offline_count and not len(self.swap):
+            return yielded
         while (sequence := self._head()) is not None:
-            if not self._lets_in(sequence):
-                return
+            if not self._lets_in(sequence, completed_step_id):
+                return yielded
             need = self.need(sequence)
+            while need > self.free_block_count or self.running_count >= self.max_running_count:
+                victim = self._victim(completed_step_id)
+                self._preempt(victim, at_s, f"{sequence.name} is let in")
+                yielded.append(victim)
             if sequence.state is SequenceState.SWAPPED:
                 self._reserve(sequence, need)
                 self.swap.come_back(sequence)
                 self.turned.append(sequence)
                 sequence.note(at_s, "its KV comes back")
                 continue
-            self._leave_line(sequence)
+            self.line.remove(sequence)
             self._run(sequence, need, at_s, f"{need} of {self.free_block_count} free blocks")
+        while offline and not yielded and (sequence := self.line.offline) and self._lets_offline_in(sequence):
+            need = self.need(sequence)
+            self.line.remove(sequence)
+            self._run(sequence, need, at_s, f"{need} of {self.free_block_count} free blocks")
+        return yielded
+
+    def _lets_offline_in(self, sequence: Sequence) -> bool:
+        """Nothing yields to it, and a share of the blocks is left for the growth of what runs."""
+        if not self._takes_offline or self.running_count + self.expected_count >= self.max_running_count:
+            return False
+        kept = reserved(self.block_count, self._limits.admission_reserve_fraction) if self.running_count else 0
+        if self.need(sequence) + kept > self.free_block_count:
+            return False
+        return self.offline_work.wanted_tokens(self.offline) > 0
 
     def why_no_room(self, block_count: int, *, new: bool) -> str:
         """Why a sequence of another leader that takes so many blocks more cannot come, or (not `new`) not go on coming;
         empty: it can.
         """
-        if self._admits(block_count) if new else block_count <= self.free_block_count:
+        offline = self.offline
+        free_count = self.free_block_count + sum([s.reserved_block_count for s in offline])
+        if self._admits(block_count, offline) if new else block_count <= free_count:
             return ""
         return (
-            f"{self.free_block_count} of {self.block_count} blocks are free, {block_count} are needed;"
-            f" {self.running_count} of {self.place_count} sequences run"
+            f"{free_count} of {self.block_count} blocks are free, {block_count} are needed;"
+            f" {self.running_count - len(offline)} of {self.place_count} sequences run"
         )
 
-    def _lets_in(self, sequence: Sequence) -> bool:
-        """There is room for it, and its tokens would be computed soon. One whose KV comes back has few."""
-        if not self._admits(self.need(sequence)):
+    def _lets_in(self, sequence: Sequence, completed_step_id: int) -> bool:
+        """There is room for it, and its tokens would be computed soon. One whose KV comes back has few. Room is what
+        is free, and what offline sequences hold that are in no batch after `completed_step_id`.
+        """
+        offline = [s for s in self.offline if s.step_id <= completed_step_id]
+        if not self._admits(self.need(sequence), offline):
             return False
         return sequence.state is SequenceState.SWAPPED or self.prompt_tokens < self.max_prompt_tokens
 
     def _lacks_room(self) -> bool:
         """Whether what waits would not fit; else it waits only until prompts that came before it are computed."""
-        head = self._head() if self.waiting_count else None
-        return head is not None and not self._admits(self.need(head))
+        head = self._head() if self.line.count else None
+        return head is not None and not self._admits(self.need(head), self.offline)
 
-    def _admits(self, need_block_count: int) -> bool:
+    def _admits(self, need_block_count: int, offline: list[Sequence]) -> bool:
+        """What these offline sequences hold counts as free."""
         block_count = self._limited_block_count
+        lent_count = sum([s.reserved_block_count for s in offline]) if offline else 0
         view = AdmissionView(
             block_count,
-            block_count - self.block_count + self.free_block_count,
-            self.running_count + self.expected_count,
+            block_count - self.block_count + self.free_block_count + lent_count,
+            self.running_count + self.expected_count - len(offline),
             self.place_count,
         )
         return admits(view, need_block_count, self._limits.admission_reserve_fraction)
@@ -240,29 +309,20 @@ class Scheduler:
         if sequence.preempted:
             self.turned.append(sequence)
         self._reserve(sequence, added_block_count)
-        bisect.insort(self.running, sequence, key=_order)
+        bisect.insort(self.running, sequence, key=order)
 
     def _head(self) -> Sequence | None:
-        """First in the order of service, of those that wait and those that are swapped out."""
-        waiting = next((next(iter(line.values())) for line in self._waiting if line), None)
-        away = min(self.swap.away, key=_order, default=None) if len(self.swap) else None
+        """The online sequence that is first in the order of service, of those that wait and those swapped out."""
+        waiting = self.line.online
+        away = min(self.swap.away, key=order, default=None) if len(self.swap) else None
         if waiting is None or away is None:
             return waiting or away
-        return min(waiting, away, key=_order)
+        return min(waiting, away, key=order)
 
     def need(self, sequence: Sequence) -> int:
         """Blocks for all its tokens and the next one. Less by that one only where the cache ends."""
         with_next = blocks_for(sequence.token_count + 1, self.block_tokens)
         return min(with_next, max(self.block_count, blocks_for(sequence.token_count, self.block_tokens)))
-
-    def _leave_line(self, sequence: Sequence) -> None:
-        del self._waiting[sequence.rank][sequence.sequence_id]
-        self._count_waiting(sequence, -1)
-
-    def _count_waiting(self, sequence: Sequence, sign: int) -> None:
-        self.waiting_count += sign
-        self.waiting_tokens += sign * sequence.token_count
-        self.waiting_block_count += sign * self.need(sequence)
 
     # ---------------------------------------------------------------- running
 
@@ -270,7 +330,7 @@ class Scheduler:
         """The sequence leaves (its state has not changed yet): out of the line, or its reservation is given back."""
         match sequence.state:
             case SequenceState.WAITING:
-                self._leave_line(sequence)
+                self.line.remove(sequence)
             case SequenceState.RUNNING:
                 self.running.remove(sequence)
                 self._reserve(sequence, -sequence.reserved_block_count)
@@ -310,102 +370,38 @@ class Scheduler:
         if self.swap.enabled:
             self._leave_ahead(at_s, completed_step_id)
         # What just gave way does not fit: it needs at least what it had, and a part of that is taken.
-        self.admit(at_s)
+        preempted += self.admit(at_s, completed_step_id, offline=not (preempted and self.running))
         if self.stage_count > 1:
-            plan = self._next_microbatch(completed_step_id, in_flight_count, preempted)
+            decodes, chunks = self.former.microbatch(
+                self.online,
+                completed_step_id,
+                stage_count=self.stage_count,
+                waiting_count=self.line.count,
+                in_flight_count=in_flight_count,
+                lacks_room=self._lacks_room(),
+            )
         else:
-            plan = self._next_batch(completed_step_id, in_flight_count, preempted)
+            all_ready = not (in_flight_count or len(self.swap))
+            decodes, chunks = self.former.batch(self.online, completed_step_id, all_ready=all_ready)
+        plan = Plan(decodes, chunks, preempted)
+        if offline := self.offline:
+            self._fill(plan, offline, completed_step_id, in_flight_count)
         busy = bool(plan.decodes or plan.chunks)
         if len(self.swap) and (busy or not in_flight_count):  # alone, copies would hold up what is in flight
             return replace(plan, swaps=self.swap.order(left, busy=busy))
         return replace(plan, swaps=SwapOrders(left)) if left else plan
 
-    def _next_batch(self, completed_step_id: int, in_flight_count: int, preempted: list[Sequence]) -> Plan:
-        ready = self.running
-        if in_flight_count or len(self.swap):
-            ready = [s for s in ready if s.step_id <= completed_step_id and s.token_count <= s.reserved_tokens]
-        decodes = [s for s in ready if s.token_count - s.computed_tokens == 1]
-        prefills = [] if len(decodes) == len(ready) else [s for s in ready if s.token_count - s.computed_tokens != 1]
-        prompt_tokens = sum(s.token_count - s.computed_tokens for s in prefills) if self.prefill_limit else 0
-        budget = min(
-            self._limits.max_batch_tokens, len(decodes) + self._most_prompt_tokens(len(decodes), prompt_tokens)
+    def _fill(self, plan: Plan, offline: list[Sequence], completed_step_id: int, in_flight_count: int) -> None:
+        """Offline sequences go along, as far as the batch has room for them."""
+        self.offline_work.fill(
+            plan.decodes,
+            plan.chunks,
+            [s for s in offline if s.step_id <= completed_step_id and s.token_count <= s.reserved_tokens],
+            stage_count=self.stage_count,
+            in_flight_count=in_flight_count,
+            prefill_limit=self.former.prefill_limit,
+            online_in_flight=in_flight_count > 0 and any(s.step_id > completed_step_id for s in self.online),
         )
-        return Plan(decodes, self._chunks(len(decodes), prefills, budget), preempted)
-
-    def _ready_decodes(self, completed_step_id: int) -> list[Sequence]:
-        ready = [s for s in self.running if s.step_id <= completed_step_id and s.token_count <= s.reserved_tokens]
-        return [s for s in ready if s.token_count - s.computed_tokens == 1]
-
-    def _next_microbatch(self, completed_step_id: int, in_flight_count: int, preempted: list[Sequence]) -> Plan:
-        candidates = [
-            Candidate(
-                s.rank,
-                s.computed_tokens,
-                s.dispatched_tokens if s.step_id > completed_step_id else s.computed_tokens,
-                s.token_count,
-                s.step_id,
-                s.token_count <= s.reserved_tokens,
-            )
-            for s in self.running
-        ]
-        limited = self.prefill_limit is not None
-        prompts = [c for c in candidates if c.token_count - c.computed_tokens != 1] if limited else []
-        decode_count = len(candidates) - len(prompts) if limited else 0
-        prompt_tokens = sum(c.token_count - c.dispatched_tokens for c in prompts)
-        view = PipelineView(
-            self.stage_count,
-            completed_step_id,
-            self._limits.max_batch_tokens,
-            self.waiting_count,
-            candidates,
-            in_flight_count,
-            self._most_prompt_tokens(decode_count, prompt_tokens),
-            self._lacks_room(),
-        )
-        plan = Plan([], [], preempted)
-        for index, count in self._microbatching(view):
-            sequence, candidate = self.running[index], candidates[index]
-            left = candidate.token_count - candidate.dispatched_tokens
-            if not (0 < count <= left and candidate.has_room):
-                raise InvariantViolation(f"{count} of {left} tokens are to be computed", sequence.story())
-            if candidate.token_count - candidate.computed_tokens == 1:
-                plan.decodes.append(sequence)
-            else:
-                plan.chunks.append((sequence, count))
-        if limited and plan.decodes:
-            self._take_along(plan, completed_step_id)
-        return plan
-
-    def _take_along(self, plan: Plan, completed_step_id: int) -> None:
-        """A transition is prepared, and batches take longer than usual. Those few that would be put off to the next
-        microbatch, so that all are alike, would wait half a trip through the pipeline on top of it.
-        """
-        taken = {s.sequence_id for s in plan.decodes}
-        left = [s for s in self._ready_decodes(completed_step_id) if s.sequence_id not in taken]
-        room = self._limits.max_batch_tokens - len(plan.decodes) - sum(count for _, count in plan.chunks)
-        if len(left) <= min(room, max(1, int(len(plan.decodes) * _FEW))):
-            plan.decodes.extend(left)
-
-    def limit_prefill(self, token_count: int | None, *, always: bool = False) -> None:
-        self.prefill_limit, self._limits_always = token_count, always
-        self._limited_tokens = 0
-
-    def _most_prompt_tokens(self, decode_count: int, prompt_tokens: int) -> int:
-        """The most tokens of prompts in a batch, while so many sequences decode and so many such tokens wait."""
-        limit = self.prefill_limit
-        if limit is None or not (decode_count or self._limits_always):
-            return self._limits.max_batch_tokens
-        if not limit:
-            return 0
-        self._limited_tokens = max(self._limited_tokens, prompt_tokens) if prompt_tokens else 0
-        return max(limit, -(-self._limited_tokens // _LIMITED_BATCHES))
-
-    def _chunks(self, decode_count: int, prefills: list[Sequence], budget_tokens: int) -> list[tuple[Sequence, int]]:
-        if not prefills:
-            return []
-        views = [PrefillView(s.rank, s.computed_tokens, s.token_count - s.computed_tokens) for s in prefills]
-        counts = chunk_prefills(decode_count, views, budget_tokens)
-        return [(sequence, count) for sequence, count in zip(prefills, counts, strict=True) if count]
 
     def _make_room(self, sequence: Sequence, at_s: float, completed_step_id: int) -> list[Sequence]:
         """Reserve the block for the next token, if it is not one of a sequence in flight. Returns the victims, the
@@ -416,10 +412,10 @@ class Scheduler:
             if self._awaited_block_count < self.swap.leaving_block_count:
                 self._awaited_block_count += 1  # one of those that are being copied will do: it skips a step
                 return victims
-            victim = self._victim()
+            victim = self._victim(completed_step_id)
             if victim.step_id > completed_step_id:
                 return victims
-            if self.swap.takes(victim):
+            if victim.rank != OFFLINE_RANK and self.swap.takes(victim):
                 self._swap_out(victim, at_s, f"no block free for {sequence.name}")
             else:
                 self._preempt(victim, at_s, f"no block free for {sequence.name}")
@@ -434,8 +430,12 @@ class Scheduler:
         """Sequences that may have to give way."""
         return [*self.running, *self.suspended.kept] if self.suspended.arrived else self.running
 
-    def _victim(self) -> Sequence:
-        """The sequence, of all candidates, that gives way first."""
+    def _victim(self, completed_step_id: int) -> Sequence:
+        """The sequence, of all candidates, that gives way first: of offline ones that run the newest in no batch; one
+        in a batch only if all are.
+        """
+        if offline := self.offline:
+            return next((s for s in reversed(offline) if s.step_id <= completed_step_id), offline[-1])
         candidates = self._candidates
         views = [VictimView(s.rank, s.arrival, s.reserved_block_count, s.computed_tokens) for s in candidates]
         return candidates[choose_victim(views)]
@@ -444,7 +444,7 @@ class Scheduler:
         """Preempt until all is within what there is, or until the next victim is one in flight."""
         victims: list[Sequence] = []
         while not self.settled and self._candidates:
-            victim = self._victim()
+            victim = self._victim(completed_step_id)
             if victim.step_id > completed_step_id:
                 break
             self._preempt(victim, at_s, "the group has become smaller")
@@ -464,8 +464,8 @@ class Scheduler:
 
     def _leave_ahead(self, at_s: float, completed_step_id: int) -> None:
         """What will have to give way within the time that copying its KV takes leaves now, and nothing has to wait."""
-        while len(self.running) > 1:
-            victim = self._victim()
+        while len(self.running) > 1 and not self.offline:
+            victim = self._victim(completed_step_id)
             if victim.step_id > completed_step_id:
                 return
             batches = -(-victim.reserved_block_count // self.swap.budget_blocks)
@@ -491,7 +491,10 @@ class Scheduler:
         return lost
 
     def _preempt(self, victim: Sequence, at_s: float, why: str) -> None:
-        self.preemptions_total += 1
+        if victim.rank == OFFLINE_RANK:
+            self.offline_work.note_yield(victim)
+        else:
+            self.preemptions_total += 1
         self.start_over(victim, at_s, f"preempted, {why}")
 
     def _recompute(self, sequence: Sequence, at_s: float, why: str) -> None:
@@ -500,7 +503,7 @@ class Scheduler:
         sequence.may_overfill = True
         sequence.move(SequenceState.WAITING, at_s, why)
         self.turned.append(sequence)
-        self.enqueue(sequence)
+        self.line.add(sequence)
 
     def start_over(self, sequence: Sequence, at_s: float, why: str) -> None:
         """A running sequence, of which nothing is in flight, waits again, with nothing computed."""
@@ -543,7 +546,7 @@ class Scheduler:
 
     def check(self, completed_step_id: int) -> None:
         """Raise InvariantViolation unless counts equal sums, orders hold and every sequence has what it needs."""
-        victim = self._victim() if self._candidates and not self.settled else None
+        victim = self._victim(completed_step_id) if self._candidates and not self.settled else None
         if victim is not None and victim.step_id <= completed_step_id:
             raise InvariantViolation(
                 f"{self.reserved_block_count} of {self.block_count} blocks are reserved, {self.running_count} of"
@@ -552,22 +555,16 @@ class Scheduler:
         waiting = self.waiting
         held = [*self.running, *self.suspended.values(), *self.swap.holders]
         self.swap.check()
+        self.line.check()
         self.suspended.check()
-        for what, have, want in (
-            ("waiting_count", self.waiting_count, len(waiting)),
-            ("waiting_tokens", self.waiting_tokens, sum(s.token_count for s in waiting)),
-            ("waiting_block_count", self.waiting_block_count, sum(self.need(s) for s in waiting)),
-            ("reserved_block_count", self.reserved_block_count, sum(s.reserved_block_count for s in held)),
-        ):
-            if have != want:
-                raise InvariantViolation(f"{what} is {have}, the sum is {want}")
+        reserved_count = sum(s.reserved_block_count for s in held)
+        if self.reserved_block_count != reserved_count:
+            raise InvariantViolation(f"{self.reserved_block_count} blocks are reserved, the sum is {reserved_count}")
         bound = self._limits.max_waiting_count
-        if sum(not s.may_overfill for s in waiting) > bound:
-            raise InvariantViolation(f"{len(waiting)} sequences wait, {bound} may")
-        for sequences in (self.running, waiting):
-            if [_order(s) for s in sequences] != sorted(_order(s) for s in sequences):
-                raise InvariantViolation(f"out of order: {[_order(s) for s in sequences]}")
+        bounded = [s.rank == OFFLINE_RANK for s in waiting if not s.may_overfill]
+        if max(sum(bounded), len(bounded) - sum(bounded)) > bound:
+            raise InvariantViolation(f"{len(waiting)} sequences wait, {bound} online ones and as many offline may")
+        if [order(s) for s in self.running] != sorted(order(s) for s in self.running):
+            raise InvariantViolation(f"out of order: {[order(s) for s in self.running]}")
         for sequence in self.running:
             sequence.check_running(self.block_tokens)
-        for sequence in waiting:
-            sequence.check_waiting()

@@ -53,9 +53,13 @@ from services.worker.core.handover import ANOTHER_LEADS, Handovers, stop_rule
 from services.worker.core.in_flight import Steps
 from services.worker.core.intake import fault_of, with_seed
 from services.worker.core.limits import WorkerLimits
+from services.worker.core.line import OFFLINE_RANK
 from services.worker.core.plain import PlainSteps, foresee, take
+from services.worker.core.report import ReportTotals, load_of
 from services.worker.core.request_table import RequestTable, Stream
+from services.worker.core.scheduler import SchedulingPolicies
 from services.worker.core.sequence import Sequence, SequenceState
+from services.worker.policy.harvest import Harvest
 from services.worker.policy.microbatching import Microbatching, by_token_count
 from services.worker.policy.token_target import TokenTarget
 
@@ -85,12 +89,15 @@ class WorkerCore:
         first_sequence_id: int = 0,
         microbatching: Microbatching = by_token_count,
         target: TokenTarget | None = None,
+        harvest: Harvest | None = None,
     ) -> None:
-        """`block_count`, `book`, `microbatching`, `target`: see `GroupScheduler`. Ids follow on `first_sequence_id`."""
+        """`block_count`, `book`: see `GroupScheduler`; the policies: see `SchedulingPolicies`. Ids follow on
+        `first_sequence_id`.
+        """
         self._limits = limits
         self._request_table = request_table = RequestTable(limits)
         self._handovers = Handovers(limits, request_table)
-        self._microbatching, self._target = microbatching, target
+        self._policies = SchedulingPolicies(microbatching, target, Harvest() if harvest is None else harvest)
         self._steps = Steps()
         self._group_schedulers = [
             self._new_group_scheduler(block_count, book)
@@ -104,6 +111,8 @@ class WorkerCore:
         self._steps_total = 0
         self._prompt_tokens_total = 0
         self._generation_tokens_total = 0
+        self._offline_tokens_total = 0  # of prompts and answers
+        self._offline_yields_total = self._offline_lost_tokens_total = 0  # of groups that have been closed
         self._stale_events_total = 0
 
     # ---------------------------------------------------------------- the one door
@@ -180,17 +189,14 @@ class WorkerCore:
         return self._group_schedulers[-1]
 
     def _new_group_scheduler(self, block_count: int, book: BlockBook | None) -> GroupScheduler:
-        request_table, steps, forms, target = self._request_table, self._steps, self._microbatching, self._target
-        end, turned = request_table.end_too_big, request_table.turned
         return GroupScheduler(
             self._limits,
             block_count,
-            end,
+            self._request_table.end_too_big,
             book=book,
-            steps=steps,
-            turned=turned,
-            microbatching=forms,
-            target=target,
+            steps=self._steps,
+            turned=self._request_table.turned,
+            policies=self._policies,
         )
 
     @property
@@ -237,6 +243,8 @@ class WorkerCore:
                 f"a group_scheduler is closed with {len(group_scheduler.sequences)} sequences in it"
             )
         self._preemptions_total += group_scheduler.scheduler.preemptions_total
+        self._offline_yields_total += group_scheduler.scheduler.offline_work.yields_total
+        self._offline_lost_tokens_total += group_scheduler.scheduler.offline_work.lost_tokens_total
         self._stale_groups_total += group_scheduler.stale_total
         del self._group_schedulers[0]
 
@@ -343,50 +351,18 @@ class WorkerCore:
 
     def load(self, at_s: float, memory: MemoryReport, newest_epoch: int = 0) -> LoadReport:
         """`newest_epoch`: of a transition that this worker has heard of."""
-        block_count = free_block_count = kept_block_count = waiting_block_count = spare_block_count = 0
-        running_count = waiting_count = max_running_count = prompt_token_count = max_prompt_token_count = 0
-        preemptions_total = self._preemptions_total
-        for group_scheduler in self._group_schedulers:
-            scheduler = group_scheduler.scheduler
-            waiting_count += scheduler.waiting_count
-            waiting_block_count += scheduler.waiting_block_count
-            if swapped_count := len(scheduler.swap):
-                waiting_count += swapped_count - scheduler.swap.returning_count
-                waiting_block_count += sum(scheduler.need(s) for s in scheduler.swap.away)
-            if group_scheduler is self._group_schedulers[-1]:
-                # What a group that dissolves beside it still has counts as used, as it is going to be this one's.
-                block_count = scheduler.block_count if scheduler.stage_count > 1 else scheduler.ceiling_block_count
-                free_block_count = scheduler.free_block_count
-                kept_block_count = scheduler.kept_block_count
-                prompt_token_count = scheduler.prompt_tokens + scheduler.waiting_tokens
-                max_prompt_token_count = scheduler.max_prompt_tokens
-                max_running_count += scheduler.place_count
-            else:
-                max_running_count += scheduler.running_count
-                spare_block_count += max(0, scheduler.free_block_count)
-            running_count += scheduler.running_count
-            preemptions_total += scheduler.preemptions_total
-        return LoadReport(
-            block_tokens=self._limits.block_tokens,
-            block_count=block_count,
-            used_block_count=block_count - free_block_count,
-            waiting_block_count=waiting_block_count,
-            running_count=running_count,
-            waiting_count=waiting_count,
-            max_running_count=max_running_count,
-            steps_total=self._steps_total,
-            preemptions_total=preemptions_total,
-            prompt_tokens_total=self._prompt_tokens_total,
-            generation_tokens_total=self._generation_tokens_total,
-            step_age_s=max(0.0, at_s - self._progress_at_s) if self._is_busy else 0.0,
-            draining=self._draining,
-            memory=memory,
-            newest_epoch=newest_epoch,
-            kept_block_count=kept_block_count,
-            prompt_token_count=prompt_token_count,
-            max_prompt_token_count=max_prompt_token_count,
-            spare_block_count=spare_block_count,
+        totals = ReportTotals(
+            self._steps_total,
+            self._preemptions_total,
+            self._prompt_tokens_total,
+            self._generation_tokens_total,
+            self._offline_tokens_total,
+            self._offline_yields_total,
+            self._offline_lost_tokens_total,
         )
+        step_age_s = max(0.0, at_s - self._progress_at_s) if self._is_busy else 0.0
+        groups = [group_scheduler.scheduler for group_scheduler in self._group_schedulers]
+        return load_of(groups, totals, step_age_s, memory, newest_epoch, draining=self._draining)
 
     def story(self, sequence_id: SequenceId) -> list[str]:
         """What has happened to a live sequence; nothing about others."""
@@ -430,11 +406,13 @@ class WorkerCore:
             return _DRAINS
         if not group_scheduler.leads:
             return ANOTHER_LEADS
-        if scheduler.waiting_count >= limits.max_waiting_count:
-            return f"{scheduler.waiting_count} requests are waiting, max_num_queued_reqs is {limits.max_waiting_count}"
-        if scheduler.waiting_count and scheduler.waiting_tokens + token_count > limits.max_waiting_tokens:
+        line, offline = scheduler.line, event.priority.offline
+        waiting_count = line.offline_count if offline else line.count
+        if waiting_count >= limits.max_waiting_count:
+            return f"{waiting_count} requests are waiting, max_num_queued_reqs is {limits.max_waiting_count}"
+        if not offline and waiting_count and line.token_count + token_count > limits.max_waiting_tokens:
             return (
-                f"{scheduler.waiting_tokens} tokens are waiting, {token_count} more would exceed max_num_queued_tokens"
+                f"{line.token_count} tokens are waiting, {token_count} more would exceed max_num_queued_tokens"
                 f" {limits.max_waiting_tokens}"
             )
         return ""
@@ -456,14 +434,14 @@ class WorkerCore:
         elif kept is not None:
             self._handovers.bind(group_scheduler, kept, sequence, at_s)
             group_scheduler.make_room(at_s)
-            group_scheduler.scheduler.admit(at_s)
+            group_scheduler.admit(at_s)
         elif waits:
             self._handovers.wait(group_scheduler, sequence, at_s)
         else:
             self._request_table.place(sequence, group_scheduler, at_s)
             if event.output_token_ids:
                 self._request_table.turned.append(sequence)  # it was let in elsewhere
-            group_scheduler.scheduler.admit(at_s)
+            group_scheduler.admit_newcomer(sequence, at_s)
 
     def _abort(self, event: Aborted) -> None:
         stream = self._request_table.streams.get(event.key.stream_id)
@@ -503,7 +481,7 @@ class WorkerCore:
         self._count_step(event.at_s)
         at_s, token_ids, logprobs, ended = event.at_s, result.token_ids, result.logprobs, SequenceState.ENDED
         plain: dict[int, tuple[list[int], list[int]]] = {}  # stream -> handles, a token for each
-        errors, index = dict(result.errors), 0
+        errors, index, offline_count = dict(result.errors), 0, 0
         for sequence, computed_tokens, samples in in_flight_batch.shares:
             if sequence.state is not ended:
                 sequence.computed_tokens = computed_tokens
@@ -518,6 +496,7 @@ class WorkerCore:
                     ):
                         output.append(token_ids[index])
                         sequence.token_count += 1
+                        offline_count += sequence.rank == OFFLINE_RANK
                         stream_id, handle = sequence.key
                         news = plain.get(stream_id) or plain.setdefault(stream_id, ([], []))
                         news[0].append(handle)
@@ -528,6 +507,8 @@ class WorkerCore:
         for stream_id, (handles, ids) in plain.items():
             self._generation_tokens_total += len(ids)
             self._outbox.tokens(stream_id, handles, ids)
+        self._generation_tokens_total -= offline_count
+        self._offline_tokens_total += offline_count
         group_scheduler.shed(event.at_s)
 
     def _token(
@@ -537,8 +518,8 @@ class WorkerCore:
         if sequence.first_token_at_s is None:
             sequence.first_token_at_s = at_s
             sequence.note(at_s, "first token")
-            self._prompt_tokens_total += len(sequence.prompt_token_ids)
-        self._generation_tokens_total += 1
+            self._count_tokens(sequence, len(sequence.prompt_token_ids), 0)
+        self._count_tokens(sequence, 0, 1)
         output_count = sequence.append(token_id)
         text = stop.take(token_id, output_count, delta) if output_count >= stop.watched_from else ""
         self._outbox.token(sequence, token_id, text, logprobs)
@@ -566,6 +547,13 @@ class WorkerCore:
         self._steps_total += count
         self._generation_tokens_total += count * len(plain.sequences)
         self._progress_at_s = at_s
+
+    def _count_tokens(self, sequence: Sequence, prompt_count: int, answer_count: int) -> None:
+        if sequence.rank == OFFLINE_RANK:
+            self._offline_tokens_total += prompt_count + answer_count
+        else:
+            self._prompt_tokens_total += prompt_count
+            self._generation_tokens_total += answer_count
 
     def _count_step(self, at_s: float) -> None:
         self._steps_total += 1

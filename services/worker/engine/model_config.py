@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import cast
 
 from ballast.common.errors import ConfigError
+from ballast.rpc.border import MAX_LAYERS
 
 Json = Mapping[str, object]
 
@@ -139,7 +140,7 @@ def read_model_config(model_dir: Path) -> ModelConfig:
         vocab_size=config.count("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=config.count("intermediate_size"),
-        layer_count=config.count("num_hidden_layers"),
+        layer_count=_layer_count(config),
         head_count=head_count,
         kv_head_count=kv_head_count,
         head_dim=head_dim,
@@ -244,6 +245,13 @@ def _architecture(config: _Reader) -> str:
     if config.get("quantization_config") is not None:
         raise config.error("quantization_config", "quantised checkpoints are not supported")
     return str(names[0])
+
+
+def _layer_count(config: _Reader) -> int:
+    count = config.count("num_hidden_layers")
+    if count > MAX_LAYERS:
+        raise config.error("num_hidden_layers", f"at most {MAX_LAYERS} are supported, got {count}")
+    return count
 
 
 def _sliding_window(config: _Reader, family: _Family) -> int | None:

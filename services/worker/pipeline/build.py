@@ -19,6 +19,7 @@ from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.links import Links
 from services.worker.pipeline.member import GroupMember
 from services.worker.pipeline.stage_watch import watch_for
+from services.worker.policy.harvest import Harvest
 from services.worker.policy.microbatching import Microbatching, by_token_count
 from services.worker.policy.token_target import TokenTarget
 from services.worker.shell import MemberEvent, WorkerShell
@@ -60,6 +61,7 @@ def stage_core(
     ordinal: int,
     microbatching: Microbatching = by_token_count,
     target: TokenTarget | None = None,
+    harvest: Harvest | None = None,
 ) -> tuple[WorkerCore, BlockBook]:
     """`ordinal` is unique over the cluster: it makes the ids of sequences so."""
     book = BlockBook(engine.block_count, limits.block_tokens)
@@ -70,6 +72,7 @@ def stage_core(
         first_sequence_id=ordinal << 32,
         microbatching=microbatching,
         target=target,
+        harvest=harvest,
     )
     return core, book
 

@@ -14,6 +14,8 @@ from ballast.common.cost import KNEE_TOKENS, Chunk, CostModel
 from services.worker.policy.least_squares import Floats, non_negative_least_squares
 
 _LAYER_TERMS = 7
+_TOKENS, _BEYOND = 1, 6  # places in `terms_of`
+KNEES = (32, 64, 128, 256, 512, 1024)  # tokens of a batch from which on each costs more
 _NONE = (0.0, 0.0, 0.0)  # of prefixes, of many tokens, of tokens beyond the knee
 
 
@@ -65,7 +67,9 @@ class ErrorSummary:
     max: float
 
 
-def terms_of(chunks: Iterable[Chunk]) -> tuple[float, float, float, float, float, float, float]:
+def terms_of(
+    chunks: Iterable[Chunk], knee_tokens: int = KNEE_TOKENS
+) -> tuple[float, float, float, float, float, float, float]:
     """What the coefficients multiply: pairs, tokens, sequences, 1, prefix tokens, more than one token or not, tokens
     beyond the knee.
     """
@@ -75,14 +79,32 @@ def terms_of(chunks: Iterable[Chunk]) -> tuple[float, float, float, float, float
         tokens += count
         prefixes += prefix
         sequences += 1
-    beyond = max(0, tokens - KNEE_TOKENS)
+    beyond = max(0, tokens - knee_tokens)
     return pairs, float(tokens), float(sequences), 1.0, float(prefixes), float(tokens > 1), float(beyond)
 
 
-def cost_of(coefficients: Sequence[float] | Floats) -> CostModel:
+def with_knee(rows: Floats, knee_tokens: int) -> Floats:
+    """The same terms of a model with another knee."""
+    moved = rows.copy()
+    moved[:, _BEYOND] = np.maximum(0.0, rows[:, _TOKENS] - knee_tokens)
+    return moved
+
+
+def fit_knee(rows: Floats, seconds: Floats) -> CostModel:
+    """The model of least mean relative error, of those that have their knee at one of `KNEES`."""
+    found: list[tuple[float, CostModel]] = []
+    for knee_tokens in KNEES:
+        moved = with_knee(rows, knee_tokens)
+        x = relative_fit(moved, seconds)
+        found.append((float(np.abs(moved @ x / seconds - 1.0).mean()), cost_of(x, knee_tokens)))
+    return min(found, key=lambda pair: pair[0])[1]
+
+
+def cost_of(coefficients: Sequence[float] | Floats, knee_tokens: int = KNEE_TOKENS) -> CostModel:
     """The model with these coefficients, which multiply `terms_of`."""
     attention, token, sequence, batch, prefix, many, beyond = (float(value) for value in coefficients)
-    return CostModel(attention, token, sequence + batch, batch, prefix, many, beyond)
+    knee_tokens = knee_tokens if beyond else KNEE_TOKENS  # nothing bends there
+    return CostModel(attention, token, sequence + batch, batch, prefix, many, beyond, knee_tokens)
 
 
 def coefficients_of(cost: CostModel) -> Floats:
@@ -102,13 +124,20 @@ def coefficients_of(cost: CostModel) -> Floats:
 
 
 def fit_stages(samples: Sequence[Sample], form: Form = Form.EXTENDED) -> StageCosts:
-    """One set of coefficients for stages of all shapes. Samples of several shapes tell the parts apart."""
-    rows = np.array([_stage_terms(sample) for sample in samples])
-    rows[:, [not allowed for allowed in _ALLOWED[form]]] = 0.0
-    x = relative_fit(rows, np.array([sample.seconds for sample in samples]))
+    """One set of coefficients for stages of all shapes. Samples of several shapes tell the parts apart. Of the `KNEES`
+    the one with the least mean relative error is taken.
+    """
+    seconds = np.array([sample.seconds for sample in samples])
+    fits: list[tuple[float, int, Floats]] = []
+    for knee_tokens in KNEES if form is Form.EXTENDED else (KNEE_TOKENS,):
+        rows = np.array([_stage_terms(sample, knee_tokens) for sample in samples])
+        rows[:, [not allowed for allowed in _ALLOWED[form]]] = 0.0
+        x = relative_fit(rows, seconds)
+        fits.append((float(np.abs(rows @ x / seconds - 1.0).mean()), knee_tokens, x))
+    _, knee_tokens, x = min(fits, key=lambda fit: fit[0])
     layer, step, first, last = np.split(x, (_LAYER_TERMS, _LAYER_TERMS + 2, _LAYER_TERMS + 4))
     return StageCosts(
-        layer=cost_of(layer),
+        layer=cost_of(layer, knee_tokens),
         step=cost_of((0.0, 0.0, *step, *_NONE)),
         first=cost_of((0.0, first[0], 0.0, first[1], *_NONE)),
         last=cost_of((0.0, 0.0, *last, *_NONE)),
@@ -136,8 +165,8 @@ def has_prefix(chunks: Iterable[Chunk]) -> bool:
     return any(chunk.prefix_tokens for chunk in chunks)
 
 
-def _stage_terms(sample: Sample) -> list[float]:
-    terms = terms_of(sample.chunks)
+def _stage_terms(sample: Sample, knee_tokens: int) -> list[float]:
+    terms = terms_of(sample.chunks, knee_tokens)
     _, tokens, sequences, one, *_ = terms
     layers, is_first, is_last = sample.shape
     row = [layers * term for term in terms]

@@ -11,7 +11,16 @@ import numpy as np
 
 from ballast.common.cost import Chunk, CostModel
 from ballast.common.errors import InvariantViolation
-from services.worker.policy.cost_fit import StageCosts, StageShape, coefficients_of, cost_of, relative_fit, terms_of
+from services.worker.policy.cost_fit import (
+    StageCosts,
+    StageShape,
+    coefficients_of,
+    cost_of,
+    fit_knee,
+    relative_fit,
+    terms_of,
+    with_knee,
+)
 from services.worker.policy.least_squares import Floats
 
 STEPS_PER_SIZE = 32
@@ -19,6 +28,7 @@ _SIZES = 16  # the largest one has all batches from 2 ** 15 tokens on
 _REFIT_STEPS = 16
 # Without a model to start from: what a fit needs, lest it knows nothing of batches unlike those it has seen.
 _LEAST_STEPS, _LEAST_SIZES = 32, 3
+_KNEE_REFITS = 8  # the knee is looked for with every eighth: it takes as long as six
 # A fit also stays near the model it starts from where recent steps say nothing: each of these counts as one step.
 _ANCHORS = [
     *[(Chunk(prefix, count),) for prefix in (0, 512) for count in (1, 16, 128, 512)],
@@ -87,17 +97,23 @@ class OnlineCost:
         seconds = np.array([took_s for _, took_s in kept])
         candidates = [cost for cost in (self._start, self._model) if cost is not None]
         if self._start is not None:
-            coefficients = coefficients_of(self._start)
-            pace = float(np.median(seconds / (rows @ coefficients)))
-            candidates.append(self._start.scaled(pace))
+            start = self._start
+            paced = start.scaled(float(np.median(seconds / _seconds_of(start, rows))))
+            candidates.append(paced)
             anchored = np.concatenate([rows, _ANCHOR_TERMS])
-            wanted = np.concatenate([seconds, _ANCHOR_TERMS @ coefficients * pace])
-            candidates.append(cost_of(relative_fit(anchored, wanted)))
+            wanted = np.concatenate([seconds, _seconds_of(paced, _ANCHOR_TERMS)])
+            candidates.append(self._fit(anchored, wanted))
         elif len(kept) >= _LEAST_STEPS and sum(bool(steps) for steps in self._recent) >= _LEAST_SIZES:
-            candidates.append(cost_of(relative_fit(rows, seconds)))
+            candidates.append(self._fit(rows, seconds))
         if candidates:
             self._model = min(candidates, key=lambda cost: _error(cost, rows, seconds))
             self.refits_total += 1
+
+    def _fit(self, rows: Floats, seconds: Floats) -> CostModel:
+        if self._model is None or self.refits_total % _KNEE_REFITS == 0:
+            return fit_knee(rows, seconds)
+        knee_tokens = self._model.knee_tokens
+        return cost_of(relative_fit(with_knee(rows, knee_tokens), seconds), knee_tokens)
 
     def check(self) -> None:
         """Raise InvariantViolation if more is kept than may be, or the model cannot be one."""
@@ -107,5 +123,9 @@ class OnlineCost:
             raise InvariantViolation(f"not a cost model: {self._model}")
 
 
+def _seconds_of(cost: CostModel, rows: Floats) -> Floats:
+    return with_knee(rows, cost.knee_tokens) @ coefficients_of(cost)
+
+
 def _error(cost: CostModel, rows: Floats, seconds: Floats) -> float:
-    return float(np.abs(rows @ coefficients_of(cost) / seconds - 1.0).mean())
+    return float(np.abs(_seconds_of(cost, rows) / seconds - 1.0).mean())

@@ -231,3 +231,17 @@ def test_counts(number: int, text: str) -> None:
 )
 def test_durations(duration_s: float, text: str) -> None:
     assert human_duration(duration_s) == text
+
+
+def test_offline_work_has_a_line_of_its_own_with_its_rate() -> None:
+    status = cluster(worker_status("a"))
+    assert "offline" not in shown(status)
+    load = status.workers[0].load
+    assert load is not None
+    busy = dataclasses.replace(load, offline_running_count=3, offline_waiting_count=1, offline_tokens_total=5000)
+    worker = dataclasses.replace(status.workers[0], load=busy)
+    status = dataclasses.replace(status, workers=(worker,), offline_queued_count=2)
+    console = Console(file=StringIO(), width=100)
+    console.print(render_status(Look(status, ()), None, None, {"a": 1234.0}))
+    assert isinstance(console.file, StringIO)
+    line_of(console.file.getvalue(), "offline", "3 running", "3 waiting", "5,000 tokens", "1,234 tokens/s")

@@ -285,10 +285,13 @@ def test_every_command_that_tells_something_has_json_on_one_page() -> None:
     commands = next(action.choices for action in parser._actions if action.dest == "command")
     assert commands is not None
     for name in _COMMANDS:
-        if name not in ("up", "serve", "chat", "chaos", "completion", "bench", "model", "tokens", "record"):
+        if name not in ("up", "serve", "chat", "chaos", "completion", "bench", "model", "tokens", "record", "batch"):
             flags = commands[name]._option_string_actions  # type: ignore[index]
             assert "--json" in flags, name
             assert f"`{name}" in page, name
+    actions = next(action.choices for action in commands["batch"]._actions if action.dest == "action")  # type: ignore[index]
+    for name in set(actions or ()) - {"results"}:  # which are JSON lines anyway
+        assert "--json" in actions[name]._option_string_actions, name  # type: ignore[index]
 
 
 # ---------------------------------------------------------------- errors

@@ -2,14 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from ballast.common.errors import Overloaded
+from ballast.common.errors import Overloaded, Unauthenticated
 from services.gateway.app import Bounds, Door, Handler
 from services.gateway.endpoints import Call, Reply
 from services.gateway.metrics import GatewayMetrics
@@ -62,9 +62,18 @@ class Parts:
             "body_timeout_s": 5.0,
         }
         self.door = Door(
-            GatewayMetrics(self.registry), Bounds(**{**given, **bounds}), is_stopping=lambda: self.stopping
+            GatewayMetrics(self.registry),
+            Bounds(**{**given, **bounds}),
+            is_stopping=lambda: self.stopping,
+            admit=self.admit,
         )
         self.stopping = False
+        self.asked: list[str] = []
+
+    async def admit(self, metadata: Mapping[str, str]) -> None:
+        self.asked.append(metadata.get("authorization", ""))
+        if self.asked[-1] != "Bearer good":
+            raise Unauthenticated("the token is not known here")
 
     async def serve(self, client: Client, act: Handler) -> None:
         scope: Any = {"type": "http", "headers": [(k.encode(), v.encode()) for k, v in client.headers.items()]}
@@ -214,3 +223,30 @@ async def test_failures_are_told_before_the_first_byte_and_behind_it() -> None:
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "overloaded"
     assert client.sent[-1]["more_body"] is False
     assert parts.count(503) == 2
+
+
+async def test_who_calls_is_known_before_a_large_body_is_read() -> None:
+    parts = Parts(max_body_bytes=1 << 20)
+    stranger = Client(headers={"authorization": "Bearer bad", "content-length": "100000"})
+    await parts.serve(stranger, echo)
+    assert (parts.count(401), parts.asked) == (1, ["Bearer bad"])
+    assert stranger.messages, "its body is not read"
+    known = Client(headers={"authorization": "Bearer good", "content-length": "100000"})
+    await parts.serve(known, echo)
+    small = Client(headers={"authorization": "Bearer bad", "content-length": "10"})
+    await parts.serve(small, echo)
+    assert parts.count(200) == 2
+    assert parts.asked == ["Bearer bad", "Bearer good"], "for a small one the dispatcher's own word is enough"
+
+
+@pytest.mark.parametrize("name", ["traceparent", "tracestate"])
+async def test_headers_that_make_no_sense_are_not_passed_on(name: str) -> None:
+    parts = Parts()
+    for value in ("caf\u00e9", "x" * 61_440, "a\x01b"):
+        client = Client(headers={name: value})
+        await parts.serve(client, echo)
+        assert name not in json.loads(client.body)["metadata"]
+    assert parts.count(200) == 3
+    odd = Client(headers={"authorization": "Bearer caf\u00e9"})
+    await parts.serve(odd, echo)
+    assert parts.count(401) == 1

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from ballast.common.errors import ConfigError
+from ballast.common.sampling import ALL_CLASSES, PriorityClass
 from ballast.service.tokens import TokenBook, TokenRole, cluster_token, digest_of, read_tokens
 from tests.support.waiting import soon
 from tools.cli.main import main
@@ -81,3 +82,19 @@ async def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(tmp
     await asyncio.sleep(1.5)
     assert book.find("second")
     following.cancel()
+
+
+def test_a_token_may_be_of_some_classes_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "tokens"
+    assert main(["tokens", "add", "--file", str(file), "--classes", "default,batch", "nightly"]) == 0
+    token = capsys.readouterr().out.strip()
+    add(file, "alice", "infer", capsys)
+    book = TokenBook(file)
+    assert [t.classes for t in (book.find(token), book.find("x")) if t] == [
+        {PriorityClass.DEFAULT, PriorityClass.BATCH}
+    ]
+    assert read_tokens(file)["alice"].classes == ALL_CLASSES
+    assert main(["tokens", "list", "--file", str(file)]) == 0
+    assert capsys.readouterr().out == "nightly  infer  batch,default\nalice  infer\n"
+    assert main(["tokens", "add", "--file", str(file), "--classes", "fast", "bob"]) == 2
+    assert "interactive, default, batch" in capsys.readouterr().err

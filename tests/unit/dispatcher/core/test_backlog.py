@@ -7,8 +7,9 @@ import pytest
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import RequestId
 from ballast.common.sampling import PriorityClass
-from services.dispatcher.core.backlog import Backlog, DrainRate, Order, Tracked
+from services.dispatcher.core.backlog import Backlog, DrainRate, Order
 from services.dispatcher.core.deadlines import Deadlines
+from services.dispatcher.core.tracked import Tracked
 from tests.support.dispatcher_core import request
 
 

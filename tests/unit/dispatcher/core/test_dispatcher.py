@@ -67,13 +67,12 @@ def test_the_backlog_is_served_by_class_then_arrival() -> None:
     for index in range(8):
         story.submit(f"running{index}")
     story.step("a", report=load(used_block_count=64, running_count=8, waiting_count=2, waiting_block_count=2))
-    story.submit("batch", priority=PriorityClass.BATCH)
     story.submit("first")
     story.submit("second")
     story.submit("urgent", priority=PriorityClass.INTERACTIVE)
-    assert len(story.core.backlog) == 4
+    assert len(story.core.backlog) == 3
     answer = story.step("a")
-    assert [name for name, _ in answer.places] == ["urgent", "first", "second", "batch"]
+    assert [name for name, _ in answer.places] == ["urgent", "first", "second"]
 
 
 def test_workers_hold_only_short_queues() -> None:
@@ -206,7 +205,7 @@ def test_a_lost_workers_requests_go_on_elsewhere_behind_their_tokens() -> None:
     assert (place.output_token_ids, place.delivered_text_chars) == ((5, 6, 7), 3)
     late = story.raw_step("a", {old_handle: [8]})
     assert late.commands == []
-    assert story.core.stale_count == 1
+    assert story.core.relay.stale_count == 1
     rest = story.step("b", {"r": [8, 9]})
     assert delivered([first, late, rest], "r") == [5, 6, 7, 8, 9]
     [finish] = story.finish("b", "r").of(Finish)
@@ -332,7 +331,7 @@ def test_messages_of_another_life_are_dropped_and_counted() -> None:
     handle = story.handle_of("r")
     story.adopt(key("a", 2))
     assert story.raw_step("a", {handle: [1]}, incarnation=1).commands == []
-    assert story.core.stale_count == 1
+    assert story.core.relay.stale_count == 1
     assert story.connect("a", incarnation=1).commands == []
     assert story.connect("a", incarnation=2).places == [("r", "a")]
 

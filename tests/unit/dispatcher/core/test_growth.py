@@ -5,9 +5,9 @@ import random
 import pytest
 
 from ballast.common.sampling import FinishReason, PriorityClass
-from services.dispatcher.core.backlog import Tracked
 from services.dispatcher.core.events import Ending
 from services.dispatcher.core.growth import Growth
+from services.dispatcher.core.tracked import Tracked
 from services.dispatcher.policy.freeness import RoutingRules
 from tests.support.dispatcher_core import Story, load, request
 

@@ -43,7 +43,7 @@ def test_what_the_old_worker_still_says_is_dropped() -> None:
     story.move("a", "r", "b")
     answer = story.raw_step("a", {old: [9]}, endings=[Ending(old, None, moved_to="b"), Ending(old, FinishReason.STOP)])
     assert answer.commands == []
-    assert story.core.stale_count == 3
+    assert story.core.relay.stale_count == 3
 
 
 def test_moves_pass_by_backlog_room_and_holds() -> None:

@@ -199,10 +199,10 @@ def test_nothing_is_left_behind_by_what_was_preempted_and_leaves(how: str) -> No
 def test_what_a_worker_says_of_a_request_that_is_not_there_counts_as_stale() -> None:
     story = waiting_on_a()
     story.raw_step("a", {}, preempted=[77], resumed=[78], report=crowded())
-    assert story.core.stale_count == 2
+    assert story.core.relay.stale_count == 2
     story.lose("a")
     story.raw_step("a", {}, preempted=[77], resumed=[78])
-    assert story.core.stale_count == 4
+    assert story.core.relay.stale_count == 4
 
 
 def test_a_request_that_waits_where_it_is_not_is_found() -> None:

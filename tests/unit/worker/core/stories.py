@@ -5,12 +5,18 @@ from services.worker.core.events import (
     Execute,
     SequenceKey,
 )
+from services.worker.policy.harvest import Harvest
 from services.worker.policy.token_target import TokenTarget
 from tests.support.worker_core import VOCAB_SIZE, Driver, limits
 
 
-def driver(block_count: int = 32, target: TokenTarget | None = None, **bounds: int | float) -> Driver:
-    made = Driver(limits(**bounds), block_count, target)  # pyright: ignore[reportArgumentType]
+def driver(
+    block_count: int = 32,
+    target: TokenTarget | None = None,
+    harvest: Harvest | None = None,
+    **bounds: int | float,
+) -> Driver:
+    made = Driver(limits(**bounds), block_count, target, harvest)  # pyright: ignore[reportArgumentType]
     made.open(1)
     return made
 

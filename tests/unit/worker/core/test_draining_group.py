@@ -166,7 +166,7 @@ def test_who_waited_for_the_pipeline_moves_over_whoever_waits_here_already() -> 
     assert leader.core.leaving is not None
     waiting = [s.sequence_id for s in leader.core.leaving.scheduler.waiting]
     assert waiting
-    assert leader.core.group_scheduler.scheduler.waiting_count + len(waiting) > bound
+    assert leader.core.group_scheduler.scheduler.line.count + len(waiting) > bound
     leader.feed(MovedOver(leader.at_s, frozenset(waiting)))
     leader.core.check()
 

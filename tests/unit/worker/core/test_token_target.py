@@ -32,7 +32,8 @@ def test_who_would_make_tokens_late_waits_until_another_has_ended() -> None:
 
 def test_who_waits_for_a_target_is_let_in_in_the_order_of_service() -> None:
     made = driver(64, TokenTarget(0.0115, lambda: COST))
-    keys = [made.submit(prompt(3), greedy(2), priority=priority) for priority in reversed(PriorityClass)]
+    classes = (PriorityClass.DEFAULT, PriorityClass.DEFAULT, PriorityClass.INTERACTIVE)
+    keys = [made.submit(prompt(3), greedy(2), priority=priority) for priority in classes]
     ended = list[int]()
     while made.step() is not None:
         ended += [i for i, key in enumerate(keys) if made.received[key].ending is not None and i not in ended]

@@ -240,9 +240,9 @@ def test_what_gives_way_to_less_memory_is_told_behind_its_tokens() -> None:
     made.run_to_end()
 
 
-def test_an_interactive_request_never_gives_way_to_a_batch_request() -> None:
+def test_an_interactive_request_never_gives_way_to_one_of_the_default_class() -> None:
     made = driver(block_count=6, block_tokens=4)
-    made.submit(prompt(6), greedy(14), priority=PriorityClass.BATCH)
+    made.submit(prompt(6), greedy(14), priority=PriorityClass.DEFAULT)
     made.submit(prompt(6, first=30), greedy(14), priority=PriorityClass.INTERACTIVE)
     made.run_to_end()
     assert next(e.batch.removed for e in made.executed if e.batch.removed) == (1,)

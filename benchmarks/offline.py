@@ -1,0 +1,270 @@
+"""ConServe's figures on its hardware, simulated: offline work beside online requests, and what it does to these.
+
+    python -m benchmarks.offline 5|6|7|8|curve [--seconds 150] [--out FOLDER]
+
+5: a trace (`--trace FILE`); 6: on for 180 s and off for 180 s; 7: rates and burstiness; 8: offline requests as long as
+online ones, rule by rule; curve: harvest against P99 TTFT over the bound. One A100-40G with Llama-2-7B; online requests
+of 1,024 and 128 tokens, offline ones of a summarisation's lengths, without end. In tok/s prompts and answers count.
+
+Rivals: online work alone; priorities in one batch, as engines have them (a request that runs never yields to one that
+waits); yielding at step boundaries without a bound on steps.
+"""
+
+import argparse
+import itertools
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ballast.common.sampling import PriorityClass
+from sim.clients import Arrival
+from sim.hardware import find_cluster, find_model, timings
+from sim.jobs.simulation import WorkerSize, production_rules
+from sim.offline import OfflineLoad
+from sim.policies import find_policy
+from sim.results import SimRun
+from sim.world import World, WorldOptions
+from tools.bench.traces import read_trace
+
+MODEL, CLUSTER = "Llama-2-7B", "1xA100-40G"
+ONLINE = (1024, 128)
+WARM_S = 10.0
+_NO_BOUND = 1e9
+_LONGEST_TOKENS = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    name: str
+    slowdown: float = 0.25
+    target_s: float | None = None
+    offline: bool = True
+    by_class: bool = False  # priorities alone
+
+    @property
+    def is_ours(self) -> bool:
+        return self.offline and not self.by_class and self.slowdown < _NO_BOUND
+
+
+ALONE = Mode("online alone", offline=False)
+PRIORITIES = Mode("priorities", by_class=True)
+BOUNDARIES = Mode("step boundaries", slowdown=_NO_BOUND)
+OURS = Mode("ours, +25 %")
+MODES = (ALONE, PRIORITIES, BOUNDARIES, OURS, Mode("ours, 50 ms", target_s=0.05))
+CURVE = (
+    ALONE,
+    PRIORITIES,
+    BOUNDARIES,
+    *(Mode(f"ours, +{slowdown:.0%}", slowdown) for slowdown in (0.0, 0.1, 0.25, 0.5, 1.0)),
+    *(Mode(f"ours, {ms} ms", target_s=ms / 1e3) for ms in (30, 50, 70, 110)),
+)
+# ConServe (arXiv 2410.01228): P99 TTFT in ms and harvest in tok/s, as far as its figures say.
+PAPER = {
+    "6": "P99 TTFT 446 ms against 1,346 of priorities; 5,868 tok/s with nothing online",
+    "7": "P99 TTFT within 25 % of online alone; 86 % of what priorities harvest",
+    "8": "harvest 4 to 12 % more than priorities with swapping; priorities 4,980 ms P99 TTFT",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    name: str
+    arrivals: list[Arrival]
+    seconds: float
+    lengths: list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    ttft_p50_s: float
+    ttft_p99_s: float
+    tpot_p50_s: float
+    tpot_p99_s: float
+    online_per_s: float  # tokens
+    harvest_per_s: float  # tokens
+    lost_share: float  # of the harvested tokens: computed twice
+    yield_count: int
+    took_s: float
+
+
+def gamma(rate: float, cv: float, seconds: float, seed: int) -> list[Arrival]:
+    rng, shape, at_s = random.Random(seed), 1.0 / cv**2, 0.0
+    found: list[Arrival] = []
+    while (at_s := at_s + rng.gammavariate(shape, 1.0 / shape) / rate) < seconds:
+        found.append(Arrival(at_s, *ONLINE))
+    return found
+
+
+def on_off(rate: float, phase_s: float, seconds: float, seed: int) -> list[Arrival]:
+    return [one for one in gamma(rate, 1.0, seconds, seed) if int(one.at_s / phase_s) % 2 == 0]
+
+
+def summaries(seed: int, count: int = 4096) -> list[tuple[int, int]]:
+    """Log-normal, of the means that summaries of articles have (2,588 and 291 tokens); the spread is assumed."""
+    rng = random.Random(seed)
+    rows = ((int(rng.lognormvariate(7.72, 0.5)), int(rng.lognormvariate(5.55, 0.5)) + 1) for _ in itertools.count())
+    return list(itertools.islice((row for row in rows if row[0] > 16 and sum(row) < _LONGEST_TOKENS), count))
+
+
+def loads_of(figure: str, args: argparse.Namespace) -> Iterator[Load]:
+    seconds, seed = args.seconds, args.seed
+    lengths = summaries(seed)
+    match figure:
+        case "5":
+            rows = read_trace(args.trace).requests
+            rng = random.Random(seed)
+            kept = [row for row in rows if rng.random() < args.keep and row.arrival_s < seconds]
+            arrivals = [Arrival(r.arrival_s, min(r.input_tokens, 3400), min(r.output_tokens, 512)) for r in kept]
+            yield Load(f"{args.trace.stem}, {args.keep:g} of it", arrivals, seconds, lengths)
+        case "6":
+            seconds = max(seconds, 540.0)
+            yield Load("ON/OFF 180 s, 3.3/s", on_off(3.3, 180.0, seconds, seed), seconds, lengths)
+        case "7":
+            for rate in (1.0, 2.0, 3.0):
+                yield Load(f"{rate:g}/s, CV 1", gamma(rate, 1.0, seconds, seed), seconds, lengths)
+            for cv in (0.5, 2.0, 4.0, 8.0):
+                yield Load(f"2/s, CV {cv:g}", gamma(2.0, cv, seconds, seed), seconds, lengths)
+        case "8":
+            yield Load("2/s, CV 1, offline 1,024 / 128", gamma(2.0, 1.0, seconds, seed), seconds, [ONLINE])
+        case _:
+            yield Load("2/s, CV 1", gamma(2.0, 1.0, seconds, seed), seconds, lengths)
+
+
+def run(load: Load, mode: Mode, seed: int) -> Outcome:
+    began_s = time.monotonic()
+    size = WorkerSize(block_tokens=16, max_batch_tokens=512, tpot_target_s=mode.target_s)
+    rules = find_policy("recompute")(production_rules(size))
+    rules = replace(rules, worker=replace(rules.worker, offline_slowdown=mode.slowdown))
+    offline = None
+    if mode.offline:
+        priority = PriorityClass.DEFAULT if mode.by_class else PriorityClass.BATCH
+        offline = OfflineLoad(lengths=load.lengths, priority=priority)
+    options = WorldOptions(
+        model=find_model(MODEL),
+        cluster=find_cluster(CLUSTER),
+        timings=timings(),
+        rules=rules,
+        seed=seed,
+        stop_after_s=load.seconds,
+        offline=offline,
+        priority=PriorityClass.INTERACTIVE,
+        fast_forwards=not mode.by_class,  # their steps would be told to the trace's clients
+    )
+    return outcome_of(World(options, load.arrivals).run(), load, time.monotonic() - began_s)
+
+
+def outcome_of(found: SimRun, load: Load, took_s: float) -> Outcome:
+    ttfts, gaps, tokens = list[float](), list[float](), 0
+    for record in found.records:
+        times = record.token_times_s
+        tokens += len(times) + (record.input_tokens if times else 0)
+        if record.arrival_s >= WARM_S:
+            ttfts.append((times[0] if times else load.seconds) - record.arrival_s)
+            gaps += [after - before for before, after in itertools.pairwise(times)]
+    harvest = found.offline_token_count
+    return Outcome(
+        quantile(ttfts, 0.5),
+        quantile(ttfts, 0.99),
+        quantile(gaps, 0.5),
+        quantile(gaps, 0.99),
+        tokens / load.seconds,
+        harvest / load.seconds,
+        found.offline_lost_token_count / harvest if harvest else 0.0,
+        found.offline_yield_count,
+        took_s,
+    )
+
+
+def quantile(values: Sequence[float], fraction: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))] if ordered else 0.0
+
+
+def table_of(load: Load, outcomes: dict[Mode, Outcome]) -> Table:
+    table = Table(title=f"{MODEL}, {CLUSTER}; {load.name}; {load.seconds:g} s", title_justify="left")
+    for name in ("", "P99 TTFT ms", "x alone", "P50 / P99 TPOT ms", "x alone", "online tok/s", "harvest tok/s"):
+        table.add_column(name, justify="left" if not name else "right")
+    table.add_column("of priorities", justify="right")
+    table.add_column("twice", justify="right")
+    alone, rival = outcomes[ALONE], outcomes.get(PRIORITIES)
+    for mode, one in outcomes.items():
+        table.add_row(
+            mode.name,
+            f"{one.ttft_p99_s * 1e3:,.0f}",
+            f"{one.ttft_p99_s / alone.ttft_p99_s:.2f}",
+            f"{one.tpot_p50_s * 1e3:.0f} / {one.tpot_p99_s * 1e3:.0f}",
+            f"{one.tpot_p99_s / alone.tpot_p99_s:.2f}",
+            f"{one.online_per_s:,.0f}",
+            f"{one.harvest_per_s:,.0f}",
+            f"{one.harvest_per_s / rival.harvest_per_s:.0%}" if rival and mode.offline else "",
+            f"{one.lost_share:.1%}" if mode.offline else "",
+        )
+    return table
+
+
+def draw(figure: str, load: Load, outcomes: dict[Mode, Outcome], folder: Path) -> Path:
+    """Harvest against P99 TTFT, a point for each mode."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    drawing, axis = plt.subplots(figsize=(7, 4.5), constrained_layout=True)
+    ours = [one for mode, one in outcomes.items() if mode.is_ours and mode.target_s is None]
+    axis.plot([o.ttft_p99_s * 1e3 for o in ours], [o.harvest_per_s for o in ours], color="#2a7", linewidth=1, alpha=0.5)
+    for mode, one in outcomes.items():
+        axis.scatter(one.ttft_p99_s * 1e3, one.harvest_per_s, s=40, color="#2a7" if mode.is_ours else "#c60", zorder=3)
+        spot = (one.ttft_p99_s * 1e3, one.harvest_per_s)
+        place, side = ((7, -3), "left") if mode.target_s is None else ((-7, 4), "right")
+        axis.annotate(mode.name, spot, textcoords="offset points", xytext=place, ha=side, fontsize=8)
+    axis.set_xscale("log")
+    axis.margins(x=0.25)
+    axis.set_xlabel("P99 time to the first token of online requests, ms")
+    axis.set_ylabel("harvest, tok/s")
+    axis.set_title(f"{MODEL}, {CLUSTER}: {load.name}", fontsize=10)
+    axis.grid(alpha=0.3)
+    path = folder / f"offline-{figure}-{load.name.replace('/', '-').replace(' ', '-').replace(',', '')}.png"
+    drawing.savefig(path, dpi=130)
+    plt.close(drawing)
+    return path
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("figure", choices=["5", "6", "7", "8", "curve"])
+    parser.add_argument("--seconds", type=float, default=150.0, help="of virtual time for each run (default: 150)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--trace", type=Path, help="for figure 5: arrival_s, input_tokens, output_tokens")
+    parser.add_argument("--keep", type=float, default=0.3, help="for figure 5: share of the trace (default: 0.3)")
+    parser.add_argument("--load", default="", help="only loads whose name has this in it")
+    parser.add_argument("--out", type=Path, help="folder for figures as PNG")
+    args = parser.parse_args()
+    if args.figure == "5" and args.trace is None:
+        parser.error("figure 5 needs --trace FILE")
+    console = Console(width=150)
+    modes = CURVE if args.figure == "curve" else MODES
+    for load in loads_of(args.figure, args):
+        if args.load not in load.name:
+            continue
+        outcomes: dict[Mode, Outcome] = {}
+        for number, mode in enumerate(modes, 1):
+            print(f"\r{load.name}: {mode.name}, {number} of {len(modes)} ...".ljust(70), end="", file=sys.stderr)
+            outcomes[mode] = run(load, mode, args.seed)
+        print("\r".ljust(72), end="\r", file=sys.stderr, flush=True)
+        console.print(table_of(load, outcomes))
+        if args.out is not None:
+            args.out.mkdir(parents=True, exist_ok=True)
+            console.print(f"{draw(args.figure, load, outcomes, args.out)}")
+    if args.figure in PAPER:
+        console.print(f"The paper: {PAPER[args.figure]}.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""A worker of an older commit in today's cluster, under load and with drops: is anything lost, does a token differ?
+
+    python -m benchmarks.upgrade REF
+
+A cluster of two of today's workers gets a third one from REF's own tree. While requests run, what can be grouped is
+merged and restored twice: the old worker with a new one if they speak the same protocol, else the new ones, and the
+planner has to refuse the old one. Ends with status 1 if a request failed or an answer differs from the one at rest.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections import Counter
+from collections.abc import Generator, Sequence
+from pathlib import Path
+
+import grpc.aio
+
+from ballast.client import AsyncClient
+from ballast.common.errors import BallastError
+from ballast.common.sampling import SamplingParams
+from ballastpb.planner.v1 import planner_pb2 as pb
+from ballastpb.planner.v1 import planner_pb2_grpc
+from tools.local.cluster import LocalCluster, Service
+from tools.model.tiny import make_tiny
+
+_ROOT = Path(__file__).resolve().parents[1]
+_MEMORY_BYTES = 16 << 20
+_WORKER = ("--threads", "1", "--kernels", "torch", "--dtype", "float64")
+_JOIN_TIMEOUT_S = 120.0
+_GAP_S = 0.25  # between two requests
+_PROMPTS = [[3 + (5 * i + 7 * j) % 200 for j in range(6 + 9 * i)] for i in range(6)]
+_OLD = "old"
+
+
+def _sampling(i: int) -> SamplingParams:
+    return SamplingParams(max_tokens=60, temperature=0.8 if i % 2 else 0.0, seed=11 + i, ignore_eos=True)
+
+
+class Load:
+    """Requests that come one after the other, and how they have ended."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self._expected: list[tuple[int, ...]] = []
+        self.endings: Counter[str] = Counter()
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Until `stopping`; then those under way end."""
+        async with asyncio.TaskGroup() as tasks:
+            for number in itertools.count():
+                if stopping.is_set():
+                    return
+                tasks.create_task(self._ask(number % len(_PROMPTS)))
+                await asyncio.sleep(_GAP_S)
+
+    async def expect(self) -> None:
+        for i, prompt in enumerate(_PROMPTS):
+            self._expected.append((await self._client.generate(token_ids=prompt, sampling=_sampling(i))).token_ids)
+
+    async def _ask(self, i: int) -> None:
+        try:
+            answer = await self._client.generate(token_ids=_PROMPTS[i], sampling=_sampling(i), deadline_s=60)
+        except BallastError as error:
+            self.endings[f"lost: {type(error).__name__} {str(error)[:100]}"] += 1
+        else:
+            self.endings["right" if answer.token_ids == self._expected[i] else "differs"] += 1
+
+
+class Scene:
+    """The cluster, its planner, and what is found."""
+
+    def __init__(self, planner: "planner_pb2_grpc.PlannerServiceAsyncStub", old: subprocess.Popen[bytes]) -> None:
+        self._planner = planner
+        self._old = old
+        self.kept_out: dict[str, str] = {}
+
+    async def join(self) -> None:
+        async with asyncio.timeout(_JOIN_TIMEOUT_S):
+            while _OLD not in await self._layout():
+                if self._old.poll() is not None:
+                    raise SystemExit(f"the old worker has ended with status {self._old.returncode}")
+                await asyncio.sleep(0.2)
+
+    async def _layout(self) -> list[str]:
+        answer = await self._planner.GetLayout(pb.GetLayoutRequest(), timeout=10)
+        self.kept_out = dict(answer.kept_out)
+        return [member.worker_id for group in answer.layout.groups for member in group.members]
+
+    async def drop(self, names: list[str]) -> str:
+        """How it has ended; why not, if it was refused."""
+        request = pb.DropRequest(worker_ids=names, request_id=uuid.uuid4().hex)
+        try:
+            return await self._ended((await self._planner.Drop(request, timeout=30)).epoch)
+        except grpc.aio.AioRpcError as error:
+            return f"refused: {error.details()}"
+
+    async def restore(self) -> str:
+        answer = await self._planner.Restore(pb.RestoreRequest(request_id=uuid.uuid4().hex), timeout=30)
+        return await self._ended(answer.epoch)
+
+    async def _ended(self, epoch: int) -> str:
+        async with asyncio.timeout(60):
+            while True:
+                listed = (await self._planner.ListTransitions(pb.ListTransitionsRequest(), timeout=10)).transitions
+                for one in listed:
+                    if one.epoch == epoch and one.phase in ("done", "aborted"):
+                        return one.phase
+                await asyncio.sleep(0.1)
+
+
+@contextlib.contextmanager
+def tree_of(ref: str) -> Generator[Path]:
+    """The files of a commit, for a while."""
+    with tempfile.TemporaryDirectory() as folder:
+        archive = subprocess.run(["git", "archive", ref], cwd=_ROOT, check=True, stdout=subprocess.PIPE)
+        subprocess.run(["tar", "x", "-C", folder], input=archive.stdout, check=True)
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def old_worker(tree: Path, cluster: LocalCluster, log: Path) -> Generator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "services.worker", "--worker-id", _OLD, "--host", "127.0.0.1", "--port", "0"]
+    command += ["--model", str(cluster.model), "--redis-url", cluster.redis_url, *_WORKER]
+    command += ["--cluster-secret-file", str(cluster.secret_file), "--device-memory-bytes", str(_MEMORY_BYTES)]
+    with log.open("wb") as out:
+        environ = {**os.environ, "PYTHONPATH": str(tree)}
+        process = subprocess.Popen(command, cwd=tree, env=environ, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            yield process
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+async def check(tree: Path, logs: Path) -> Counter[str]:
+    """Endings of the requests, and of the drops."""
+    model = Path(make_tiny("llama", logs / "model", max_len=512))
+    flags: dict[Service, Sequence[str]] = {"worker": _WORKER}
+    async with contextlib.AsyncExitStack() as stack:
+        started = LocalCluster(model, workers=2, device_memory_bytes=_MEMORY_BYTES, log_dir=logs, flags=flags)
+        cluster = await stack.enter_async_context(started)
+        client = await stack.enter_async_context(AsyncClient(cluster.address, **cluster.credentials))
+        load, stopping = Load(client), asyncio.Event()
+        await load.expect()
+        old = stack.enter_context(old_worker(tree, cluster, logs / "old.log"))
+        channel = await stack.enter_async_context(cluster.access.open(cluster.address))
+        scene = Scene(planner_pb2_grpc.PlannerServiceStub(cluster.access.bearing(channel)), old)
+        await scene.join()
+        said: Counter[str] = Counter()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(load.run(stopping))
+            for _ in range(2):
+                await asyncio.sleep(3)
+                ended = await scene.drop([_OLD, "worker-1"])
+                said[f"drop with the old worker: {ended}"] += 1
+                if ended.startswith("refused"):
+                    said[f"drop without it: {await scene.drop(['worker-0', 'worker-1'])}"] += 1
+                await asyncio.sleep(3)
+                said[f"restore: {await scene.restore()}"] += 1
+            stopping.set()
+        for worker_id, why in scene.kept_out.items():
+            said[f"kept out: {worker_id}: {why}"] += 1
+        return load.endings + said
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ref", help="commit, branch or tag of the older worker")
+    parser.add_argument("--logs", type=Path, help="where logs stay; a temporary folder without it")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, tree_of(args.ref) as tree:
+        logs: Path = args.logs or Path(folder)
+        logs.mkdir(parents=True, exist_ok=True)
+        found = asyncio.run(check(tree, logs))
+    for what, count in sorted(found.items()):
+        print(f"{count:5} {what}")
+    wrong = [what for what in found if what.startswith(("lost", "differs")) or what.endswith("aborted")]
+    print("failed" if wrong else f"nothing is lost and no token differs with a worker of {args.ref}")
+    return 1 if wrong or not found["right"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""Tokens of a step, given to clients and counted: those of offline answers apart."""
+
+from collections.abc import Callable, Sequence
+
+from services.dispatcher.core.events import Command, Deliver, StepReceived
+from services.dispatcher.core.fleet import Fleet, Worker
+from services.dispatcher.core.story import Recent
+from services.dispatcher.core.tracked import Tracked
+from services.dispatcher.core.traffic import TrafficCounter
+
+# A named tuple's own constructor takes twice as long, and there is one for each token.
+_New = Callable[[type[Deliver], tuple[object, ...]], Deliver]
+_new: _New = tuple.__new__  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
+class Relay:
+    def __init__(self, fleet: Fleet, traffic: TrafficCounter) -> None:
+        self.recent = Recent()  # first tokens of online answers
+        self.token_count = 0  # of online answers
+        self.offline_token_count = 0  # of offline ones
+        self.stale_count = 0  # of handles that are of nothing here
+        self._fleet = fleet
+        self._traffic = traffic
+
+    def deliver(self, worker: Worker, event: StepReceived, commands: list[Command]) -> None:
+        """Adds a command for each answer that goes on."""
+        one_each = len(event.handles) == len(event.token_ids) == event.token_counts.count(1)
+        give = self._give_one_each if one_each and not (event.texts or event.logprobs) else self._give
+        give(worker, event, commands)
+
+    def _give(self, worker: Worker, event: StepReceived, commands: list[Command]) -> None:
+        token_end = logprob_end = later_count = offline_count = 0
+        texts, token_ids, logprobs = event.texts, event.token_ids, event.logprobs
+        at_s, placed, counts, took_s = event.at_s, worker.placed, event.token_counts, 0.0
+        for index, handle in enumerate(event.handles):
+            token_begin, token_end = token_end, token_end + counts[index]
+            tracked = placed.get(handle)
+            if tracked is None:
+                self.stale_count += 1
+                if handle in worker.departed:
+                    logprob_end += token_end - token_begin
+                continue
+            new_ids = token_ids[token_begin:token_end]
+            text = ""
+            if texts:
+                text = texts[index]
+                tracked.text_chars += len(text)
+            request = tracked.request
+            new_logprobs: Sequence[object] = ()
+            if logprobs and request.sampling.logprobs is not None:
+                logprob_begin, logprob_end = logprob_end, logprob_end + len(new_ids)
+                new_logprobs = logprobs[logprob_begin:logprob_end]
+            if new_ids:
+                is_first = tracked.awaits_token and self._take_first_token(tracked, at_s)
+                gap_s = at_s - tracked.last_token_at_s
+                if tracked.offline:
+                    offline_count += len(new_ids)
+                else:
+                    took_s += gap_s
+                    later_count += len(new_ids) - is_first
+                if gap_s > tracked.longest_gap_s:
+                    tracked.longest_gap_s, tracked.longest_gap_token = gap_s, len(tracked.output_token_ids)
+                tracked.last_token_at_s = at_s
+            tracked.output_token_ids += new_ids
+            commands.append(_new(Deliver, (request.request_id, new_ids, text, new_logprobs)))
+        self._count_tokens(len(token_ids), offline_count, later_count, took_s)
+
+    def _count_tokens(self, token_count: int, offline_count: int, later_count: int, took_s: float) -> None:
+        self._traffic.went_on(later_count, took_s)
+        self.offline_token_count += offline_count
+        self.token_count += token_count - offline_count
+
+    def _give_one_each(self, worker: Worker, event: StepReceived, commands: list[Command]) -> None:
+        """A token for each handle and nothing else, as most messages have it: the same, in a shorter way."""
+        at_s, find, add = event.at_s, worker.placed.get, commands.append
+        took_s, later_count, offline_count = 0.0, 0, 0
+        for handle, token_id in zip(event.handles, event.token_ids, strict=True):
+            tracked = find(handle)
+            if tracked is None:
+                self.stale_count += 1
+                continue
+            if tracked.awaits_token:
+                later_count -= self._take_first_token(tracked, at_s) and not tracked.offline
+            gap_s = at_s - tracked.last_token_at_s
+            if tracked.offline:
+                offline_count += 1
+            else:
+                took_s += gap_s
+                later_count += 1
+            if gap_s > tracked.longest_gap_s:
+                tracked.longest_gap_s, tracked.longest_gap_token = gap_s, len(tracked.output_token_ids)
+            tracked.last_token_at_s = at_s
+            tracked.output_token_ids.append(token_id)
+            add(_new(Deliver, (tracked.request.request_id, (token_id,), "", ())))
+        self._count_tokens(len(event.token_ids), offline_count, later_count, took_s)
+
+    def _take_first_token(self, tracked: Tracked, at_s: float) -> bool:
+        """The first token of a placement. Returns whether it is the request's first, too."""
+        if (is_first := tracked.first_token_at_s is None) and not tracked.offline:
+            self._traffic.began(tracked.request.request_id, at_s)
+        words = "" if (layout := self._fleet.layout) is None else f"epoch {layout.epoch}, {layout.reason}"
+        tracked.take_first_token(at_s, self.recent, words)
+        return is_first

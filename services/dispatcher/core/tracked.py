@@ -1,0 +1,102 @@
+"""A request that is here, from its arrival to its ending."""
+
+from dataclasses import dataclass, field
+
+from services.dispatcher.core.events import Facts, Request
+from services.dispatcher.core.story import Moment, Recent, Story, What
+from services.dispatcher.policy.freeness import WorkerKey
+
+
+@dataclass(slots=True, kw_only=True)
+class Tracked:
+    """One accepted request, from arrival to its ending: in the backlog, on one worker, or `moving` between two."""
+
+    request: Request
+    serial: int  # of arrival; kept over replays, so that a replayed request stands where it stood
+    arrived_at_s: float
+    queued_at_s: float  # entered the backlog for the last time
+    worker: WorkerKey | None = None
+    handle: int = 0
+    placed_at_s: float = 0.0  # there
+    recalled: bool = False  # asked back from there, because another worker has room
+    recall_count: int = 0
+    moving: bool = False  # the worker it has gone to has no stream yet
+    attempt: int = 0
+    replay_count: int = 0
+    idle_move_count: int = 0  # since its last token
+    output_token_ids: list[int] = field(default_factory=list[int])
+    text_chars: int = 0
+    queue_s: float = 0.0  # spent in the backlog so far
+    first_token_at_s: float | None = None
+    last_token_at_s: float = 0.0
+    longest_gap_s: float = 0.0  # between two tokens
+    longest_gap_token: int = 0  # it came after so many tokens
+    awaits_token: bool = True  # none has come since it was placed for the last time
+    move_count: int = 0
+    story: Story = field(default_factory=Story)
+    blocked_since_s: float | None = None  # large, and no worker could run it at once
+    offline: bool = field(init=False)  # of a class that uses what others leave
+
+    def __post_init__(self) -> None:
+        self.offline = self.request.priority.offline
+
+    @property
+    def token_count(self) -> int:
+        """Tokens that an attempt begins with."""
+        return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+
+    def facts(self, at_s: float) -> Facts:
+        waited_s = at_s - self.queued_at_s if self.worker is None and not self.moving else 0.0
+        first_s = self.first_token_at_s
+        return Facts(
+            prompt_token_count=len(self.request.prompt_token_ids),
+            completion_token_count=len(self.output_token_ids),
+            replay_count=self.replay_count,
+            queue_s=self.queue_s + waited_s,
+            ttft_s=None if first_s is None or self.request.output_token_ids else first_s - self.arrived_at_s,
+            e2e_s=at_s - self.arrived_at_s,
+            caller=self.request.caller,
+            traceparent=self.request.traceparent,
+            priority=self.request.priority,
+            max_token_count=self.request.sampling.max_tokens,
+            arrived_at_s=self.arrived_at_s,
+            worker_id=next((m.worker_id for m in reversed(self.story.moments) if m.worker_id), ""),
+            move_count=self.move_count,
+            recall_count=self.recall_count,
+            longest_gap_s=self.longest_gap_s,
+            longest_gap_token=self.longest_gap_token,
+            story=self.story,
+        )
+
+    def note(self, at_s: float, what: What, worker_id: str = "", detail: str = "") -> None:
+        self.story.add(Moment(at_s, what, len(self.output_token_ids), worker_id, detail))
+
+    def take_first_token(self, at_s: float, recent: Recent, layout: str) -> None:
+        """The first token of a placement has come. `layout`: which one is in force."""
+        self.awaits_token = False
+        self.idle_move_count = 0
+        worker_id = self.worker.worker_id if self.worker is not None else ""
+        if self.first_token_at_s is None:
+            self.first_token_at_s = self.last_token_at_s = at_s
+            if not self.offline:
+                recent.add(at_s, at_s - self.arrived_at_s)
+            self.note(at_s, What.FIRST_TOKEN, worker_id)
+        else:
+            gap_s = at_s - self.last_token_at_s
+            self.story.add(Moment(at_s, What.RESUMED, len(self.output_token_ids), worker_id, layout, gap_s))
+
+
+def tracked_of(request: Request, serial: int, at_s: float) -> Tracked:
+    """A request that has just come; perhaps with what another dispatcher has had of its answer."""
+    tracked = Tracked(
+        request=request,
+        serial=serial,
+        arrived_at_s=at_s,
+        queued_at_s=at_s,
+        output_token_ids=list(request.output_token_ids),
+        text_chars=request.text_chars,
+    )
+    if request.output_token_ids:
+        tracked.first_token_at_s = tracked.last_token_at_s = at_s
+        tracked.note(at_s, What.TAKEN_OVER)
+    return tracked

@@ -1,0 +1,84 @@
+"""Who is to serve alone, and why: workers of another protocol than most, and members of groups that broke (pure)."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ballast.common.ids import GroupId, Incarnation, WorkerId
+from ballast.common.layout import Layout, Member
+from services.planner.core.membership import Membership
+
+_BROKE_WITHIN_S = 30.0  # of being made: a group that lasted longer broke for reasons of its moment
+_FIRST_S, _MOST_S = 30.0, 600.0
+_MOST_REMEMBERED = 1000
+
+
+@dataclass(slots=True)
+class _Broken:
+    incarnation: Incarnation
+    count: int
+    until_s: float
+
+
+class KeptOut:
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._broken: dict[WorkerId, _Broken] = {}
+
+    def why(self, at_s: float) -> dict[WorkerId, str]:
+        """The workers that are put into no new group now."""
+        backing_off = {
+            worker_id: f"its group broke soon after it was made (time {broken.count});"
+            f" it serves alone for {broken.until_s - at_s:.0f} s more"
+            for worker_id, broken in self._broken.items()
+            if at_s < broken.until_s and self._membership.has(worker_id, broken.incarnation)
+        }
+        return self.of_another_protocol() | backing_off
+
+    def of_another_protocol(self) -> dict[WorkerId, str]:
+        """The workers that do not speak what most of them speak; of equally many, what is newer."""
+        protocols = self._membership.protocols()
+        counts = Counter(protocols.values())
+        if len(counts) < 2:
+            return {}
+        most = max(counts, key=lambda protocol: (counts[protocol], protocol))
+        return {
+            worker_id: f"it speaks protocol {protocol}, and most workers protocol {most}: upgrade one or the other"
+            for worker_id, protocol in protocols.items()
+            if protocol != most
+        }
+
+    def why_not_together(self, names: Iterable[WorkerId]) -> str:
+        """Empty if these workers speak the same."""
+        protocols = self._membership.protocols()
+        spoken = {name: protocols[name] for name in names if name in protocols}
+        if len(set(spoken.values())) < 2:
+            return ""
+        return "they do not speak the same protocol: " + ", ".join(
+            f"{name} {number}" for name, number in spoken.items()
+        )
+
+    def regrouped(self, before: Layout, after: Layout, age_s: Callable[[GroupId, float], float], at_s: float) -> None:
+        """A layout that is no transition's follows another. A pipeline that is gone broke, and if it was new and all of
+        its members live, it would break again. `age_s`: of a group at a moment.
+        """
+        left = {group.group_id for group in after.groups if len(group.members) > 1}
+        for group in before.groups:
+            if (
+                len(group.members) > 1
+                and group.group_id not in left
+                and age_s(group.group_id, at_s) <= _BROKE_WITHIN_S
+                and all(self._membership.has(m.worker_id, m.incarnation) for m in group.members)
+            ):
+                for member in group.members:
+                    self._broke(member, at_s)
+
+    def _broke(self, member: Member, at_s: float) -> None:
+        before = self._broken.pop(member.worker_id, None)
+        count = 1
+        if before is not None and before.incarnation == member.incarnation:
+            count += before.count
+        until_s = at_s + min(_MOST_S, _FIRST_S * 2.0 ** (count - 1))
+        self._broken[member.worker_id] = _Broken(member.incarnation, count, until_s)
+        if len(self._broken) > _MOST_REMEMBERED:
+            del self._broken[next(iter(self._broken))]

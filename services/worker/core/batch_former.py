@@ -1,0 +1,123 @@
+"""Forms batches of the online sequences that run: decodes, and chunks of prompts."""
+
+from ballast.common.errors import InvariantViolation
+from services.worker.core.limits import WorkerLimits
+from services.worker.core.sequence import Sequence
+from services.worker.policy.batching import PrefillView, chunk_prefills
+from services.worker.policy.microbatching import Candidate, Microbatching, PipelineView
+
+_FEW = 0.25  # of a microbatch's decodes
+_LIMITED_BATCHES = 4  # however small the limit, over no more than these are the prompts spread that there are at once
+
+Share = tuple[list[Sequence], list[tuple[Sequence, int]]]  # decodes; chunks, with their number of tokens
+
+
+def _ready(running: list[Sequence], completed_step_id: int) -> list[Sequence]:
+    """Those in no batch after that one that have the blocks they need."""
+    return [s for s in running if s.step_id <= completed_step_id and s.token_count <= s.reserved_tokens]
+
+
+class BatchFormer:
+    def __init__(self, limits: WorkerLimits, microbatching: Microbatching) -> None:
+        self.prefill_limit: int | None = None  # tokens of prompts in a batch that has decodes
+        self._limits = limits
+        self._microbatching = microbatching
+        self._limits_always = False  # in others too
+        self._limited_tokens = 0  # the most of prompts that were to be computed since there were none, while limited
+
+    @property
+    def ahead_count(self) -> int:
+        """Microbatches that it may form beyond one for each stage."""
+        return self._microbatching.ahead
+
+    def batch(self, running: list[Sequence], completed_step_id: int, *, all_ready: bool) -> Share:
+        """Of a lone instance. `all_ready`: none is in a batch, and all have the blocks that they need."""
+        ready = running if all_ready else _ready(running, completed_step_id)
+        decodes = [s for s in ready if s.token_count - s.computed_tokens == 1]
+        prefills = [] if len(decodes) == len(ready) else [s for s in ready if s.token_count - s.computed_tokens != 1]
+        prompt_tokens = sum(s.token_count - s.computed_tokens for s in prefills) if self.prefill_limit else 0
+        budget = min(
+            self._limits.max_batch_tokens, len(decodes) + self._most_prompt_tokens(len(decodes), prompt_tokens)
+        )
+        return decodes, self._chunks(len(decodes), prefills, budget)
+
+    def microbatch(
+        self,
+        running: list[Sequence],
+        completed_step_id: int,
+        *,
+        stage_count: int,
+        waiting_count: int,
+        in_flight_count: int,
+        lacks_room: bool,
+    ) -> Share:
+        """Of a group of several stages; see `PipelineView`."""
+        candidates = [
+            Candidate(
+                s.rank,
+                s.computed_tokens,
+                s.dispatched_tokens if s.step_id > completed_step_id else s.computed_tokens,
+                s.token_count,
+                s.step_id,
+                s.token_count <= s.reserved_tokens,
+            )
+            for s in running
+        ]
+        limited = self.prefill_limit is not None
+        prompts = [c for c in candidates if c.token_count - c.computed_tokens != 1] if limited else []
+        decode_count = len(candidates) - len(prompts) if limited else 0
+        prompt_tokens = sum(c.token_count - c.dispatched_tokens for c in prompts)
+        view = PipelineView(
+            stage_count,
+            completed_step_id,
+            self._limits.max_batch_tokens,
+            waiting_count,
+            candidates,
+            in_flight_count,
+            self._most_prompt_tokens(decode_count, prompt_tokens),
+            lacks_room,
+        )
+        decodes, chunks = list[Sequence](), list[tuple[Sequence, int]]()
+        for index, count in self._microbatching(view):
+            sequence, candidate = running[index], candidates[index]
+            left = candidate.token_count - candidate.dispatched_tokens
+            if not (0 < count <= left and candidate.has_room):
+                raise InvariantViolation(f"{count} of {left} tokens are to be computed", sequence.story())
+            if candidate.token_count - candidate.computed_tokens == 1:
+                decodes.append(sequence)
+            else:
+                chunks.append((sequence, count))
+        if limited and decodes:
+            self._take_along(decodes, chunks, _ready(running, completed_step_id))
+        return decodes, chunks
+
+    def _take_along(self, decodes: list[Sequence], chunks: list[tuple[Sequence, int]], ready: list[Sequence]) -> None:
+        """A transition is prepared, and batches take longer than usual. Those few that would be put off to the next
+        microbatch, so that all are alike, would wait half a trip through the pipeline on top of it.
+        """
+        taken = {s.sequence_id for s in decodes}
+        left = [s for s in ready if s.token_count - s.computed_tokens == 1 and s.sequence_id not in taken]
+        room = self._limits.max_batch_tokens - len(decodes) - sum(count for _, count in chunks)
+        if len(left) <= min(room, max(1, int(len(decodes) * _FEW))):
+            decodes.extend(left)
+
+    def limit_prefill(self, token_count: int | None, *, always: bool = False) -> None:
+        self.prefill_limit, self._limits_always = token_count, always
+        self._limited_tokens = 0
+
+    def _most_prompt_tokens(self, decode_count: int, prompt_tokens: int) -> int:
+        """The most tokens of prompts in a batch, while so many sequences decode and so many such tokens wait."""
+        limit = self.prefill_limit
+        if limit is None or not (decode_count or self._limits_always):
+            return self._limits.max_batch_tokens
+        if not limit:
+            return 0
+        self._limited_tokens = max(self._limited_tokens, prompt_tokens) if prompt_tokens else 0
+        return max(limit, -(-self._limited_tokens // _LIMITED_BATCHES))
+
+    def _chunks(self, decode_count: int, prefills: list[Sequence], budget_tokens: int) -> list[tuple[Sequence, int]]:
+        if not prefills:
+            return []
+        views = [PrefillView(s.rank, s.computed_tokens, s.token_count - s.computed_tokens) for s in prefills]
+        counts = chunk_prefills(decode_count, views, budget_tokens)
+        return [(sequence, count) for sequence, count in zip(prefills, counts, strict=True) if count]

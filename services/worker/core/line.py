@@ -1,0 +1,92 @@
+"""The sequences that wait for memory, by class and in it by arrival."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.sampling import PriorityClass
+from services.worker.core.batch import SequenceId
+from services.worker.core.sequence import Sequence
+
+OFFLINE_RANK = PriorityClass.BATCH.rank  # the last one
+
+
+def order(sequence: Sequence) -> tuple[int, tuple[float, SequenceId]]:
+    """The order of service: class, then arrival."""
+    return sequence.rank, sequence.arrival
+
+
+class WaitingLine:
+    """`count`, `token_count` and `block_count` are those of online sequences; offline ones are counted apart."""
+
+    def __init__(self, need: Callable[[Sequence], int]) -> None:
+        """`need`: blocks without which a sequence cannot run."""
+        self.count = 0
+        self.token_count = 0
+        self.block_count = 0
+        self._need = need
+        self._classes: tuple[OrderedDict[SequenceId, Sequence], ...] = tuple(OrderedDict() for _ in PriorityClass)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """In order of service."""
+        return chain.from_iterable([line.values() for line in self._classes])
+
+    @property
+    def offline_count(self) -> int:
+        return len(self._classes[OFFLINE_RANK])
+
+    @property
+    def online(self) -> Sequence | None:
+        """The first online sequence in order of service."""
+        if not self.count:
+            return None
+        return next((next(iter(line.values())) for line in self._classes if line), None)
+
+    @property
+    def offline(self) -> Sequence | None:
+        """The offline sequence that has come first."""
+        return next(iter(self._classes[OFFLINE_RANK].values()), None)
+
+    def add(self, sequence: Sequence) -> None:
+        """It goes to its class by arrival: a newcomer to the end, one that gave way to the head, others in between."""
+        line = self._classes[sequence.rank]
+        line[sequence.sequence_id] = sequence
+        self._count(sequence, 1)
+        if len(line) > 1 and next(islice(reversed(line.values()), 1, None)).arrival > sequence.arrival:
+            if next(iter(line.values())).arrival > sequence.arrival:
+                line.move_to_end(sequence.sequence_id, last=False)
+            else:
+                for other in sorted(line.values(), key=order):
+                    line.move_to_end(other.sequence_id)
+
+    def remove(self, sequence: Sequence) -> None:
+        del self._classes[sequence.rank][sequence.sequence_id]
+        self._count(sequence, -1)
+
+    def _count(self, sequence: Sequence, sign: int) -> None:
+        if sequence.rank == OFFLINE_RANK:
+            return
+        self.count += sign
+        self.token_count += sign * sequence.token_count
+        self.block_count += sign * self._need(sequence)
+
+    def recount(self) -> None:
+        """What sequences need has changed."""
+        self.block_count = sum(self._need(s) for s in self if s.rank != OFFLINE_RANK)
+
+    def check(self) -> None:
+        """Raise InvariantViolation unless counts equal sums, the order holds and all in it wait."""
+        waiting = list(self)
+        online = [s for s in waiting if s.rank != OFFLINE_RANK]
+        for what, have, want in (
+            ("count", self.count, len(online)),
+            ("token_count", self.token_count, sum(s.token_count for s in online)),
+            ("block_count", self.block_count, sum(self._need(s) for s in online)),
+        ):
+            if have != want:
+                raise InvariantViolation(f"{what} of those that wait is {have}, the sum is {want}")
+        if [order(s) for s in waiting] != sorted(order(s) for s in waiting):
+            raise InvariantViolation(f"out of order: {[order(s) for s in waiting]}")
+        for sequence in waiting:
+            sequence.check_waiting()

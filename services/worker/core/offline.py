@@ -1,0 +1,107 @@
+"""Offline work of a group: requests of class batch. Three rules make it harmless to online work.
+
+Not counted: what it holds is in no number by which anybody decides about online work; where it holds blocks or places,
+these are free for online sequences. Yields: between two steps it gives up blocks and places at once for what online
+sequences need, the newest first, so the oldest always comes to its end. Fills: it is in a batch only as far as that
+batch then takes no longer than it may (`policy.harvest`).
+"""
+
+from ballast.common.cost import Chunk
+from services.worker.core.limits import WorkerLimits
+from services.worker.core.sequence import Sequence
+from services.worker.policy.harvest import (
+    NO_LIMIT_S,
+    Harvest,
+    OfflineView,
+    PriceList,
+    allowance_s,
+    efficient_tokens,
+    fill,
+    wanted_tokens,
+)
+
+Chunks = list[tuple[Sequence, int]]  # with the number of tokens
+
+
+def left_of(sequence: Sequence) -> int:
+    """Tokens that no batch has computed."""
+    return sequence.token_count - sequence.computed_tokens
+
+
+class OfflineWork:
+    def __init__(self, limits: WorkerLimits, harvest: Harvest) -> None:
+        self.yields_total = 0
+        self.lost_tokens_total = 0  # computed, and to be computed anew
+        self.paused = False  # none runs, and none is let in
+        self._limits = limits
+        self._harvest = harvest
+        self._priced = harvest.cost()
+        self._efficient_tokens = efficient_tokens(self._priced, limits.max_batch_tokens)
+        self._online_s = 0.0  # of the last batch with online work, as it would have been without offline work
+
+    @property
+    def efficient_tokens(self) -> int:
+        """Prompt tokens of a batch that has most of the best tokens/s. The costs may have been learnt meanwhile."""
+        cost = self._harvest.cost()
+        if cost is not self._priced:
+            self._priced = cost
+            self._efficient_tokens = efficient_tokens(cost, self._limits.max_batch_tokens)
+        return self._efficient_tokens
+
+    def wanted_tokens(self, running: list[Sequence]) -> int:
+        """Prompt tokens of more offline sequences that could be begun beside those that run."""
+        return wanted_tokens(self.efficient_tokens, [left_of(s) for s in running])
+
+    def note_yield(self, sequence: Sequence) -> None:
+        self.yields_total += 1
+        self.lost_tokens_total += sequence.computed_tokens
+
+    def fill(
+        self,
+        decodes: list[Sequence],
+        chunks: Chunks,
+        ready: list[Sequence],
+        *,
+        stage_count: int,
+        in_flight_count: int,
+        prefill_limit: int | None,
+        online_in_flight: bool,
+    ) -> None:
+        """Adds to a batch of online work, which may be empty.
+
+        Args:
+            decodes: Of the batch: added to.
+            chunks: Of the batch: added to.
+            ready: Offline sequences that are in no batch, in order of service.
+            stage_count: Stages of the group.
+            in_flight_count: Batches that the stages have.
+            prefill_limit: Tokens of prompts in a batch that has decodes; None: any number.
+            online_in_flight: Some of these have online sequences.
+        """
+        cost, alone = self._harvest.cost(), not (decodes or chunks)
+        if alone and in_flight_count >= stage_count:
+            return
+        room = self._limits.max_batch_tokens - len(decodes) - sum(count for _, count in chunks)
+        views = [OfflineView(s.computed_tokens, left_of(s), s.step_id) for s in ready]
+        if cost is None:
+            if not alone or online_in_flight:
+                return
+            prices, limit_s = PriceList.free(), NO_LIMIT_S
+        else:
+            prices = PriceList(cost, [Chunk(s.computed_tokens, 1) for s in decodes])
+            for sequence, count in chunks:
+                prices.add(max(sequence.computed_tokens, sequence.dispatched_tokens), count)
+            if not alone:
+                self._online_s = prices.seconds
+            limit_s = NO_LIMIT_S
+            if not alone or online_in_flight:
+                limit_s = allowance_s(self._harvest, self._online_s, stage_count, in_flight_count + 1)
+        prompt_tokens = self.efficient_tokens
+        if prefill_limit is not None and not alone:
+            prompt_tokens = max(0, min(prompt_tokens, prefill_limit - sum(count for _, count in chunks)))
+        for index, count in fill(prices, views, limit_s, room, prompt_tokens):
+            sequence = ready[index]
+            if left_of(sequence) == 1:
+                decodes.append(sequence)
+            else:
+                chunks.append((sequence, count))

@@ -1,0 +1,81 @@
+"""What a worker says of its load. Counts are those of online work: what offline work holds is free for it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ballast.common.load import LoadReport, MemoryReport
+from services.worker.core.scheduler import Scheduler
+
+
+class ReportTotals(NamedTuple):
+    """Since the start of the worker, but for groups that there are: those count for themselves."""
+
+    steps: int
+    preemptions: int
+    prompt_tokens: int  # of online prompts
+    generation_tokens: int  # of online answers
+    offline_tokens: int
+    offline_yields: int
+    offline_lost_tokens: int
+
+
+def load_of(
+    groups: Sequence[Scheduler],
+    totals: ReportTotals,
+    step_age_s: float,
+    memory: MemoryReport,
+    newest_epoch: int,
+    *,
+    draining: bool,
+) -> LoadReport:
+    """`groups`: those that the worker leads, the one in force last."""
+    waiting_block_count = spare_block_count = running_count = waiting_count = max_running_count = 0
+    offline_block_count = offline_running_count = offline_waiting_count = 0
+    preemptions_total = totals.preemptions
+    *leaving, scheduler = groups
+    for one in groups:
+        offline = one.offline
+        waiting_count += one.line.count
+        waiting_block_count += one.line.block_count
+        if swapped_count := len(one.swap):
+            waiting_count += swapped_count - one.swap.returning_count
+            waiting_block_count += sum(one.need(s) for s in one.swap.away)
+        running_count += one.running_count - len(offline)
+        offline_running_count += len(offline)
+        offline_block_count += sum([s.reserved_block_count for s in offline])
+        offline_waiting_count += one.line.offline_count
+        preemptions_total += one.preemptions_total
+    for one in leaving:
+        max_running_count += one.running_count
+        spare_block_count += max(0, one.free_block_count)
+    # What a group that dissolves beside it still has counts as used, as it is going to be this one's.
+    block_count = scheduler.block_count if scheduler.stage_count > 1 else scheduler.ceiling_block_count
+    return LoadReport(
+        block_tokens=scheduler.block_tokens,
+        block_count=block_count,
+        used_block_count=block_count - scheduler.free_block_count - scheduler.offline_block_count,
+        waiting_block_count=waiting_block_count,
+        running_count=running_count,
+        waiting_count=waiting_count,
+        max_running_count=max_running_count + scheduler.place_count,
+        steps_total=totals.steps,
+        preemptions_total=preemptions_total,
+        prompt_tokens_total=totals.prompt_tokens,
+        generation_tokens_total=totals.generation_tokens,
+        step_age_s=step_age_s,
+        draining=draining,
+        memory=memory,
+        newest_epoch=newest_epoch,
+        kept_block_count=scheduler.kept_block_count,
+        prompt_token_count=scheduler.prompt_tokens + scheduler.line.token_count,
+        max_prompt_token_count=scheduler.max_prompt_tokens,
+        spare_block_count=spare_block_count,
+        offline_block_count=offline_block_count,
+        offline_running_count=offline_running_count,
+        offline_waiting_count=offline_waiting_count,
+        offline_wanted_tokens=0 if draining else scheduler.offline_wanted_tokens,
+        offline_tokens_total=totals.offline_tokens,
+        offline_yields_total=totals.offline_yields + sum(one.offline_work.yields_total for one in groups),
+        offline_lost_tokens_total=totals.offline_lost_tokens
+        + sum(one.offline_work.lost_tokens_total for one in groups),
+    )

@@ -1,0 +1,95 @@
+"""Offline work without end beside a trace: requests of which a few always wait for a worker to ask for them."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import RequestId
+from ballast.common.sampling import PriorityClass, SamplingParams
+from services.dispatcher.core.events import Deliver, Fail, Finish, Refuse, Request
+from sim.clock import Clock
+
+_PREFIX = "offline-"
+_ROWS = 4096  # of lengths, drawn anew from then on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfflineLoad:
+    """`lengths`: prompt and answer of each request, drawn with replacement."""
+
+    lengths: Sequence[tuple[int, int]]
+    waiting_count: int = 8  # of each dispatcher: requests that have had no token yet
+    priority: PriorityClass = PriorityClass.BATCH  # another class: what engines do that know priorities alone
+
+
+class OfflineClients:
+    """Counts the tokens that offline requests get: those of a prompt with its first token."""
+
+    def __init__(self, clock: Clock, load: OfflineLoad, seed: int, deadline_s: float) -> None:
+        self.token_count = 0
+        self._clock = clock
+        self._load = load
+        self._random = random.Random(seed)
+        self._deadline_s = deadline_s
+        self._open: dict[RequestId, tuple[int, int, int]] = {}  # prompt, answer, tokens that have come
+        self._submits: Sequence[Callable[[Request], None]] = ()
+        self._next = 0
+
+    @property
+    def open_ids(self) -> set[RequestId]:
+        return set(self._open)
+
+    def owns(self, request_id: RequestId) -> bool:
+        return request_id.startswith(_PREFIX)
+
+    def begin(self, submits: Sequence[Callable[[Request], None]]) -> None:
+        self._submits = submits
+        for _ in range(self._load.waiting_count * len(submits)):
+            self._submit()
+
+    def _submit(self) -> None:
+        prompt, answer = self._random.choice(self._load.lengths)
+        request_id, self._next = RequestId(f"{_PREFIX}{self._next}"), self._next + 1
+        self._open[request_id] = prompt, answer, 0
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=(0,) * prompt,
+            sampling=_sampling(answer),
+            priority=self._load.priority,
+            deadline_at_s=self._clock.now_s + self._deadline_s,
+            omit_text=True,
+        )
+        self._submits[self._next % len(self._submits)](request)
+
+    def as_sampled(self, request: Request) -> SamplingParams:
+        return _sampling(self._open[request.request_id][1] if request.request_id in self._open else 1)
+
+    def deliver(self, command: Deliver) -> None:
+        """
+        Raises:
+            InvariantViolation: a token is lost, repeated or skipped.
+        """
+        prompt, answer, had = self._open[command.request_id]
+        wanted = range(prompt + had, prompt + had + len(command.token_ids))
+        if list(command.token_ids) != list(wanted):
+            raise InvariantViolation(f"{command.request_id} gets {command.token_ids} after {had} tokens")
+        self.token_count += len(command.token_ids) + (0 if had else prompt)
+        self._open[command.request_id] = prompt, answer, had + len(command.token_ids)
+        if not had:
+            self._clock.after(0.0, b"offline", self._submit)
+
+    def end(self, command: Finish | Fail | Refuse) -> None:
+        """
+        Raises:
+            InvariantViolation: an answer is too short, or a request was refused.
+        """
+        _, answer, had = self._open.pop(command.request_id)
+        if not isinstance(command, Finish):
+            raise InvariantViolation(f"{command.request_id} ends with {command.error}")
+        if had != answer:
+            raise InvariantViolation(f"{command.request_id} ends with {had} of {answer} tokens")
+
+
+def _sampling(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0, ignore_eos=True)

@@ -1,0 +1,17 @@
+"""Each promise that is made has a test that is there."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_each_promise_names_a_test_that_is_there() -> None:
+    page = (ROOT / "docs" / "promises.md").read_text()
+    assert len(page.splitlines()) <= 60
+    rows = [row for row in page.splitlines() if row.startswith("| ") and not row.startswith("| promise")]
+    assert len(rows) >= 15
+    for row in rows:
+        named = re.findall(r"`(tests/[^`]+)`", row)
+        assert named, f"no test: {row}"
+        assert [name for name in named if not (ROOT / name).is_file()] == []

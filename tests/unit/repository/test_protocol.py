@@ -1,0 +1,48 @@
+"""The number of what workers say to each other changes with it."""
+
+import hashlib
+import inspect
+
+import pytest
+from google.protobuf.descriptor_pb2 import DescriptorProto, EnumDescriptorProto
+
+from ballast.common.protocol import PROTOCOL
+from ballastpb.cluster.v1 import cluster_pb2
+from ballastpb.worker.v1 import stage_pb2
+
+pytest.importorskip("torch")
+
+from services.worker.links import frame
+from services.worker.links.frame_kinds import FrameKind
+from services.worker.links.traffic import TrafficClass
+from services.worker.memory.kv_cache import KvCache
+from services.worker.pipeline.wire import Topic
+
+HASHES = {1: "2ae59ccde4e8431a"}  # number -> of what was said then; those of old numbers stay
+
+
+def what_is_said() -> list[object]:
+    """Messages between stages and what of the cluster's they hold, frames on links, and the order of KV in memory."""
+    messages: list[DescriptorProto | EnumDescriptorProto] = []
+    for name in ("SamplingParams", "Grammar", "TokenLogprob", "Logprobs"):
+        message = DescriptorProto()
+        cluster_pb2.DESCRIPTOR.message_types_by_name[name].CopyToProto(message)
+        messages.append(message)
+    for name in ("FinishReason", "PriorityClass"):
+        enum = EnumDescriptorProto()
+        cluster_pb2.DESCRIPTOR.enum_types_by_name[name].CopyToProto(enum)
+        messages.append(enum)
+    header = (frame._LAYOUT.format, frame.MAGIC, frame.VERSION, [str(dtype) for dtype in frame._DTYPES])
+    kinds = [[(one.name, one.value) for one in kind] for kind in (FrameKind, TrafficClass, Topic)]
+    kv = [line.strip() for line in inspect.getsource(KvCache).splitlines() if "full_shape =" in line]
+    assert len(kv) == 1
+    return [stage_pb2.DESCRIPTOR.serialized_pb, [m.SerializeToString() for m in messages], header, kinds, kv]
+
+
+def test_a_change_of_what_workers_say_to_each_other_raises_the_number() -> None:
+    found = hashlib.sha256(repr(what_is_said()).encode()).hexdigest()[:16]
+    assert HASHES[PROTOCOL] == found, (
+        "what workers say to each other is not what it was: raise PROTOCOL (ballast/common/protocol.py), unless no"
+        f" commit of main has the present number, and put {found!r} here"
+    )
+    assert max(HASHES) == PROTOCOL

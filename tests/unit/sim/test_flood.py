@@ -1,0 +1,24 @@
+"""One caller with thousands of requests at once, and another one who asks now and then, in a simulated cluster."""
+
+from dataclasses import replace
+
+from sim.clients import Arrival
+from sim.world import World
+from tests.support.simulated import options
+
+FLOOD_COUNT, FLOOD_AT_S = 3000, 2.0
+ANSWER_TOKENS, ANSWER_S = 150, 5.0  # of the flood, and how long each of its answers takes
+
+
+def test_who_asks_now_and_then_is_served_in_a_flood() -> None:
+    """Each waits until one of the answers that run has ended, and behind none that waits."""
+    few = [Arrival(FLOOD_AT_S + 6.0 + 1.5 * i, 300, 16, "few") for i in range(8)]
+    flood = [Arrival(FLOOD_AT_S + 1e-4 * i, 200, ANSWER_TOKENS, "flood") for i in range(FLOOD_COUNT)]
+    arrivals = sorted(few + flood)
+    made = replace(options(cluster="4xA100-40G", check_every=0), stop_after_s=FLOOD_AT_S + 25.0)
+    run = World(made, arrivals).run()
+    own = [record for record, arrival in zip(run.records, arrivals, strict=True) if arrival.caller == "few"]
+    waits = [record.token_times_s[0] - record.arrival_s for record in own if record.token_times_s]
+    assert len(waits) == len(few), "none is refused, and none is still waiting"
+    print(f"first tokens after {', '.join(f'{wait:.2f}' for wait in waits)} s")
+    assert max(waits) < ANSWER_S
