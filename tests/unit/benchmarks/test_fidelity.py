@@ -11,7 +11,7 @@ from services.worker.emulation.machine import Measured
 from sim.processors import Contention
 from tests.unit.worker.emulation.machines import small_machine
 
-_EACH = CostModel(*(float(number) for number in range(1, len(fields(CostModel)) + 1)))
+_EACH = CostModel(*range(1, len(fields(CostModel)) + 1))
 
 
 def test_a_slower_machine_takes_longer_for_everything_and_forgets_no_cost() -> None:
