@@ -185,7 +185,7 @@ class WorkerCore:
 
     @property
     def group_scheduler(self) -> GroupScheduler:
-        """The group of this worker's group. Newcomers enter it, and an event about a group is about this one."""
+        """The scheduler of this worker's group. Newcomers enter it, and an event about a group is about this one."""
         return self._group_schedulers[-1]
 
     def _new_group_scheduler(self, block_count: int, book: BlockBook | None) -> GroupScheduler:
@@ -201,7 +201,7 @@ class WorkerCore:
 
     @property
     def leaving(self) -> GroupScheduler | None:
-        """The group of the group that this worker has led, while what is in it comes to its end."""
+        """The scheduler of the group that this worker has led, while what is in it comes to its end."""
         return self._group_schedulers[0] if len(self._group_schedulers) > 1 else None
 
     def _leaving(self) -> GroupScheduler:
@@ -450,16 +450,24 @@ class WorkerCore:
             self._stale_events_total += 1
         else:
             self._request_table.end(sequence, event.at_s, FinishReason.CANCELLED)
+            self._shed(event.at_s)
 
     def _close(self, event: StreamClosed) -> None:
         if event.stream_id in self._request_table.streams:
             self._request_table.close(event.stream_id, event.at_s)
+            self._shed(event.at_s)
         else:
             self._stale_events_total += 1
+
+    def _shed(self, at_s: float) -> None:
+        """Sequences have ended. If the next to give way was among them, in flight, the one after it may be in none."""
+        for group_scheduler in self._group_schedulers:
+            group_scheduler.shed(at_s)
 
     def _expire(self, at_s: float) -> None:
         self._request_table.expire(at_s)
         self._handovers.expire(self.group_scheduler, at_s)
+        self._shed(at_s)
 
     # ---------------------------------------------------------------- steps
 
