@@ -49,6 +49,7 @@ class TransitionMachine(RuleBasedStateMachine):
         self.phases: dict[tuple[WorkerId, int, int], Phase] = {}  # (worker, life, epoch) -> as that life sees it
         self.in_force: list[Layout] = []
         self.requests = 0
+        self.probes: list[p.ProbeInstance] = []
         self.waiting: set[str] = set()
         self.change_leadership(lead=True)
         self.tell(p.SnapshotBegan(self.now_s, "c"))
@@ -71,6 +72,8 @@ class TransitionMachine(RuleBasedStateMachine):
                     self.called(command)
                 case p.AnswerChange(request_id) | p.RefuseChange(request_id):
                     self.waiting.discard(request_id)
+                case p.ProbeInstance():
+                    self.probes.append(command)
                 case _:
                     pass
 
@@ -241,6 +244,11 @@ class TransitionMachine(RuleBasedStateMachine):
     @rule(pause_s=st.sampled_from([0.01, 0.1, 0.6, 3.0]))
     def fire(self, pause_s: float) -> None:
         self.now_s += pause_s
+        probes, self.probes = self.probes, []
+        for probe in probes:
+            lives = probe.worker_id not in self.dead and self.lives.get(probe.worker_id) == probe.incarnation
+            found = p.Probed.ALIVE if lives else p.Probed.GONE
+            self.tell(p.InstanceProbed(self.now_s, "c", probe.worker_id, probe.incarnation, found))
         self.tell(p.TimerFired(self.now_s, "c"))
 
     # ------------------------------------------------------------ judgement
@@ -276,7 +284,9 @@ class TransitionMachine(RuleBasedStateMachine):
         ENDINGS.update(record.journal.stage for record in self.core.conductor.history)
         assert serving == {w: life for w, life in self.lives.items() if w not in self.dead}
         if self.policy is OverloadPolicy.STATIC_PIPELINE:
-            alone = [g for g in groups if len(g.members) == 1 and not g.leader.draining]
+            kept_out = self.core.kept_out.why(self.now_s)  # their groups broke soon after they were made
+            fit = [g for g in groups if g.leader.worker_id not in kept_out]
+            alone = [g for g in fit if len(g.members) == 1 and not g.leader.draining]
             assert len(alone) < 2, f"they could form a pipeline: {groups}"
 
 
