@@ -41,10 +41,12 @@ EXAMPLES: list[BallastError] = [
 
 
 def all_errors() -> set[type[BallastError]]:
+    """Those that travel over gRPC. Others, of stores and HTTP, stand beside what raises them."""
     found, todo = set[type[BallastError]](), [BallastError]
     while todo:
         for error in todo.pop().__subclasses__():
-            found.add(error)
+            if error.__module__ == errors.__name__:
+                found.add(error)
             todo.append(error)
     return found
 
