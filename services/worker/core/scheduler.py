@@ -222,7 +222,7 @@ class Scheduler:
         head, offline = self._head(), self.line.offline
         if self.swap.has_copies or (head is not None and self._lets_in(head, completed_step_id)):
             return True
-        return offline is not None and self._lets_offline_in(offline)
+        return offline is not None and (self.too_big(offline) or self._lets_offline_in(offline))
 
     # ---------------------------------------------------------------- waiting
 
@@ -346,9 +346,13 @@ class Scheduler:
         sequence.reserved_tokens = sequence.reserved_block_count * self.block_tokens
 
     def stranded(self) -> list[Sequence]:
-        """Running sequences that have outgrown the whole cache, to be ended before the next plan: no victim helps."""
+        """Sequences that have outgrown the whole cache, to be ended before the next plan: no victim helps. All that
+        run; of those that wait the offline one that is first, which may have yielded at that very moment.
+        """
         ceiling_tokens = self.ceiling_tokens
-        return [s for s in self.running if s.token_count > ceiling_tokens]
+        found = [s for s in self.running if s.token_count > ceiling_tokens]
+        offline = self.line.offline
+        return [*found, offline] if offline is not None and offline.token_count > ceiling_tokens else found
 
     def too_big(self, sequence: Sequence) -> bool:
         return sequence.token_count > self.ceiling_tokens
