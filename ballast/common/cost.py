@@ -59,7 +59,7 @@ class CostModel:
         return own_s + many_s + self.beyond_s * max(0.0, count - self.knee_tokens)
 
     def own_s(self, prefix: int, count: int) -> float:
-        """What depends on one chunk, whatever else is in the batch."""
+        """The part of the cost that depends on one chunk alone, not on the rest of the batch."""
         pairs = prefix * count + (count * count + count) / 2
         return self.attention_s * pairs + self.token_s * count + self.prefix_s * prefix + self.chunk_s
 

@@ -1,4 +1,4 @@
-"""How large a grammar may be. What compiles in more than linear time is counted before anything is compiled."""
+"""Bounds on the size of a grammar. What compiles in more than linear time is counted before anything is compiled."""
 
 import json
 import re

@@ -248,7 +248,7 @@ class HttpClient:
             answered.cancel()
             await asyncio.wait([answered])
             if not answered.cancelled():
-                answered.exception()  # whoever reads the answer finds it anew
+                answered.exception()  # marks it as retrieved; the reader of the answer raises it again
 
     def _kept(self) -> _Connection | None:
         while self._idle:

@@ -14,7 +14,7 @@ _HOP: Final = frozenset(
 
 
 class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has closed the connection before its answer was complete."""
 
 
 async def forward(
