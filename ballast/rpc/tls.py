@@ -42,7 +42,7 @@ class TlsFolder:
                 raise ConfigError(str(path / name), "holds no PEM block of that kind; `ballast certs` makes the files")
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """The TLS context of the current files; of the previous ones while the new ones cannot be read."""
+        """Credentials of the current files; of the previous ones while the new ones cannot be read."""
         try:
             stamps = self.stamps()
             if self._channel is None or stamps != self._channel[0]:

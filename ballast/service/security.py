@@ -56,7 +56,7 @@ REGISTRY.register(_Handshakes())
 
 
 class _Certificates(Collector):
-    """A gauge of the seconds until each certificate of this process expires. Those that expire soon are logged daily."""
+    """Gauge of seconds until each certificate of this process expires. Those that expire soon are logged daily."""
 
     def __init__(self) -> None:
         self._folders: dict[Path, TlsFolder] = {}
