@@ -61,18 +61,19 @@ class WorkerSettings(ServiceSettings):
     """Longest prompt and answer together, in tokens. Default: the model's own."""
 
     # How it schedules.
-    max_num_seqs: int = Field(64, ge=1, le=4096)
-    """Requests that run at once."""
+    max_num_seqs: int | None = Field(None, ge=1, le=4096)
+    """Requests that run at once. Default: 64; on a GPU by its memory 256, from 70 GiB on 512."""
     tpot_target_s: float | None = Field(None, gt=0)
     """Seconds that a token after the first may take on average: no more requests are let in than run within that, by
     the costs that a worker learns; the others wait. Default: whatever it takes, as many run as --max-num-seqs."""
     offline_slowdown: float = Field(0.25, ge=0, le=10)
     """Share by which a step with online requests may take longer for offline ones (class batch) that go along, where
     --tpot-target-s does not say how long it may take; 0: they get only what costs nothing."""
-    max_num_batched_tokens: int = Field(512, ge=1, le=1 << 20)
-    """Tokens of one engine step."""
-    max_num_queued_reqs: int = Field(64, ge=1, le=1 << 16)
-    """Requests that may wait here; the backlog proper is the dispatcher's."""
+    max_num_batched_tokens: int | None = Field(None, ge=1, le=1 << 20)
+    """Tokens of one engine step. Default: 512; on a GPU by its memory 2048, from 70 GiB on 4096, from 160 GiB on 8192;
+    never fewer than --max-num-seqs."""
+    max_num_queued_reqs: int | None = Field(None, ge=1, le=1 << 16)
+    """Requests that may wait here; the backlog proper is the dispatcher's. Default: 64; on a GPU as many as run."""
     max_num_queued_tokens: int = Field(1 << 20, ge=1)
     """Prompt tokens that may wait here."""
     admission_reserve_fraction: float = Field(0.05, ge=0, lt=1)
