@@ -21,8 +21,6 @@ class WorkerSettings(ServiceSettings):
     """Port to listen on; 0: any free one."""
     data_port: int = Field(0, ge=0, le=65535)
     """Port for links from other workers; 0: any free one. Fixed where a firewall or a network policy has to know it."""
-    metrics_vllm_names: bool = False
-    """Show the core metrics under vLLM's names as well, for boards and autoscalers that know those."""
     monitor_address: str | None = None
     """HOST:PORT of the monitor. Default: looked up in the state server."""
     worker_id: str | None = Field(None, min_length=1, max_length=128)

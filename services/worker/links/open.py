@@ -18,6 +18,7 @@ from services.worker.links.plane import DataPlane
 from services.worker.links.ports import Transport
 from services.worker.links.reaper import Reaper
 from services.worker.links.rendezvous import resolve_host
+from services.worker.memory.backend import SLOT_BYTES
 
 _MOST_LINKS = 8  # to other members of a group, and to those that sequences move from and to
 
@@ -37,6 +38,9 @@ def open_plane(
         ConfigError: there is no such transport or host.
     """
     host, pace, copies = resolve_host(advertise_host), StagePace(), copies_for(device)
+    if device != HOST:
+        config = config.on_device()
+        copies.warm()
     chosen = _transport(transport, device) if isinstance(transport, str) else transport
     opener = _ChannelOpener(worker_id, receiver, config, chosen, pace, copies)
     return DataPlane(
@@ -57,11 +61,12 @@ def device_bytes(name: str, device: str) -> int:
     """
     device_type = device.partition(":")[0]
     carrier = carrier_of(name, device_type)
-    if device_type == "cpu" or carrier != "nccl":
+    if device_type == "cpu":
         return 0
+    slots_bytes = SLOT_BYTES * (2 if carrier == "tcp" else 2 * TransportConfig().window_chunks)
     from services.worker.links.channels.nccl import COMMUNICATOR_BYTES
 
-    return _MOST_LINKS * COMMUNICATOR_BYTES
+    return _MOST_LINKS * ((COMMUNICATOR_BYTES if carrier == "nccl" else 0) + slots_bytes)
 
 
 def _transport(name: str, device: torch.device) -> Transport:
