@@ -81,6 +81,7 @@ class WorldOptions:
     stop_after_s: float | None = None  # of the trace's time: a request that is there then stays open
     offline: OfflineLoad | None = None  # beside the trace
     priority: PriorityClass = PriorityClass.DEFAULT  # of the trace's requests
+    hash_tokens: int = 512  # that each of an arrival's `hash_ids` stands for
 
 
 class World:
@@ -137,6 +138,7 @@ class World:
             options.deadline_s,
             max_model_len=options.model.max_model_len,
             distinct=options.marks,
+            hash_tokens=options.hash_tokens,
             priority=options.priority,
             offline=options.offline and OfflineClients(self.clock, options.offline, options.seed, options.deadline_s),
         )
@@ -516,6 +518,7 @@ def _limits(options: WorldOptions) -> WorkerLimits:
         admission_reserve_fraction=rules.admission_reserve_fraction,
         swap_block_count=rules.swap_space_bytes // (model.kv_bytes_per_token * rules.block_tokens),
         swap_blocks_per_step=rules.swap_blocks_per_step,
+        prefix_caching=rules.prefix_caching,
     )
 
 
