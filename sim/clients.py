@@ -48,6 +48,7 @@ class Arrival(NamedTuple):
     output_tokens: int
     caller: str = ""
     hash_ids: tuple[int, ...] = ()  # of its prompt, piece by piece; empty: it is like no other, or all are alike
+    hash_tokens: int = 512  # that each of them stands for
 
 
 class Clients:
@@ -60,17 +61,15 @@ class Clients:
         *,
         max_model_len: int,
         distinct: bool = False,
-        hash_tokens: int = 512,
         priority: PriorityClass = PriorityClass.DEFAULT,
         offline: OfflineClients | None = None,
     ) -> None:
         """`zero_s`: of the clock, when the trace begins. `distinct`: no two prompts are alike, except where `hash_ids`
-        say so, each for `hash_tokens` tokens. `offline`: what goes on beside the trace.
+        say so. `offline`: what goes on beside the trace.
 
         They ask for as long an answer as the model gives: how long it will be is known where it is made.
         """
         self._distinct = distinct
-        self._hash_tokens = hash_tokens
         self._priority = priority
         self.offline = offline
         self._max_model_len = max_model_len
@@ -82,7 +81,7 @@ class Clients:
             for index, arrival in enumerate(arrivals)
         ]
         self._callers = [arrival.caller for arrival in arrivals]
-        self._hash_ids = [arrival.hash_ids for arrival in arrivals]
+        self._hash_ids = [(arrival.hash_ids, arrival.hash_tokens) for arrival in arrivals]
         self._next_index = 0
         self._by_id: dict[RequestId, RequestRecord] = {}  # submitted, and not ended
         self._submits: Sequence[Submit] = ()
@@ -119,8 +118,9 @@ class Clients:
         self._expect_next()
 
     def _prompt(self, record: RequestRecord) -> tuple[int, ...]:
-        if hash_ids := self._hash_ids[record.index]:
-            return _prompt_of(record.input_tokens, hash_ids, self._hash_tokens)
+        hash_ids, hash_tokens = self._hash_ids[record.index]
+        if hash_ids:
+            return _prompt_of(record.input_tokens, hash_ids, hash_tokens)
         return _prompt(record.input_tokens, record.index % _DISTINCT if self._distinct else 0)
 
     def stop(self) -> None:

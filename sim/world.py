@@ -81,7 +81,6 @@ class WorldOptions:
     stop_after_s: float | None = None  # of the trace's time: a request that is there then stays open
     offline: OfflineLoad | None = None  # beside the trace
     priority: PriorityClass = PriorityClass.DEFAULT  # of the trace's requests
-    hash_tokens: int = 512  # that each of an arrival's `hash_ids` stands for
 
 
 class World:
@@ -138,7 +137,6 @@ class World:
             options.deadline_s,
             max_model_len=options.model.max_model_len,
             distinct=options.marks,
-            hash_tokens=options.hash_tokens,
             priority=options.priority,
             offline=options.offline and OfflineClients(self.clock, options.offline, options.seed, options.deadline_s),
         )

@@ -126,7 +126,6 @@ def _options(seed: int, rng: random.Random, worker_count: int, *, several: bool)
         monitor_count=2 if several else 1,
         planner_count=2 if several else 1,
         stop_after_s=_PATIENCE_S,
-        hash_tokens=worker.block_tokens,
     )
 
 
@@ -138,7 +137,8 @@ def _arrivals(rng: random.Random, worker_count: int, *, swaps: bool) -> list[Arr
         answer *= 3
     while at_s < _STORY_S:
         prompt_tokens = rng.randint(5, 120)
-        arrivals.append(Arrival(at_s, prompt_tokens, rng.randint(3, answer), hash_ids=_hash_ids(shared, len(arrivals))))
+        hash_ids = _hash_ids(shared, len(arrivals))
+        arrivals.append(Arrival(at_s, prompt_tokens, rng.randint(3, answer), hash_ids=hash_ids, hash_tokens=16))
         at_s += rng.expovariate(burst_per_s if 0.3 <= at_s % 5.5 < 2.0 else 3.0)
     return arrivals
 
