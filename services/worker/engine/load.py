@@ -1,5 +1,6 @@
 """Builds an engine from a checkpoint folder."""
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -178,6 +179,8 @@ def load_engine(
             beside_bytes = beside(
                 open_cuda(index), meter, needs, config, longest, largest, peers, recorded, attention_backend
             )
+            gc.collect()
+            torch.cuda.empty_cache()  # of recordings that were made to be measured
         if device_memory_bytes is None:
             device_memory_bytes = fitting_budget(meter, gpu_memory_utilization, beside_bytes + links_bytes)
             if peers is not None:
