@@ -18,9 +18,9 @@ from services.worker.engine.parameters import Layout, Parameter, Source, end_par
 from services.worker.memory.parameters import ParameterStore
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
+FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
 _BAND_ELEMENTS = 4 << 20
-_IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 
 
 class Checkpoint:
@@ -30,7 +30,7 @@ class Checkpoint:
         """`kernels` are needed to fill parameters that are packed for them."""
         self._kernels = kernels
         self._files: dict[Path, Any] = {}  # safetensors has no types for its handle
-        self._places = _places(model_dir)  # tensor -> file
+        self._places = tensor_places(model_dir)  # tensor -> file
         self._model_dir = model_dir
 
     def __enter__(self) -> Self:
@@ -64,7 +64,7 @@ class Checkpoint:
         if config.tied_embeddings:
             expected.add("lm_head.weight")  # some exports write the shared matrix twice
         for name in sorted(self._places):
-            if name not in expected and not name.endswith(_IGNORED_SUFFIXES):
+            if name not in expected and not name.endswith(IGNORED_SUFFIXES):
                 raise ConfigError(
                     f"{self._places[name]}: {name}", f"is not a tensor of {config.architecture} as config.json has it"
                 )
@@ -83,8 +83,8 @@ class Checkpoint:
             wanted = (mine[0] * rows.count, *(width * columns.count for width in mine[1:]))
             if shape != wanted:
                 raise ConfigError(where, f"has shape {list(shape)}, config.json asks for {list(wanted)}")
-            if dtype not in _FLOAT_DTYPES:
-                supported = ", ".join(_FLOAT_DTYPES)
+            if dtype not in FLOAT_DTYPES:
+                supported = ", ".join(FLOAT_DTYPES)
                 raise ConfigError(where, f"has dtype {dtype}, supported are {supported}")
             band = max(1, _BAND_ELEMENTS // math.prod(mine[1:]))
             begin = rows.index * mine[0]
@@ -116,16 +116,25 @@ def load_parameters(
     are read behind what fills the layers, as the thread that reads them calls `compute_here`, too.
     Errors as in `Checkpoint.fill`.
     """
-    with (
-        Checkpoint(model_dir, kernels) as checkpoint,
-        ThreadPoolExecutor(1, thread_name_prefix="checksums", initializer=compute_here) as thread,
-    ):
+    with Checkpoint(model_dir, kernels) as checkpoint:
         checkpoint.require_only(config)
         for part, parameters in end_parameters(config, layout).items():
             checkpoint.fill(parameters, store.part(part))
+        fill_layers(
+            store,
+            lambda layer: checkpoint.fill(layer_parameters(config, layer, layout), store.layer(layer)),
+            compute_here,
+        )
+
+
+def fill_layers(
+    store: ParameterStore, fill: Callable[[int], None], compute_here: Callable[[], None] | None = None
+) -> None:
+    """Fill all layers, one after the other; the checksum of each is taken while the next one is read."""
+    with ThreadPoolExecutor(1, thread_name_prefix="checksums", initializer=compute_here) as thread:
         checksums: list[Future[bytes]] = []
-        for layer in range(config.layer_count):
-            checkpoint.fill(layer_parameters(config, layer, layout), store.layer(layer))
+        for layer in range(store.layer_count):
+            fill(layer)
             checksums.append(thread.submit(store.layer_checksum, layer))
         store.loaded_checksums.update((layer, checksum.result()) for layer, checksum in enumerate(checksums))
 
@@ -135,7 +144,8 @@ def _all_parameters(config: ModelConfig) -> list[Parameter]:
     return [parameter for part in parts for parameter in part]
 
 
-def _places(model_dir: Path) -> dict[str, Path]:
+def tensor_places(model_dir: Path) -> dict[str, Path]:
+    """Tensor -> the file that holds it. Raises ConfigError if files or tensors are missing."""
     single, index = model_dir / _SINGLE, model_dir / _INDEX
     if index.exists():
         return _places_by_index(model_dir, index)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
-SUPPORTED_DTYPES = ("float64", "float32", "bfloat16", "float16")
+SUPPORTED_DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int8", "uint8")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
