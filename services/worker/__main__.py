@@ -514,13 +514,7 @@ async def main(life: Lifecycle) -> None:
     ensure_free(settings.host, settings.port)  # before the model is loaded, which may take minutes
     settings = await asyncio.to_thread(_with_model, settings)
     state = state_server(settings)
-    metrics = MetricsServer(
-        settings.metrics_host,
-        settings.metrics_port,
-        service="worker",
-        instance=worker_id,
-        vllm_names=settings.metrics_vllm_names,
-    )
+    metrics = MetricsServer(settings.metrics_host, settings.metrics_port, service="worker", instance=worker_id)
     lost = ""
     try:
         await serve(life, settings, security, state, WorkerId(worker_id), metrics.shown)

@@ -21,8 +21,6 @@ class WorkerSettings(ServiceSettings):
     """Port to listen on; 0: any free one."""
     data_port: int = Field(0, ge=0, le=65535)
     """Port for links from other workers; 0: any free one. Fixed where a firewall or a network policy has to know it."""
-    metrics_vllm_names: bool = False
-    """Show the core metrics under vLLM's names as well, for boards and autoscalers that know those."""
     monitor_address: str | None = None
     """HOST:PORT of the monitor. Default: looked up in the state server."""
     worker_id: str | None = Field(None, min_length=1, max_length=128)
@@ -83,9 +81,9 @@ class WorkerSettings(ServiceSettings):
     transfers: Literal["coordinated", "naive"] = "coordinated"
     """How KV and layers travel: behind activations (coordinated), or in one queue with them (naive, to measure
     against)."""
-    transport: Literal["auto", "tcp", "gloo", "nccl", "nixl"] = "auto"
+    transport: Literal["auto", "tcp", "nccl"] = "auto"
     """What carries links between workers; the same for all of a cluster. auto: NCCL between GPUs, else TCP. Two workers
-    on one GPU need tcp. nixl, an extra, moves bulk over RDMA, NVLink or TCP, and the rest over TCP."""
+    on one GPU need tcp."""
     link_bytes_per_s: ByteSize | None = Field(None, gt=0)
     """Emulate links of this speed: 1GB. Default: as fast as they are."""
     overload_policy: OverloadPolicy = OverloadPolicy.DROP
