@@ -20,7 +20,7 @@ class _Addressed(Protocol):
 
 
 def beside(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """Inside of it a GPU works on a stream of its own, behind what it has been given to do by now, and before nothing."""
+    """Inside, a GPU works on a stream of its own, behind what it has been given to do by now, and before nothing."""
     if device.type != "cuda":
         return nullcontext
     stream = torch.cuda.Stream(device)
