@@ -105,7 +105,10 @@ def _with_flags(settings: type[Settings]) -> type[BaseModel]:
     }
     if settings.developer:
         names = ", ".join(sorted(settings.developer))
-        fields[_DEV] = (dict[str, str], Field({}, description=f"For developers, NAME=VALUE, several times: {names}."))
+        fields[_DEV] = (
+            dict[str, str],
+            Field(default_factory=dict[str, str], description=f"For developers, NAME=VALUE, several times: {names}."),
+        )
     return create_model(settings.__name__, __config__=settings.model_config, **fields)
 
 
