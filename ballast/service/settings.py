@@ -65,7 +65,7 @@ def _merged(settings: type[Settings], sources: Sequence[Mapping[str, Any]]) -> d
             if name in settings.developer:
                 why = f"is for developers: give it as --dev {name}=VALUE, or below {_DEV}"
                 raise ConfigError(f"{settings.service}.{name}", why)
-        hidden = source.get(_DEV) or {}
+        hidden: object = source.get(_DEV, {})
         if not isinstance(hidden, dict):
             raise ConfigError(f"{settings.service}.{_DEV}", "must be a mapping of names to values")
         for name in cast(dict[str, Any], hidden):
