@@ -81,9 +81,9 @@ class WorkerSettings(ServiceSettings):
     transfers: Literal["coordinated", "naive"] = "coordinated"
     """How KV and layers travel: behind activations (coordinated), or in one queue with them (naive, to measure
     against)."""
-    transport: Literal["auto", "tcp", "gloo", "nccl", "nixl"] = "auto"
+    transport: Literal["auto", "tcp", "nccl"] = "auto"
     """What carries links between workers; the same for all of a cluster. auto: NCCL between GPUs, else TCP. Two workers
-    on one GPU need tcp. nixl, an extra, moves bulk over RDMA, NVLink or TCP, and the rest over TCP."""
+    on one GPU need tcp."""
     link_bytes_per_s: ByteSize | None = Field(None, gt=0)
     """Emulate links of this speed: 1GB. Default: as fast as they are."""
     overload_policy: OverloadPolicy = OverloadPolicy.DROP

@@ -16,7 +16,7 @@ from services.worker.core.batch import Batch, StepResult
 from services.worker.engine.attention import AttentionBackend, CpuAttention
 from services.worker.engine.attention_cuda import CudaAttention
 from services.worker.engine.attention_flashinfer import FlashInferAttention
-from services.worker.engine.checkpoint import Checkpoint, load_parameters
+from services.worker.engine.checkpoint import Checkpoint, load_parameters, revision_of
 from services.worker.engine.decode_graphs import DecodeGraphs, recorder
 from services.worker.engine.kernels import bound_kernel_caches
 from services.worker.engine.model import Model
@@ -193,8 +193,7 @@ def load_engine(
     except BaseException:
         memory.close()
         raise
-    extent_bytes = memory.pool.extent_bytes * config.rank_count
-    layer_bytes = tuple(memory.parameters.extents_of(i) * extent_bytes for i in range(config.layer_count))
+    layer_bytes = tuple(memory.parameters.size_bytes_of(i) * config.rank_count for i in range(config.layer_count))
     info = ModelInfo(
         name=name or model_dir.resolve().name,
         architecture=config.architecture,
@@ -206,10 +205,10 @@ def load_engine(
         kv_bytes_per_token=memory.kv.geometry.kv_bytes_per_token * config.rank_count,
         eos_token_ids=config.eos_token_ids,
         layer_parameter_bytes=layer_bytes,
-        other_parameter_bytes=memory.report().parameter_bytes * config.rank_count - sum(layer_bytes),
+        other_parameter_bytes=memory.parameters.other_bytes * config.rank_count,
         block_bytes=memory.kv.shape.block_bytes * config.rank_count,
-        extent_bytes=extent_bytes,
         tensor_parallel_size=config.rank_count,
+        revision=revision_of(model_dir),
     )
     return Engine(
         info, model_dir, config, memory, model, native, step_threads, attention, sampler, runner, grammars, compute_here

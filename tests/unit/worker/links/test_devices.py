@@ -72,11 +72,11 @@ class DeviceRecorder(Recorder):
 class Ends:
     """Two planes over sockets of one process."""
 
-    def __init__(self, transport: str) -> None:
+    def __init__(self) -> None:
         self.recorders = DeviceRecorder(), DeviceRecorder()
         config = TransportConfig(keepalive_s=0.1, send_timeout_s=20.0, silence_timeout_s=20.0)
         a, b = (
-            open_plane(me, recorder, config, "127.0.0.1", transport, device=DEVICE)
+            open_plane(me, recorder, config, "127.0.0.1", "tcp", device=DEVICE)
             for me, recorder in zip(("w1", "w2"), self.recorders, strict=True)
         )
         self.planes = a, b
@@ -102,9 +102,9 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> DeviceCopies:
     return copies
 
 
-@pytest.fixture(params=["tcp", "gloo"])
-def ends(request: pytest.FixtureRequest, copies: DeviceCopies) -> Iterator[Ends]:
-    ends = Ends(request.param)
+@pytest.fixture
+def ends(copies: DeviceCopies) -> Iterator[Ends]:
+    ends = Ends()
     yield ends
     ends.close()
 
@@ -216,7 +216,7 @@ def test_only_hidden_states_are_wanted_on_the_device() -> None:
         ("auto", "cpu", True, "tcp"),
         ("auto", "cuda:1", True, "nccl"),
         ("auto", "cuda", False, "tcp"),
-        ("gloo", "cuda", True, "gloo"),
+        ("tcp", "cuda", True, "tcp"),
         ("nccl", "cuda", True, "nccl"),
     ],
 )
