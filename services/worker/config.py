@@ -78,6 +78,9 @@ class WorkerSettings(ServiceSettings):
     """Share of the KV blocks kept free for the growth of what runs."""
     microbatching: Literal["token-count", "lookahead"] = "lookahead"
     """How the stages of a pipeline share the work: batches of equal predicted cost (lookahead), or of equal tokens."""
+    enable_prefix_caching: CliImplicitFlag[bool] = True
+    """Compute KV of equal prompt beginnings once, in whole blocks, and retain it as long as nothing else needs the
+    memory."""
     transfers: Literal["coordinated", "naive"] = "coordinated"
     """How KV and layers travel: behind activations (coordinated), or in one queue with them (naive, to measure
     against)."""
