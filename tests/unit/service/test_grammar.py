@@ -75,7 +75,7 @@ def test_a_grammar_may_begin_behind_a_thought(grammars: Grammars, kind: GrammarK
 def test_tags_of_thoughts_may_be_special_tokens(grammars: Grammars) -> None:
     tokenizer = train_tokenizer(VOCAB, qwen=False)
     tag = tokenizer.id_to_token(TURN_END_ID)
-    grammar = Grammar(GrammarKind.REGEX, "(ab)+", tag)
+    grammar = Grammar(GrammarKind.REGEX, "(ab)+", tag or "")
     thought, tail = (tokenizer.encode(part, add_special_tokens=False).ids for part in ("well", "abab"))
     assert grammars.start(grammar, [*thought, TURN_END_ID, *tail]).is_accepting()
     assert not grammars.start(grammar, [*thought, *tail]).is_accepting()
