@@ -12,6 +12,18 @@ from ballast.service.security import ServiceSettings
 class DispatcherSettings(ServiceSettings):
     service: ClassVar[str] = "dispatcher"
     summary: ClassVar[str] = "Accepts requests, keeps the backlog, picks workers and relays tokens."
+    developer: ClassVar[frozenset[str]] = frozenset(
+        {
+            "worker_queue_count",
+            "large_fraction",
+            "large_patience_s",
+            "recall_after_s",
+            "growth_tokens",
+            "move_wait_s",
+            "layout_poll_s",
+            "connect_timeout_s",
+        }
+    )
     short_flags: ClassVar[Mapping[str, str]] = {
         "no-worker-timeout-s": "no-worker-timeout",
         "client-stall-timeout-s": "client-stall-timeout",
@@ -89,8 +101,6 @@ class DispatcherSettings(ServiceSettings):
     """Ended requests that `ballast why` can tell of."""
     otlp_traces_endpoint: str | None = Field(None, pattern=r"^https?://")
     """Collector for traces of requests: http://HOST:4318, OTLP over HTTP. Default: no traces."""
-    metrics_vllm_names: bool = False
-    """Show the core metrics under vLLM's names as well, for boards and autoscalers that know those."""
 
     # How it watches.
     layout_poll_s: float = Field(1.0, gt=0)

@@ -245,6 +245,8 @@ def limits_of(settings: WorkerSettings, engine: LoadedEngine) -> WorkerLimits:
         admission_reserve_fraction=settings.admission_reserve_fraction,
         swap_block_count=swap_block_count(settings, engine),
         swap_blocks_per_step=settings.swap_blocks_per_step,
+        prefix_caching=settings.enable_prefix_caching,
+        prefix_seed=secrets.token_bytes(16) + f"{engine.info.name} {engine.info.dtype}".encode(),
     )
 
 
@@ -516,13 +518,7 @@ async def main(life: Lifecycle) -> None:
     ensure_free(settings.host, settings.port)  # before the model is loaded, which may take minutes
     settings = await asyncio.to_thread(_with_model, settings)
     state = state_server(settings)
-    metrics = MetricsServer(
-        settings.metrics_host,
-        settings.metrics_port,
-        service="worker",
-        instance=worker_id,
-        vllm_names=settings.metrics_vllm_names,
-    )
+    metrics = MetricsServer(settings.metrics_host, settings.metrics_port, service="worker", instance=worker_id)
     lost = ""
     try:
         await serve(life, settings, security, state, WorkerId(worker_id), metrics.shown)

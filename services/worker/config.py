@@ -14,6 +14,18 @@ from ballast.service.security import ServiceSettings
 class WorkerSettings(ServiceSettings):
     service: ClassVar[str] = "worker"
     summary: ClassVar[str] = "One instance of the model: holds its parameters and generates tokens."
+    developer: ClassVar[frozenset[str]] = frozenset(
+        {
+            "admission_reserve_fraction",
+            "microbatching",
+            "transfers",
+            "check_every_steps",
+            "swap_blocks_per_step",
+            "self_profile_s",
+            "report_interval_s",
+            "link_bytes_per_s",
+        }
+    )
     short_flags: ClassVar[Mapping[str, str]] = {"shutdown-timeout-s": "shutdown-timeout"}
 
     # Where it listens and whom it knows.
@@ -21,8 +33,6 @@ class WorkerSettings(ServiceSettings):
     """Port to listen on; 0: any free one."""
     data_port: int = Field(0, ge=0, le=65535)
     """Port for links from other workers; 0: any free one. Fixed where a firewall or a network policy has to know it."""
-    metrics_vllm_names: bool = False
-    """Show the core metrics under vLLM's names as well, for boards and autoscalers that know those."""
     monitor_address: str | None = None
     """HOST:PORT of the monitor. Default: looked up in the state server."""
     worker_id: str | None = Field(None, min_length=1, max_length=128)
@@ -83,12 +93,15 @@ class WorkerSettings(ServiceSettings):
     """Share of the KV blocks kept free for the growth of what runs."""
     microbatching: Literal["token-count", "lookahead"] = "lookahead"
     """How the stages of a pipeline share the work: batches of equal predicted cost (lookahead), or of equal tokens."""
+    enable_prefix_caching: CliImplicitFlag[bool] = True
+    """Compute KV of equal prompt beginnings once, in whole blocks, and retain it as long as nothing else needs the
+    memory."""
     transfers: Literal["coordinated", "naive"] = "coordinated"
     """How KV and layers travel: behind activations (coordinated), or in one queue with them (naive, to measure
     against)."""
-    transport: Literal["auto", "tcp", "gloo", "nccl", "nixl"] = "auto"
+    transport: Literal["auto", "tcp", "nccl"] = "auto"
     """What carries links between workers; the same for all of a cluster. auto: NCCL between GPUs, else TCP. Two workers
-    on one GPU need tcp. nixl, an extra, moves bulk over RDMA, NVLink or TCP, and the rest over TCP."""
+    on one GPU need tcp."""
     link_bytes_per_s: ByteSize | None = Field(None, gt=0)
     """Emulate links of this speed: 1GB. Default: as fast as they are."""
     overload_policy: OverloadPolicy = OverloadPolicy.DROP

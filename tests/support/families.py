@@ -123,7 +123,7 @@ def write_family(name: str, folder: Path) -> Path:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     model_type = name.partition(":")[0]
-    config = transformers.AutoConfig.for_model(model_type)
+    config: Any = transformers.AutoConfig.for_model(model_type)
     known = config.to_dict()
     wanted = SMALL | {key: value for key, value in EXPERTS.items() if key in known} | FAMILIES.get(name, {})
     torch.manual_seed(1)

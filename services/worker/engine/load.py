@@ -15,6 +15,7 @@ from ballast.service.grammar import Grammars
 from services.worker.core.batch import Batch, StepResult
 from services.worker.engine.attention import AttentionBackend
 from services.worker.engine.attention_cuda import CudaAttention
+from services.worker.engine.checkpoint import revision_of
 from services.worker.engine.choice import choose_model
 from services.worker.engine.decode_graphs import DecodeGraphs, recorder
 from services.worker.engine.implementation import Implementation, StageModel
@@ -24,7 +25,8 @@ from services.worker.engine.native.library import Kernels
 from services.worker.engine.peers import Peers
 from services.worker.engine.rehearsal import CudaMeter, Largest, Meter, blocks_needed, fitting_budget, rehearse
 from services.worker.engine.runner import ModelRunner
-from services.worker.engine.sampler import Sampler
+from services.worker.engine.sampler import AnySampler, Sampler
+from services.worker.engine.sampler_gpu import GpuSampler
 from services.worker.memory.backend import MemoryBackend
 from services.worker.memory.cuda import open_cuda
 from services.worker.memory.device import DeviceMemory
@@ -47,7 +49,7 @@ class Engine:
     kernels: Kernels | None  # None: torch's
     threads: int  # that compute one step
     attention: AttentionBackend
-    sampler: Sampler
+    sampler: AnySampler
     runner: ModelRunner
     grammars: Grammars | None  # None: there is no tokenizer
     compute_here: Callable[[], None]  # to be called by a thread that steps it from now on; who has loaded it has
@@ -170,8 +172,7 @@ def load_engine(
     except BaseException:
         memory.close()
         raise
-    extent_bytes = memory.pool.extent_bytes * config.rank_count
-    layer_bytes = tuple(memory.parameters.extents_of(i) * extent_bytes for i in range(config.layer_count))
+    layer_bytes = tuple(memory.parameters.size_bytes_of(i) * config.rank_count for i in range(config.layer_count))
     info = ModelInfo(
         name=name or model_dir.resolve().name,
         architecture=config.architecture,
@@ -183,10 +184,10 @@ def load_engine(
         kv_bytes_per_token=memory.kv.geometry.kv_bytes_per_token * config.rank_count,
         eos_token_ids=config.eos_token_ids,
         layer_parameter_bytes=layer_bytes,
-        other_parameter_bytes=memory.report().parameter_bytes * config.rank_count - sum(layer_bytes),
+        other_parameter_bytes=memory.parameters.other_bytes * config.rank_count,
         block_bytes=memory.kv.shape.block_bytes * config.rank_count,
-        extent_bytes=extent_bytes,
         tensor_parallel_size=config.rank_count,
+        revision=revision_of(model_dir),
     )
     return Engine(
         info, served, config, memory, model, native, step_threads, attention, sampler, runner, grammars, compute_here
@@ -232,10 +233,10 @@ def _assemble(
     longest: int,
     grammars: Grammars | None,
     recorded: Largest | None,
-) -> tuple[StageModel, AttentionBackend, Sampler, ModelRunner]:
+) -> tuple[StageModel, AttentionBackend, AnySampler, ModelRunner]:
     config, device = served.config, memory.pool.backend.device
     model, attention = served.assemble(memory, native, longest)
-    sampler = Sampler(config.vocab_size, config.eos_token_ids, device, grammars, native)
+    sampler = _sampler(device, config, grammars, native)
     graphs, record = None, recorder(device)
     # What FlashInfer plans on the host for each step is not recorded.
     if recorded is not None and record is not None and isinstance(attention, CudaAttention):
@@ -279,3 +280,9 @@ def _max_model_len(wanted: int | None, config: ModelFacts) -> int:
 def _backend(device: str) -> MemoryBackend:
     index = gpu_index(device)
     return HostBackend() if index is None else open_cuda(index)
+
+
+def _sampler(device: torch.device, config: ModelFacts, grammars: Grammars | None, native: Kernels | None) -> AnySampler:
+    if device.type == "cuda":
+        return GpuSampler(config.vocab_size, config.eos_token_ids, device, grammars)
+    return Sampler(config.vocab_size, config.eos_token_ids, device, grammars, native)
