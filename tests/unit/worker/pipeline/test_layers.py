@@ -34,7 +34,7 @@ def test_a_layer_from_the_checkpoint_is_compared_with_what_is_known(changed: boo
             if changed:
                 parameters.layer(layer)["down"][-1, -1] += 1.0
 
-        workers = Threads(read)
+        workers = Threads(read, read)
         server = LayerServer(parameters, workers, events.put)
         fill_layer(memory, 1)
         if known:
@@ -95,7 +95,7 @@ def test_a_peer_whose_weights_are_packed_otherwise_is_refused_and_told_why(tmp_p
         parameters = packed.memory.parameters
         theirs = plain.memory.parameters.layout(1)
         assert parameters.layout(0) == parameters.layout(1) != theirs
-        workers, link = Threads(lambda layer: None), _Sent()
+        workers, link = Threads(lambda layer: None, lambda layer: None), _Sent()
         context = SimpleNamespace(
             role=SimpleNamespace(layer_count=2),
             memory=packed.memory,
