@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
+SLOT_BYTES = 8 << 20  # of a device's memory, gathered: what one copy over the bus, or one message, is worth
 SUPPORTED_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 

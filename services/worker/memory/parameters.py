@@ -93,6 +93,15 @@ class ParameterStore:
         """Extents mapped for all parts."""
         return sum(part.range.extent_count for part in (*self._layers, *self._others.values()))
 
+    def size_bytes_of(self, layer: int) -> int:
+        """What the layer's tensors take, whatever extents memory is dealt out in."""
+        return self._layers[layer].size_bytes
+
+    @property
+    def other_bytes(self) -> int:
+        """The same of all parts that are no layer."""
+        return sum(part.size_bytes for part in self._others.values())
+
     def extents_of(self, layer: int) -> int:
         """Extents that dropping this layer sets free, or that restoring it takes."""
         return self._layers[layer].extent_count
@@ -184,6 +193,7 @@ class _Part:
 
     def __init__(self, pool: PhysicalPool, name: str, specs: PartSpec) -> None:
         layout = lay_out(name, specs)
+        self.size_bytes = layout.size_bytes
         self.extent_count = pool.extents_for(layout.size_bytes)
         self.range: VirtualRange = pool.reserve(f"parameters of {name}", Purpose.PARAMETERS, self.extent_count)
         self._layout = layout
