@@ -24,6 +24,7 @@ class WorkerRules:
     offline_slowdown: float = 0.25  # without a target, a step takes so much longer at most
     swap_space_bytes: int = 0  # host memory of an instance for KV of who gives way; 0: they are computed anew
     swap_blocks_per_step: int = 0  # 0: as many as hide behind a step
+    prefix_caching: bool = False  # KV of equal prompt beginnings is computed once: for clients with `hash_ids`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

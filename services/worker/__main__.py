@@ -243,6 +243,8 @@ def limits_of(settings: WorkerSettings, engine: LoadedEngine) -> WorkerLimits:
         admission_reserve_fraction=settings.admission_reserve_fraction,
         swap_block_count=swap_block_count(settings, engine),
         swap_blocks_per_step=settings.swap_blocks_per_step,
+        prefix_caching=settings.enable_prefix_caching,
+        prefix_seed=secrets.token_bytes(16) + f"{engine.info.name} {engine.info.dtype}".encode(),
     )
 
 

@@ -14,6 +14,18 @@ from ballast.service.security import ServiceSettings
 class WorkerSettings(ServiceSettings):
     service: ClassVar[str] = "worker"
     summary: ClassVar[str] = "One instance of the model: holds its parameters and generates tokens."
+    developer: ClassVar[frozenset[str]] = frozenset(
+        {
+            "admission_reserve_fraction",
+            "microbatching",
+            "transfers",
+            "check_every_steps",
+            "swap_blocks_per_step",
+            "self_profile_s",
+            "report_interval_s",
+            "link_bytes_per_s",
+        }
+    )
     short_flags: ClassVar[Mapping[str, str]] = {"shutdown-timeout-s": "shutdown-timeout"}
 
     # Where it listens and whom it knows.
@@ -78,6 +90,9 @@ class WorkerSettings(ServiceSettings):
     """Share of the KV blocks kept free for the growth of what runs."""
     microbatching: Literal["token-count", "lookahead"] = "lookahead"
     """How the stages of a pipeline share the work: batches of equal predicted cost (lookahead), or of equal tokens."""
+    enable_prefix_caching: CliImplicitFlag[bool] = True
+    """Compute KV of equal prompt beginnings once, in whole blocks, and retain it as long as nothing else needs the
+    memory."""
     transfers: Literal["coordinated", "naive"] = "coordinated"
     """How KV and layers travel: behind activations (coordinated), or in one queue with them (naive, to measure
     against)."""

@@ -5,7 +5,7 @@ two sequences, a table that lost its order, or a stale chunk therefore shows as 
 """
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -118,7 +118,8 @@ class FakeEngine:
             self._known[new.sequence_id] = new
             self._text_wanted[new.sequence_id] = text_wanted
         assert len({s.sequence_id for s in batch.slices}) == len(batch.slices)
-        touched = {block for table in execute.block_tables for block in table}
+        written = zip(batch.slices, execute.block_tables, strict=True)
+        touched = {table[b] for part, table in written for b in _blocks_of(part, self._block_tokens)}
         assert not any(touched.intersection(copy.device_blocks) for copy in execute.copies)
         early = batch.step_id % 2 == 0  # copies may be made at any time while the step runs
         if early:
@@ -150,6 +151,13 @@ class FakeEngine:
                     self._cache.pop((device, place), None)
                 self._cache.update({(device, place): token_id for place, token_id in self._host[host].items()})
 
+    def move(self, moves: Iterable[tuple[int, int]]) -> None:
+        """The content of blocks, (from, to) each."""
+        for source, to in moves:
+            for place in range(self._block_tokens):
+                if (token_id := self._cache.pop((source, place), None)) is not None:
+                    self._cache[to, place] = token_id
+
     def _write(self, part: Slice, table: tuple[int, ...]) -> None:
         assert part.first_position == self._computed.setdefault(part.sequence_id, part.first_position)
         assert part.token_ids
@@ -162,6 +170,11 @@ class FakeEngine:
 
     def _read(self, token_count: int, table: tuple[int, ...]) -> list[int]:
         return [self._cache[table[p // self._block_tokens], p % self._block_tokens] for p in range(token_count)]
+
+
+def _blocks_of(part: Slice, block_tokens: int) -> range:
+    """Places in its table of the blocks that it writes into. What it only reads others may copy meanwhile."""
+    return range(part.first_position // block_tokens, -(-(part.first_position + len(part.token_ids)) // block_tokens))
 
 
 @dataclass
@@ -266,6 +279,7 @@ class Driver:
         priority: PriorityClass = PriorityClass.DEFAULT,
         deadline_at_s: float | None = None,
         wants_text: bool = True,
+        cache_salt: bytes = b"",
     ) -> SequenceKey:
         key = SequenceKey(stream_id, next(self._handles))
         self.received[key] = Received()
@@ -284,6 +298,7 @@ class Driver:
                 priority=priority,
                 deadline_at_s=deadline_at_s,
                 wants_text=wants_text,
+                cache_salt=cache_salt,
             )
         )
         return key
@@ -375,6 +390,7 @@ def limits(
     admission_reserve_fraction: float = 0.0,
     swap_block_count: int = 0,
     swap_blocks_per_step: int = 0,
+    prefix_caching: bool = False,
 ) -> WorkerLimits:
     return WorkerLimits(
         block_tokens=block_tokens,
@@ -388,4 +404,5 @@ def limits(
         admission_reserve_fraction=admission_reserve_fraction,
         swap_block_count=swap_block_count,
         swap_blocks_per_step=swap_blocks_per_step,
+        prefix_caching=prefix_caching,
     )

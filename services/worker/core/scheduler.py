@@ -19,15 +19,16 @@ from dataclasses import replace
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.record import record
-from services.worker.core.batch import SequenceId
-from services.worker.core.batch_former import BatchFormer
+from services.worker.core.batch import BlockNumber, SequenceId
+from services.worker.core.batch_former import BatchFormer, Plan
 from services.worker.core.blocks import blocks_for
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.line import OFFLINE_RANK, WaitingLine, order
 from services.worker.core.offline import OfflineWork
+from services.worker.core.prefixes import PrefixIndex
 from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.core.suspended import Suspended
-from services.worker.core.swapping import NOTHING, SwapOrders, SwapSpace
+from services.worker.core.swapping import SwapOrders, SwapSpace
 from services.worker.policy.admission import AdmissionView, admits, most_prompt_tokens, reserved
 from services.worker.policy.harvest import Harvest
 from services.worker.policy.microbatching import Microbatching, by_token_count
@@ -44,16 +45,6 @@ class SchedulingPolicies:
     harvest: Harvest = Harvest()  # by what offline work is bounded
 
 
-@record()
-class Plan:
-    """What the next step computes."""
-
-    decodes: list[Sequence]  # one token each
-    chunks: list[tuple[Sequence, int]]  # with the number of tokens, at least 1
-    preempted: list[Sequence]  # they wait again
-    swaps: SwapOrders = NOTHING  # besides; never of sequences that are computed
-
-
 def _rank(sequence: Sequence) -> int:
     return sequence.rank
 
@@ -64,7 +55,9 @@ class Scheduler:
         limits: WorkerLimits,
         block_count: int,
         policies: SchedulingPolicies | None = None,
+        first_number: BlockNumber = 0,
     ) -> None:
+        """Numbers of blocks follow on `first_number`."""
         policies = SchedulingPolicies() if policies is None else policies
         self._limits = limits
         self.block_tokens = limits.block_tokens
@@ -80,7 +73,8 @@ class Scheduler:
         self.reserved_block_count = 0
         self.running: list[Sequence] = []  # in order of service
         self.suspended = Suspended(limits.block_tokens, self._reserve)
-        self.line = WaitingLine(self.need)
+        self.line = WaitingLine()
+        self.prefixes = PrefixIndex(limits, first_number)
         self.preemptions_total = 0
         self.turned: list[Sequence] = []  # let in, or put back into the line, since somebody looked
         self._awaited_block_count = 0  # blocks about to be free, for which sequences skip a step
@@ -129,8 +123,13 @@ class Scheduler:
 
     @property
     def offline_block_count(self) -> int:
-        """Blocks that offline sequences hold. Online ones get them when they need them."""
-        return sum([s.reserved_block_count for s in self.offline])
+        """Blocks that only offline sequences hold. Online ones get them when they need them."""
+        return self.prefixes.freed_count(self.offline)
+
+    @property
+    def wanted_by_waiting(self) -> tuple[int, int]:
+        """Blocks, and tokens to be computed, that waiting online sequences want: what they share counts once."""
+        return self.prefixes.wanted([(s, self.need(s)) for s in self.line.all_online])
 
     @property
     def offline_wanted_tokens(self) -> int:
@@ -161,8 +160,9 @@ class Scheduler:
         if self.target is None:
             return self.max_running_count
         count = self.running_count + self.expected_count - len(self.offline)
-        block_count = self.reserved_block_count + self.expected_block_count - self.offline_block_count
-        token_count = block_count * self.block_tokens
+        block_count = self.reserved_block_count + self.prefixes.shared_count + self.expected_block_count
+        block_count -= sum([s.reserved_block_count for s in self.offline])
+        token_count = block_count * self.block_tokens  # that a batch reads
         return self.target.place_count(Decoders(count, token_count, self.stage_count), self.max_running_count)
 
     @property
@@ -202,13 +202,10 @@ class Scheduler:
         return self.free_block_count >= 0 and self.running_count <= self.max_running_count
 
     def resize(self, block_count: int, lent_block_count: int, before_block_count: int = 0) -> None:
-        """What waits may need a block more or less than counted before, so its needs are counted anew. Of what there
-        was before there may be that much again soon: what needs it waits, and is not too big.
-        """
+        """Of what there was before there may be that much again soon: what needs it waits, and is not too big."""
         self.ceiling_block_count = max(block_count, before_block_count)
         self.block_count = block_count
         self.lent_block_count = lent_block_count
-        self.line.recount()
 
     def has_ready(self, completed_step_id: int) -> bool:
         """Whether the next plan may have something to run. None of it is certain: it may lack blocks, and only some
@@ -237,40 +234,48 @@ class Scheduler:
         while (sequence := self._head()) is not None:
             if not self._lets_in(sequence, completed_step_id):
                 return yielded
-            need = self.need(sequence)
-            while need > self.free_block_count or self.running_count >= self.max_running_count:
+            while self._cost(sequence) > self.free_block_count or self.running_count >= self.max_running_count:
                 victim = self._victim(completed_step_id)
                 self._preempt(victim, at_s, f"{sequence.name} is let in")
                 yielded.append(victim)
             if sequence.state is SequenceState.SWAPPED:
-                self._reserve(sequence, need)
+                self._reserve(sequence, self.need(sequence))
                 self.swap.come_back(sequence)
                 self.turned.append(sequence)
                 sequence.note(at_s, "its KV comes back")
-                continue
-            self.line.remove(sequence)
-            self._run(sequence, need, at_s, f"{need} of {self.free_block_count} free blocks")
+            else:
+                self._let_in(sequence, at_s)
         while offline and not yielded and (sequence := self.line.offline) and self._lets_offline_in(sequence):
-            need = self.need(sequence)
-            self.line.remove(sequence)
-            self._run(sequence, need, at_s, f"{need} of {self.free_block_count} free blocks")
+            self._let_in(sequence, at_s)
         return yielded
+
+    def _let_in(self, sequence: Sequence, at_s: float) -> None:
+        free_count, need = self.free_block_count, self.need(sequence)
+        self.line.remove(sequence)
+        shared_count = self.prefixes.take(sequence)
+        self.reserved_block_count -= shared_count
+        self._run(sequence, need, at_s, f"{need - shared_count} of {free_count} free blocks, {shared_count} shared")
+
+    def _cost(self, sequence: Sequence, without: list[Sequence] | None = None) -> int:
+        """Blocks that it needs and no other sequence holds; those `without` are about to hold none."""
+        need = self.need(sequence)
+        if sequence.state is SequenceState.SWAPPED or not (numbers := self.prefixes.match(sequence)):
+            return need
+        return need - self.prefixes.held_count(numbers, without)
 
     def _lets_offline_in(self, sequence: Sequence) -> bool:
         """Nothing yields to it, and a share of the blocks is left for the growth of what runs."""
         if not self._takes_offline or self.running_count + self.expected_count >= self.max_running_count:
             return False
         kept = reserved(self.block_count, self._limits.admission_reserve_fraction) if self.running_count else 0
-        if self.need(sequence) + kept > self.free_block_count:
+        if self._cost(sequence) + kept > self.free_block_count:
             return False
         return self.offline_work.wanted_tokens(self.offline) > 0
 
     def why_no_room(self, block_count: int, *, new: bool) -> str:
-        """Why a sequence of another leader that takes so many blocks more cannot come, or (not `new`) not go on coming;
-        empty: it can.
-        """
+        """Why a sequence of another leader cannot come, or (not `new`) go on coming, with so many blocks more."""
         offline = self.offline
-        free_count = self.free_block_count + sum([s.reserved_block_count for s in offline])
+        free_count = self.free_block_count + self.prefixes.freed_count(offline)
         if self._admits(block_count, offline) if new else block_count <= free_count:
             return ""
         return (
@@ -282,20 +287,20 @@ class Scheduler:
         """There is room for it, and its tokens would be computed soon. One whose KV comes back has few. Room is what
         is free, and what offline sequences hold that are in no batch after `completed_step_id`.
         """
-        offline = [s for s in self.offline if s.step_id <= completed_step_id]
-        if not self._admits(self.need(sequence), offline):
+        if sequence.state is not SequenceState.SWAPPED and self.prompt_tokens >= self.max_prompt_tokens:
             return False
-        return sequence.state is SequenceState.SWAPPED or self.prompt_tokens < self.max_prompt_tokens
+        offline = [s for s in self.offline if s.step_id <= completed_step_id]
+        return self._admits(self._cost(sequence, offline), offline)
 
     def _lacks_room(self) -> bool:
         """Whether what waits would not fit; else it waits only until prompts that came before it are computed."""
-        head = self._head() if self.line.count else None
-        return head is not None and not self._admits(self.need(head), self.offline)
+        head, offline = self._head() if self.line.count else None, self.offline
+        return head is not None and not self._admits(self._cost(head, offline), offline)
 
     def _admits(self, need_block_count: int, offline: list[Sequence]) -> bool:
         """What these offline sequences hold counts as free."""
         block_count = self._limited_block_count
-        lent_count = sum([s.reserved_block_count for s in offline]) if offline else 0
+        lent_count = self.prefixes.freed_count(offline) if offline else 0
         view = AdmissionView(
             block_count,
             block_count - self.block_count + self.free_block_count + lent_count,
@@ -326,16 +331,16 @@ class Scheduler:
 
     # ---------------------------------------------------------------- running
 
-    def release(self, sequence: Sequence) -> None:
-        """The sequence leaves (its state has not changed yet): out of the line, or its reservation is given back."""
+    def release(self, sequence: Sequence, *, kept: bool = True) -> None:
+        """The sequence leaves (its state has not changed yet). `kept`: its KV is good, and may be retained."""
         match sequence.state:
             case SequenceState.WAITING:
                 self.line.remove(sequence)
             case SequenceState.RUNNING:
                 self.running.remove(sequence)
-                self._reserve(sequence, -sequence.reserved_block_count)
+                self._unreserve(sequence, kept=kept)
             case SequenceState.SWAPPED:
-                self._reserve(sequence, -sequence.reserved_block_count)
+                self._unreserve(sequence, kept=False)
                 self.swap.forget(sequence)
             case _:
                 self.suspended.let_go(sequence)
@@ -344,6 +349,23 @@ class Scheduler:
         self.reserved_block_count += added_block_count
         sequence.reserved_block_count += added_block_count
         sequence.reserved_tokens = sequence.reserved_block_count * self.block_tokens
+
+    def _unreserve(self, sequence: Sequence, *, kept: bool) -> None:
+        """It holds nothing any more. `kept`: what it has computed is good, and may be retained."""
+        if kept:
+            self.prefixes.name(sequence)
+        self.reserved_block_count += self.prefixes.leave(sequence, kept=kept)
+        self._reserve(sequence, -sequence.reserved_block_count)
+
+    def fit_prefixes(self, wanted_block_count: int = 0) -> None:
+        """No more is retained than there is room for beside `wanted_block_count`; nothing while KV waits for room."""
+        if self.prefixes.retained_count:
+            waits = self.lent_block_count or self.suspended.without_blocks
+            self.prefixes.fit(0 if waits else self.free_block_count - wanted_block_count)
+
+    def forget_prefixes(self) -> None:
+        """All stages forget all numbers, each by itself. Who shares blocks needs as many of its own elsewhere."""
+        self.reserved_block_count += self.prefixes.forget_all(self.running)
 
     def stranded(self) -> list[Sequence]:
         """Sequences that have outgrown the whole cache, to be ended before the next plan: no victim helps. All that
@@ -375,6 +397,7 @@ class Scheduler:
             self._leave_ahead(at_s, completed_step_id)
         # What just gave way does not fit: it needs at least what it had, and a part of that is taken.
         preempted += self.admit(at_s, completed_step_id, offline=not (preempted and self.running))
+        self.prefixes.begin()
         if self.stage_count > 1:
             decodes, chunks = self.former.microbatch(
                 self.online,
@@ -388,6 +411,7 @@ class Scheduler:
             all_ready = not (in_flight_count or len(self.swap))
             decodes, chunks = self.former.batch(self.online, completed_step_id, all_ready=all_ready)
         plan = Plan(decodes, chunks, preempted)
+        self.fit_prefixes()
         if offline := self.offline:
             self._fill(plan, offline, completed_step_id, in_flight_count)
         busy = bool(plan.decodes or plan.chunks)
@@ -445,7 +469,7 @@ class Scheduler:
         return candidates[choose_victim(views)]
 
     def shed(self, at_s: float, completed_step_id: int) -> list[Sequence]:
-        """Preempt until all is within what there is, or until the next victim is one in flight."""
+        """Preempt until all is within what there is, or the next victim is in flight."""
         victims: list[Sequence] = []
         while not self.settled and self._candidates:
             victim = self._victim(completed_step_id)
@@ -459,7 +483,7 @@ class Scheduler:
         """What the copies of the last step have brought. Returns those whose blocks on the device are free."""
         left, back = self.swap.settle()
         for sequence in left:
-            self._reserve(sequence, -sequence.reserved_block_count)
+            self._unreserve(sequence, kept=True)
             self.turned.append(sequence)
             sequence.note(at_s, "its KV is in host memory")
         for sequence in back:
@@ -501,8 +525,8 @@ class Scheduler:
             self.preemptions_total += 1
         self.start_over(victim, at_s, f"preempted, {why}")
 
-    def _recompute(self, sequence: Sequence, at_s: float, why: str) -> None:
-        self._reserve(sequence, -sequence.reserved_block_count)
+    def _recompute(self, sequence: Sequence, at_s: float, why: str, *, kept: bool = False) -> None:
+        self._unreserve(sequence, kept=kept)
         sequence.computed_tokens = sequence.dispatched_tokens = 0
         sequence.may_overfill = True
         sequence.move(SequenceState.WAITING, at_s, why)
@@ -510,12 +534,12 @@ class Scheduler:
         self.line.add(sequence)
 
     def start_over(self, sequence: Sequence, at_s: float, why: str) -> None:
-        """A running sequence, of which nothing is in flight, waits again, with nothing computed."""
+        """A running sequence, of which nothing is in flight, waits again. What it has computed is retained."""
         if sequence.snapshot is not None:
             self.suspended.forget_kv(sequence, at_s, why)
             return
         self.running.remove(sequence)
-        self._recompute(sequence, at_s, why)
+        self._recompute(sequence, at_s, why, kept=True)
 
     # ---------------------------------------------------------------- KV on its way
 
@@ -523,6 +547,7 @@ class Scheduler:
         """It runs, or is KV without a request."""
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
+            self.reserved_block_count += self.prefixes.leave(sequence, kept=False)
         self.suspended.add(sequence, at_s, travels=True, waits=waits)
 
     def resume(self, sequence: Sequence, at_s: float) -> None:
@@ -561,7 +586,7 @@ class Scheduler:
         self.swap.check()
         self.line.check()
         self.suspended.check()
-        reserved_count = sum(s.reserved_block_count for s in held)
+        reserved_count = sum(s.reserved_block_count for s in held) - self.prefixes.shared_count
         if self.reserved_block_count != reserved_count:
             raise InvariantViolation(f"{self.reserved_block_count} blocks are reserved, the sum is {reserved_count}")
         bound = self._limits.max_waiting_count
