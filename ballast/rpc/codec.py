@@ -30,7 +30,7 @@ def finish_from_proto(number: int) -> FinishReason | None:
 
 
 def _grammar_to_proto(grammar: Grammar) -> pb.Grammar:
-    message = pb.Grammar()
+    message = pb.Grammar(thought_end=grammar.thought_end, thought_begin=grammar.thought_begin)
     setattr(message, grammar.kind, grammar.text)
     return message
 
@@ -39,7 +39,7 @@ def _grammar_from_proto(message: pb.Grammar) -> Grammar:
     kind = message.WhichOneof("kind")
     if kind is None:
         raise InvalidRequest("sampling.grammar", "is of no kind that is known here")
-    return Grammar(GrammarKind(kind), getattr(message, kind))
+    return Grammar(GrammarKind(kind), getattr(message, kind), message.thought_end, message.thought_begin)
 
 
 map_specially(Grammar, pb.Grammar, _grammar_to_proto, _grammar_from_proto)

@@ -757,28 +757,36 @@ Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
 class Grammar(_message.Message):
-    """The text that may be generated: the whole of it, from its first token to the end of the sequence."""
+    """The text that may be generated: from the first token, or from the end of a thought, to the end of the sequence."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     JSON_SCHEMA_FIELD_NUMBER: _builtins.int
     REGEX_FIELD_NUMBER: _builtins.int
     LARK_FIELD_NUMBER: _builtins.int
+    THOUGHT_END_FIELD_NUMBER: _builtins.int
+    THOUGHT_BEGIN_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
     """A JSON schema; "{}" allows any JSON value."""
     regex: _builtins.str
     lark: _builtins.str
     """In the dialect of Lark that llguidance reads."""
+    thought_end: _builtins.str
+    """What ends a thought: up to it all is allowed. Empty: there is no thought."""
+    thought_begin: _builtins.str
+    """What begins a thought that need not be there. Empty: the prompt has begun it."""
     def __init__(
         self,
         *,
         json_schema: _builtins.str = ...,
         regex: _builtins.str = ...,
         lark: _builtins.str = ...,
+        thought_end: _builtins.str = ...,
+        thought_begin: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "regex", b"regex", "thought_begin", b"thought_begin", "thought_end", b"thought_end"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "regex", "lark"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015

@@ -1,5 +1,6 @@
 """From the layout and what instances report to what plans are made from, and from plans to layouts (pure)."""
 
+import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from services.planner.policy.snapshot import (
 Loads = Mapping[WorkerId, LoadReport]
 _Classes = Mapping[tuple[int, int], tuple[int, int]]  # budget and extent -> those that they count as
 _MARGIN = 1.1  # of demand, freed in excess
+_LIKE_SPEED = 1.1  # speeds are told apart by powers of this
 _ALIKE = 1.02  # memories that differ by less are of one class: each kind more is a search more
 
 
@@ -58,7 +60,14 @@ class Survey(NamedTuple):
     led: list[LoadReport]  # by the leaders of its groups
 
 
-def survey(layout: Layout, model: ModelInfo | None, loads: Loads, *, draining: bool = False) -> Survey:
+def survey(
+    layout: Layout,
+    model: ModelInfo | None,
+    loads: Loads,
+    slowness: Mapping[WorkerId, float] | None = None,
+    *,
+    draining: bool = False,
+) -> Survey:
     """The groups that take part in plans: of which all members have reported and, unless `draining`, none drains. Nor
     does one that is parked, or about to be.
 
@@ -94,11 +103,12 @@ def survey(layout: Layout, model: ModelInfo | None, loads: Loads, *, draining: b
     if not groups:
         raise NoSurvey("no group has reported its load")
     alike = memory_classes([load.memory for load in loads.values()])
-    columns = _columns(groups, led, loads, alike)
+    slow = {worker_id: _rounded(times) for worker_id, times in (slowness or {}).items() if _rounded(times) != 1.0}
+    columns = _columns(groups, led, loads, alike, slow)
 
     def states(indices: Iterable[int]) -> list[GroupState]:
         made = list[GroupState]()
-        ids, _, blocks, used, waiting, running, uncomputed, _ = columns
+        ids, _, blocks, used, waiting, running, uncomputed, _, most = columns
         instance, state = InstanceState._make, GroupState._make  # of thousands, sooner than by calling the classes
         for i in indices:
             stages: list[InstanceState] = []  # `list[..]()` would take a third of the time of all this
@@ -106,8 +116,10 @@ def survey(layout: Layout, model: ModelInfo | None, loads: Loads, *, draining: b
                 first, last, memory = m.first_layer, m.last_layer, loads[m.worker_id].memory
                 layers = parts[first, last, memory.extent_bytes].layers
                 budget_bytes, extent_bytes = alike[memory.budget_bytes, memory.extent_bytes]
-                stages.append(instance((m.worker_id, budget_bytes, first, last, layers, extent_bytes)))
-            made.append(state((ids[i], tuple(stages), blocks[i], used[i], waiting[i], running[i], uncomputed[i])))
+                times = slow.get(m.worker_id, 1.0) if slow else 1.0
+                stages.append(instance((m.worker_id, budget_bytes, first, last, layers, extent_bytes, times)))
+            counts = blocks[i], used[i], waiting[i], running[i], uncomputed[i], most[i]
+            made.append(state((ids[i], tuple(stages), *counts)))
         return made
 
     return Survey(Snapshot(shape, Groups(columns, states)), led)
@@ -123,9 +135,26 @@ def memory_classes(memories: Iterable[MemoryReport]) -> _Classes:
     return found
 
 
-def _columns(groups: Sequence[Group], led: Sequence[LoadReport], loads: Loads, alike: _Classes) -> Columns:
+def _rounded(slowness: float) -> float:
+    """To powers of `_LIKE_SPEED`: each kind of members more is a search more."""
+    return _LIKE_SPEED ** round(math.log(slowness, _LIKE_SPEED))
+
+
+def _columns(
+    groups: Sequence[Group],
+    led: Sequence[LoadReport],
+    loads: Loads,
+    alike: _Classes,
+    slow: Mapping[WorkerId, float],
+) -> Columns:
     stages = [len(group.members) for group in groups]
-    reports = led if max(stages) == 1 else [loads[m.worker_id] for group in groups for m in group.members]
+    alone = max(stages) == 1
+    reports = led if alone else [loads[m.worker_id] for group in groups for m in group.members]
+    kinds = {(load.memory.budget_bytes, load.memory.extent_bytes) for load in reports}
+    members = {(*alike[kind], 1.0) for kind in kinds}
+    if slow:
+        named = [(m.worker_id, loads[m.worker_id].memory) for group in groups for m in group.members]
+        members = {(*alike[of.budget_bytes, of.extent_bytes], slow.get(worker_id, 1.0)) for worker_id, of in named}
     return Columns(
         [group.group_id for group in groups],
         stages,
@@ -134,7 +163,10 @@ def _columns(groups: Sequence[Group], led: Sequence[LoadReport], loads: Loads, a
         [load.waiting_block_count for load in led],
         [load.running_count for load in led],
         [load.prompt_token_count and _uncomputed(load) for load in led],
-        {alike[load.memory.budget_bytes, load.memory.extent_bytes] for load in reports},
+        members,
+        [load.max_running_count for load in led]
+        if alone
+        else [sum([loads[m.worker_id].max_running_count for m in group.members]) for group in groups],
     )
 
 

@@ -75,7 +75,7 @@ def test_a_layer_from_a_peer_is_read_as_the_peer_has_read_it(by: Algorithm) -> N
     with open_small(HostBackend()) as memory, open_small(HostBackend()) as there:
         fill_layer(there, 1)
         right = there.parameters.layer_checksum(1, by=by)
-        workers = Threads(lambda layer: None)
+        workers = Threads(lambda layer: None, lambda layer: None)
 
         def ask(peer: WorkerId, layer: int) -> bool:
             asked.append(peer)
