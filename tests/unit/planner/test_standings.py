@@ -36,7 +36,7 @@ def standings(planner: Planner) -> dict[str, Standing]:
     return {m.worker_id: m.standing for group in planner.stored.layout.groups for m in group.members}
 
 
-def orders(planner: Planner) -> list[tuple[str, bool]]:
+def orders(planner: Planner) -> list[tuple[WorkerId, bool]]:
     found = [(c.member.worker_id, c.park) for c in planner.said if isinstance(c, OrderStanding)]
     planner.said.clear()
     return found
