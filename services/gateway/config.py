@@ -10,7 +10,7 @@ from ballast.service.security import GuardedSettings
 
 class GatewaySettings(GuardedSettings):
     service: ClassVar[str] = "gateway"
-    summary: ClassVar[str] = "Serves OpenAI's HTTP interface on top of dispatchers."
+    summary: ClassVar[str] = "Serves OpenAI's and Anthropic's HTTP interfaces on top of dispatchers."
     short_flags: ClassVar[Mapping[str, str]] = {
         "client-stall-timeout-s": "client-stall-timeout",
         "shutdown-timeout-s": "shutdown-timeout",
