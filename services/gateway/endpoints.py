@@ -140,11 +140,13 @@ class Endpoints:
         grammar = form.grammar
         if tools is not None and tools.grammar is not None:
             grammar = tools.grammar
-        sampling = sampling_of(request, served.default_sampling, max_tokens=limit, logprobs=logprobs, grammar=grammar)
         variables = _template_variables(request)
         if tools is not None:
             variables["tools"] = tools.tools
         thoughts = thoughts_of(self._reasoning, served.chat_template, variables)
+        if grammar is not None and thoughts is not None:
+            grammar = thoughts.before(grammar)
+        sampling = sampling_of(request, served.default_sampling, max_tokens=limit, logprobs=logprobs, grammar=grammar)
         is_harmony = self._tool_format is ToolFormat.OPENAI or "<|channel|>" in served.chat_template
         if tools is not None or is_harmony:
             sampling = replace(sampling, skip_special_tokens=False)  # as which some models have these tags
@@ -159,6 +161,7 @@ class Endpoints:
             token_ids=bool(request.return_token_ids),
             format=_format(tools, thoughts, is_harmony=is_harmony),
             most_calls=None if tools is None else tools.most_calls,
+            thought_end_id=None if thoughts is None else await self._model.single_token(thoughts.end, call.metadata),
         )
         writer = make_writer(self._head(call, request, served), wishes)
         return await self._answer(call, request, asks, writer, fit_max_tokens=not given)
