@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ballast.common.ids import Epoch, GroupId, WorkerId
-from ballast.common.layout import Group, Layout, Member
+from ballast.common.layout import Group, Layout, Member, Standing
 from ballast.common.load import LoadReport, MemoryReport
 from ballast.common.model import ModelInfo
 from services.planner.core.messages import Sources
@@ -68,7 +68,8 @@ def survey(
     *,
     draining: bool = False,
 ) -> Survey:
-    """The groups that take part in plans: of which all members have reported and, unless `draining`, none drains.
+    """The groups that take part in plans: of which all members have reported and, unless `draining`, none drains. Nor
+    does one that is parked, or about to be.
 
     Nor do those of which a report cannot be true: what one instance says is no reason to end, and none to plan on.
     """
@@ -82,7 +83,7 @@ def survey(
         leaders = None
         for m in group.members:
             load, first, last = reported(m.worker_id), m.first_layer, m.last_layer
-            if load is None or (m.draining and not draining):
+            if load is None or (not m.takes_new and not (draining and m.draining and m.standing is Standing.SERVING)):
                 break
             if load.block_count < 0 or load.used_block_count < 0 or load.waiting_block_count < 0:
                 break
@@ -215,6 +216,8 @@ def merged_by_hand(base: Layout, names: Sequence[WorkerId], epoch: Epoch, why: s
         raise NoSurvey(f"not in the layout: {', '.join(strangers)}")
     if len(set(names)) != len(names) or not 1 < len(names) <= base.layer_count:
         raise NoSurvey(f"a group takes 2 to {base.layer_count} different workers, got {', '.join(names)}")
+    if away := [f"{w} ({of[w].standing})" for w in names if of[w].standing is not Standing.SERVING]:
+        raise NoSurvey(f"not in service: {', '.join(away)}")
     if leave := [w for w in names if of[w].draining]:
         raise NoSurvey(f"about to leave: {', '.join(leave)}")
     parts = [w for w in names if of[w].last_layer - of[w].first_layer < base.layer_count]
@@ -232,7 +235,7 @@ def pipelined(base: Layout, degree: int, epoch: Epoch, why: str, kept_out: Conta
     alone = sorted(
         g.leader.worker_id
         for g in base.groups
-        if len(g.members) == 1 and not g.leader.draining and g.leader.worker_id not in kept_out
+        if len(g.members) == 1 and g.leader.takes_new and g.leader.worker_id not in kept_out
     )
     whole = len(alone) // degree * degree
     if not whole or degree > base.layer_count:
