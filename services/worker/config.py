@@ -14,6 +14,18 @@ from ballast.service.security import ServiceSettings
 class WorkerSettings(ServiceSettings):
     service: ClassVar[str] = "worker"
     summary: ClassVar[str] = "One instance of the model: holds its parameters and generates tokens."
+    developer: ClassVar[frozenset[str]] = frozenset(
+        {
+            "admission_reserve_fraction",
+            "microbatching",
+            "transfers",
+            "check_every_steps",
+            "swap_blocks_per_step",
+            "self_profile_s",
+            "report_interval_s",
+            "link_bytes_per_s",
+        }
+    )
     short_flags: ClassVar[Mapping[str, str]] = {"shutdown-timeout-s": "shutdown-timeout"}
 
     # Where it listens and whom it knows.
@@ -39,6 +51,9 @@ class WorkerSettings(ServiceSettings):
     """Name of the model for clients. Default: the folder's, or org/name."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     """Number format of parameters and KV; auto: the checkpoint's own."""
+    model_impl: Literal["auto", "ballast", "transformers"] = "auto"
+    """What computes the model: Ballast's own classes (ballast), or the modelling code of transformers over Ballast's
+    memory; auto: Ballast's for the models that they know, else transformers'."""
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:(\d+|auto))?)$")
     """Where to compute: cpu, cuda (the first GPU), cuda:N, or cuda:auto, the first that no other worker has claimed."""
     tensor_parallel_size: int = Field(1, ge=1, le=64)

@@ -41,6 +41,7 @@ TOKENS, OPERATOR_TOKEN = "tokens", "operator.token"
 # Flags that are handed on as they are: flag -> the service it is for.
 _WORKER_FLAGS = {
     "--dtype": "auto, float32, bfloat16, float16 or float64",
+    "--model-impl": "what computes the model: auto (default), ballast or transformers",
     "--device": "cpu (default), cuda (a GPU for each worker) or cuda:N",
     "--tensor-parallel-size": "ranks of each worker, on as many devices",
     "--gpu-memory-utilization": "share of each GPU, where --device-memory-bytes says nothing (default: 0.9)",
@@ -57,14 +58,11 @@ _WORKER_FLAGS = {
     "--seed": "of the engine",
     "--fallback-policy": "with drop, where no drop helps: recompute (default) or swap",
     "--swap-space-bytes": "host memory for swapped KV, of each worker",
-    "--swap-blocks-per-step": "0: as many as hide behind a step",
 }
 _WORKER_SWITCHES = {"--enforce-eager": "on a GPU: record no CUDA graphs"}
 _POLICY_FLAG = {"--overload-policy": f"when KV memory runs short: {', '.join(OverloadPolicy)} (default: drop)"}
 _PLANNER_FLAGS = {
     "--pipeline-degree": "instances of a pipeline, with static-pipeline",
-    "--migrate-below-tokens": "with migrate: a worker with room for fewer tokens per request gives requests away",
-    "--migrate-above-tokens": "with migrate: a worker with room for more tokens per request takes them",
     "--ttft-target-s": "with drop: seconds within which a first token is soon enough (default: 0.5)",
     "--restore": "on or off: whether dropped parameters come back",
 }

@@ -648,20 +648,23 @@ class LayerWanted(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     LAYER_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
+    ALGORITHM_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     layer: _builtins.int
     checksum: _builtins.bytes
-    """With the transfer: what the sender's checksum says."""
+    """With the transfer: what the sender's checksum says, and how it has been computed: sha256, or mix128 on a GPU."""
+    algorithm: _builtins.str
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         layer: _builtins.int = ...,
         checksum: _builtins.bytes = ...,
+        algorithm: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "epoch", b"epoch", "layer", b"layer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "checksum", b"checksum", "epoch", b"epoch", "layer", b"layer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -18,7 +18,7 @@ import torch
 
 from ballast.common.errors import ConfigError
 from services.worker.engine.attention_cuda import CudaAttention, CudaAttentionStep, StagedDecodes
-from services.worker.engine.model import Model
+from services.worker.engine.implementation import StageModel
 from services.worker.engine.packing import PackedStep
 
 _MOST_ROWS = 512
@@ -68,7 +68,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: Model,
+        model: StageModel,
         attention: CudaAttention,
         record: Record,
         *,
@@ -89,7 +89,7 @@ class DecodeGraphs:
         self._whole = range(model.layer_count)
         self._replays: dict[range, dict[int, Callable[[], None]]] = {}
         with torch.inference_mode():
-            self._hidden_TD = model.embed(self._staged.token_ids_T[:rows])
+            self._hidden_TD = model.embed(self._staged.token_ids_T[:rows], self._staged.positions_T[:rows])
             model.reserve(max(tokens, rows))  # the buffers are part of the recordings: they may not grow afterwards
             for size in reversed(self._sizes):
                 try:
@@ -127,11 +127,12 @@ class DecodeGraphs:
             replays[rows] = self._record(functools.partial(self._launch, self._staged.first(rows), layers, rows))
 
     def _launch(self, attend: CudaAttentionStep, layers: range, rows: int) -> None:
-        hidden_TD, model = self._hidden_TD[:rows], self._model
+        hidden_TD, positions_T, model = self._hidden_TD[:rows], self._staged.positions_T[:rows], self._model
         if layers.start == 0:
-            hidden_TD.copy_(model.embed(self._staged.token_ids_T[:rows]))
-        positions_T = self._staged.positions_T[:rows]
-        model.run_layers(hidden_TD, positions_T, attend, first_layer=layers.start, last_layer=layers.stop)
+            hidden_TD.copy_(model.embed(self._staged.token_ids_T[:rows], positions_T))
+        result_TD = model.run_layers(hidden_TD, positions_T, attend, first_layer=layers.start, last_layer=layers.stop)
+        if result_TD.data_ptr() != hidden_TD.data_ptr():
+            hidden_TD.copy_(result_TD)
 
 
 def recorded_sizes(rows: int) -> list[int]:

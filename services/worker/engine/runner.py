@@ -8,9 +8,8 @@ import torch
 from services.worker.core.batch import Batch, SequenceId, StepResult
 from services.worker.engine.attention import AttentionBackend
 from services.worker.engine.decode_graphs import DecodeGraphs
-from services.worker.engine.model import Model
-from services.worker.engine.model_config import ModelConfig
-from services.worker.engine.packed_model import PackedModel
+from services.worker.engine.implementation import StageModel
+from services.worker.engine.model_config import ModelFacts
 from services.worker.engine.packing import PackedStep, Packer
 from services.worker.engine.sampler import AnySampler, Sampled, SampleRow
 from services.worker.engine.upload import upload
@@ -22,8 +21,8 @@ class ModelRunner:
 
     def __init__(
         self,
-        config: ModelConfig,
-        model: Model | PackedModel,
+        config: ModelFacts,
+        model: StageModel,
         attention: AttentionBackend,
         sampler: AnySampler,
         kv: KvCache,
@@ -113,7 +112,7 @@ class ModelRunner:
                 return replayed_TD
         token_ids_T, positions_T = upload([packed.token_ids_T, packed.positions_T], device)
         return self._model.run_layers(
-            self._model.embed(token_ids_T) if hidden_TD is None else hidden_TD,
+            self._model.embed(token_ids_T, positions_T) if hidden_TD is None else hidden_TD,
             positions_T,
             self._attention.prepare(packed),
             first_layer=first_layer,

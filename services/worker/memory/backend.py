@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
 
 SLOT_BYTES = 8 << 20  # of a device's memory, gathered: what one copy over the bus, or one message, is worth
-SUPPORTED_DTYPES = ("float64", "float32", "bfloat16", "float16")
+SUPPORTED_DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int8", "uint8")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -34,6 +35,13 @@ class ExtentRun:
         return self.first + self.count
 
 
+class Algorithm(Enum):
+    """How contents are read for a checksum."""
+
+    SHA256 = "sha256"  # by a processor, which has instructions for it
+    MIX128 = "mix128"  # by a GPU, see `mixing`
+
+
 class MemoryBackend(Protocol):
     """One device's virtual memory. Not safe for use from two threads at once; any one thread at a time will do."""
 
@@ -50,6 +58,18 @@ class MemoryBackend(Protocol):
 
         Raises:
             ConfigError: the device has not that much memory.
+        """
+        ...
+
+    def give_up(self, runs: Sequence[ExtentRun]) -> None:
+        """The device gets the memory of these extents, none of which is mapped; their contents are lost."""
+        ...
+
+    def take_back(self, runs: Sequence[ExtentRun]) -> None:
+        """Memory for extents that were given up; they read as zeros.
+
+        Raises:
+            ConfigError: the device has not that much; none of them has memory then.
         """
         ...
 
@@ -109,6 +129,11 @@ class MemoryBackend(Protocol):
         self, target: torch.Tensor, to: Sequence[int], source: torch.Tensor, rows: Sequence[int] | None = None
     ) -> None:
         """`source[rows]` (None: all, in order) to `target[to]`. All are read before one is written."""
+        ...
+
+    @property
+    def checksums_by(self) -> Algorithm:
+        """What reads contents in the least time."""
         ...
 
     def contents(self, tensor: torch.Tensor) -> Iterable[memoryview]:

@@ -59,7 +59,7 @@ class RunKernel:
             ConfigError: triton is not installed.
         """
         try:
-            self._kernel: Any = importlib.import_module("services.worker.memory.run_kernel").copy_runs
+            self._kernel: Any = importlib.import_module("services.worker.memory.kernels").copy_runs
         except ImportError as error:
             raise lacking("device cuda", "triton", "cuda") from error
         self._device = device

@@ -99,7 +99,9 @@ class LayerServer:
             link.send(TrafficClass.CONTROL, Topic.LAYER_REFUSED, meta=why.encode(), stream=layer)
 
     def _send(self, link: Link, epoch: Epoch, layer: int, pieces: Sequence[torch.Tensor]) -> None:
-        meta = pb.LayerWanted(epoch=epoch, layer=layer, checksum=self.checksum(layer)).SerializeToString()
+        wanted = pb.LayerWanted(epoch=epoch, layer=layer, checksum=self.checksum(layer))
+        wanted.algorithm = self.parameters.checksums_by.value
+        meta = wanted.SerializeToString()
         try:
             transfer = link.transfer(TrafficClass.PARAMETERS, pieces, topic=Topic.LAYER, meta=meta, stream=layer)
         except BallastError as error:
@@ -142,8 +144,12 @@ class LayerPull:
         ask: Callable[[WorkerId, int], bool],
         server: LayerServer,
         hurried: Callable[[], bool],
+        own: bool = False,
     ) -> None:
-        """`server` of the layers that are here."""
+        """`server` of the layers that are here. `own`: they come from this process' memory: nobody can have changed
+        them.
+        """
+        self._own = own
         self._epoch = epoch
         self._queue = list(missing)
         self._sources = {layer: [*sources.get(layer, ()), None] * _ROUNDS for layer in missing}  # None: the disk
@@ -202,13 +208,14 @@ class LayerPull:
         if event.failure or self._cancelled:
             self._again(event.layer, event.failure)
             return
-        wanted = self._server.known_checksum(event.layer) or event.checksum
-        if event.peer is None and not wanted:  # this worker has never had the layer: there is nothing to compare with
+        known = self._server.known_checksum(event.layer)
+        wanted, by = (known, None) if known else (event.checksum, event.by)
+        if event.peer is None and (self._own or not wanted):  # or it has never had the layer: nothing to compare with
             self.checked(LayerChecked(event.epoch, event.layer, True))
             return
         # The checkpoint too: it may have been replaced since, or have rotted, and all tokens would be wrong.
         between = self._workers.rest(lambda: self._cancelled, self._hurried)
-        future = self._workers.submit(self._parameters.layer_checksum, event.layer, between)
+        future = self._workers.submit(self._parameters.layer_checksum, event.layer, between, by)
         future.add_done_callback(lambda f, i=event.layer: self._post(_verdict(self._epoch, i, f, wanted)))
 
     def checked(self, event: LayerChecked) -> None:

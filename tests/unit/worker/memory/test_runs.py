@@ -80,7 +80,7 @@ def own_cache(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_kernel_moves_sixteen_bytes_at_a_time_and_fits_into_registers(capability: int) -> None:
     pytest.importorskip("triton")
-    kernel = importlib.import_module("services.worker.memory.run_kernel").copy_runs
+    kernel = importlib.import_module("services.worker.memory.kernels").copy_runs
     for gathers in (False, True):
         for wide in (False, True):
             given = {"parts_ptr": "*i64", "slot_ptr": "*i32" if wide else "*i8"}
