@@ -119,7 +119,14 @@ class FakeEngine:
             self._text_wanted[new.sequence_id] = text_wanted
         assert len({s.sequence_id for s in batch.slices}) == len(batch.slices)
         touched = {block for table in execute.block_tables for block in table}
-        assert not any(touched.intersection(copy.device_blocks) for copy in execute.copies)
+        size = self._block_tokens
+        written = {
+            table[position // size]
+            for part, table in zip(batch.slices, execute.block_tables, strict=True)
+            for position in range(part.first_position, part.first_position + len(part.token_ids))
+        }
+        for copy in execute.copies:
+            assert not (written if copy.out else touched).intersection(copy.device_blocks)
         early = batch.step_id % 2 == 0  # copies may be made at any time while the step runs
         if early:
             self._copy(execute.copies)
@@ -375,6 +382,7 @@ def limits(
     admission_reserve_fraction: float = 0.0,
     swap_block_count: int = 0,
     swap_blocks_per_step: int = 0,
+    swaps_online: bool = True,
 ) -> WorkerLimits:
     return WorkerLimits(
         block_tokens=block_tokens,
@@ -388,4 +396,5 @@ def limits(
         admission_reserve_fraction=admission_reserve_fraction,
         swap_block_count=swap_block_count,
         swap_blocks_per_step=swap_blocks_per_step,
+        swaps_online=swaps_online,
     )

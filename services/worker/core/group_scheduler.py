@@ -27,6 +27,7 @@ from services.worker.core.in_flight import InFlightBatch, InFlightBatches, Steps
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.line import OFFLINE_RANK
 from services.worker.core.scheduler import Scheduler, SchedulingPolicies
+from services.worker.core.scheduler_check import check as check_scheduler
 from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.policy.departure import Decoding
 
@@ -409,7 +410,7 @@ class GroupScheduler:
     def check(self) -> None:
         """Raise InvariantViolation unless counts, tables and batches agree."""
         scheduler = self.scheduler
-        scheduler.check(self.batches_in_flight.completed_step_id)
+        check_scheduler(scheduler, self.batches_in_flight.completed_step_id)
         self.book.check()
         self.batches_in_flight.check()
         holders = {s.sequence_id: s for s in (*scheduler.running, *scheduler.suspended.values())}

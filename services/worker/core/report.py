@@ -37,9 +37,11 @@ def load_of(
         offline = one.offline
         waiting_count += one.line.count
         waiting_block_count += one.line.block_count
-        if swapped_count := len(one.swap):
-            waiting_count += swapped_count - one.swap.returning_count
-            waiting_block_count += sum(one.need(s) for s in one.swap.away)
+        if len(one.swap):
+            away, leaving_count = one.swap.away, one.swap.leaving_count
+            waiting_count += len(away) + leaving_count
+            waiting_block_count += sum(one.need(s) for s in away)
+            offline_waiting_count += len(one.swap.offline_away)
         running_count += one.running_count - len(offline)
         offline_running_count += len(offline)
         offline_block_count += sum([s.reserved_block_count for s in offline])
