@@ -27,6 +27,16 @@ def _prompt(token_count: int, token_id: int) -> tuple[int, ...]:
     return (token_id,) * token_count
 
 
+def _prompt_of(token_count: int, hash_ids: tuple[int, ...], hash_tokens: int) -> tuple[int, ...]:
+    """Two prompts are alike as far as their `hash_ids` are, each of which stands for `hash_tokens` tokens."""
+    token_ids: list[int] = []
+    for hash_id in hash_ids[: -(-token_count // hash_tokens)]:
+        token_ids.append(hash_id // _DISTINCT)
+        token_ids.extend((hash_id % _DISTINCT,) * (hash_tokens - 1))
+    token_ids = token_ids[:token_count]
+    return (*token_ids, *token_ids[-1:] * (token_count - len(token_ids)))
+
+
 @lru_cache(maxsize=1 << 14)
 def _sampling(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0, ignore_eos=True)
@@ -37,6 +47,8 @@ class Arrival(NamedTuple):
     input_tokens: int
     output_tokens: int
     caller: str = ""
+    hash_ids: tuple[int, ...] = ()  # of its prompt, piece by piece; empty: it is like no other, or all are alike
+    hash_tokens: int = 512  # that each of them stands for
 
 
 class Clients:
@@ -52,8 +64,8 @@ class Clients:
         priority: PriorityClass = PriorityClass.DEFAULT,
         offline: OfflineClients | None = None,
     ) -> None:
-        """`zero_s`: of the clock, when the trace begins. `distinct`: no two prompts are alike. `offline`: what goes on
-        beside the trace.
+        """`zero_s`: of the clock, when the trace begins. `distinct`: no two prompts are alike, except where `hash_ids`
+        say so. `offline`: what goes on beside the trace.
 
         They ask for as long an answer as the model gives: how long it will be is known where it is made.
         """
@@ -69,6 +81,7 @@ class Clients:
             for index, arrival in enumerate(arrivals)
         ]
         self._callers = [arrival.caller for arrival in arrivals]
+        self._hash_ids = [(arrival.hash_ids, arrival.hash_tokens) for arrival in arrivals]
         self._next_index = 0
         self._by_id: dict[RequestId, RequestRecord] = {}  # submitted, and not ended
         self._submits: Sequence[Submit] = ()
@@ -94,7 +107,7 @@ class Clients:
         self._by_id[request_id] = record
         request = Request(
             request_id=request_id,
-            prompt_token_ids=_prompt(record.input_tokens, record.index % _DISTINCT if self._distinct else 0),
+            prompt_token_ids=self._prompt(record),
             sampling=_sampling(max(1, self._max_model_len - record.input_tokens)),
             priority=self._priority,
             deadline_at_s=self._clock.now_s + self._deadline_s,
@@ -103,6 +116,12 @@ class Clients:
         )
         self._submits[record.index % len(self._submits)](request)
         self._expect_next()
+
+    def _prompt(self, record: RequestRecord) -> tuple[int, ...]:
+        hash_ids, hash_tokens = self._hash_ids[record.index]
+        if hash_ids:
+            return _prompt_of(record.input_tokens, hash_ids, hash_tokens)
+        return _prompt(record.input_tokens, record.index % _DISTINCT if self._distinct else 0)
 
     def stop(self) -> None:
         """Whoever is there stays open."""

@@ -517,6 +517,7 @@ def _limits(options: WorldOptions) -> WorkerLimits:
         swap_block_count=rules.swap_space_bytes // (model.kv_bytes_per_token * rules.block_tokens),
         swap_blocks_per_step=rules.swap_blocks_per_step,
         swaps_online=rules.swaps_online,
+        prefix_caching=rules.prefix_caching,
     )
 
 
@@ -532,8 +533,7 @@ def _model_info(options: WorldOptions, geometry: Geometry) -> ModelInfo:
         parameter_count=model.parameter_count,
         kv_bytes_per_token=model.kv_bytes_per_token,
         eos_token_ids=(),
-        layer_parameter_bytes=(geometry.layer_parameters * geometry.extent_bytes,) * model.layer_count,
-        other_parameter_bytes=geometry.other_parameters * geometry.extent_bytes,
+        layer_parameter_bytes=(model.layer_parameter_bytes,) * model.layer_count,
+        other_parameter_bytes=model.other_parameter_bytes,
         block_bytes=geometry.block_bytes,
-        extent_bytes=geometry.extent_bytes,
     )

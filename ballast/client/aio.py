@@ -269,15 +269,16 @@ class AsyncClient:
         """Sampling parameters that the model's authors recommend, by their names in `SamplingParams`."""
         return dict((await self._get_model_info(metadata)).default_sampling)
 
-    async def status(self, address: str | None = None) -> ClusterStatus:
+    async def status(self, address: str | None = None, *, metadata: Metadata | None = None) -> ClusterStatus:
         """The cluster as one dispatcher sees it.
 
         Args:
             address: Which of the dispatchers; None: any that answers.
+            metadata: Goes with the call, as authorization does.
         """
         endpoints = [self._endpoint(address)] if address is not None else self._endpoints.in_turn()
         endpoint, response = await self._ask_first(
-            endpoints, lambda s, t: s.GetStatus(pb.GetStatusRequest(), timeout=t)
+            endpoints, lambda s, t: s.GetStatus(pb.GetStatusRequest(), timeout=t, metadata=to_pairs(metadata))
         )
         return status_from_proto(response, endpoint.address)
 

@@ -17,6 +17,7 @@ class MemoryReport:
     parameter_bytes: int
     kv_bytes: int
     free_bytes: int
+    extent_bytes: int = 0  # memory is dealt out in multiples of this; 0: it does not say
 
     def check(self) -> None:
         if self.parameter_bytes + self.kv_bytes + self.free_bytes != self.budget_bytes:

@@ -75,7 +75,7 @@ def _check_layout(message: pb.Layout) -> None:
 
 
 def _check_memory(report: pb.MemoryReport) -> None:
-    parts = (report.budget_bytes, report.parameter_bytes, report.kv_bytes, report.free_bytes)
+    parts = (report.budget_bytes, report.parameter_bytes, report.kv_bytes, report.free_bytes, report.extent_bytes)
     if min(parts) < 0 or max(parts) > border.MAX_BYTES:
         raise InvalidRequest("load.memory", f"must be from 0 to {border.MAX_BYTES} bytes each: {report}")
 
@@ -116,7 +116,7 @@ def _check_load(report: pb.LoadReport) -> None:
 
 
 def _check_model(message: pb.ModelInfo) -> None:
-    for field in ("name", "architecture", "dtype"):
+    for field in ("name", "architecture", "dtype", "revision"):
         border.text(f"model.{field}", getattr(message, field))
     border.within("model.layer_count", message.layer_count, 0, border.MAX_LAYERS)
     border.within("model.kv_bytes_per_token", message.kv_bytes_per_token, 0, border.MAX_BYTES)

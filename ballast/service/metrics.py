@@ -1,7 +1,7 @@
 """Prometheus metrics: one registry per process, served over HTTP on its own port. Names are `ballast_*`, base units.
 
 What is served is the registry with two things added: every sample of ours has the label `model_name`, once the model
-is known, and if asked for the core metrics appear a second time under the names that vLLM gives them.
+is known, and the core metrics appear a second time under the names that vLLM gives them.
 """
 
 import contextlib
@@ -27,10 +27,6 @@ TTFT_BUCKETS_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
-TOKEN_BUCKETS_S = (
-    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
-)
 E2E_BUCKETS_S = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
@@ -39,20 +35,23 @@ _OURS: Final = "ballast_"
 _MAX_SCRAPES = 16  # at a time
 _SCRAPE_S = 5.0
 
-# Family -> vLLM's. What a dispatcher and its workers count of the same thing has one name there: it adds up.
-VLLM_NAMES: Final[Mapping[str, str]] = {
-    "ballast_requests_running": "vllm:num_requests_running",
-    "ballast_requests_waiting": "vllm:num_requests_waiting",
-    "ballast_backlog_requests": "vllm:num_requests_waiting",
-    "ballast_kv_cache_usage_fraction": "vllm:kv_cache_usage_perc",
-    "ballast_preemptions": "vllm:num_preemptions",
-    "ballast_prompt_tokens": "vllm:prompt_tokens",
-    "ballast_generation_tokens": "vllm:generation_tokens",
-    "ballast_request_ttft_seconds": "vllm:time_to_first_token_seconds",
-    "ballast_request_tpot_seconds": "vllm:request_time_per_output_token_seconds",
-    "ballast_request_e2e_seconds": "vllm:e2e_request_latency_seconds",
-    "ballast_request_queue_time_seconds": "vllm:request_queue_time_seconds",
-    "ballast_requests": "vllm:request_success",
+# Family -> vLLM's, those of its older versions too. What a dispatcher and its workers count of the same thing has one
+# name there: it adds up.
+VLLM_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
+    "ballast_requests_running": ("vllm:num_requests_running",),
+    "ballast_requests_waiting": ("vllm:num_requests_waiting",),
+    "ballast_backlog_requests": ("vllm:num_requests_waiting",),
+    "ballast_kv_cache_usage_fraction": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+    "ballast_kv_cache_info": ("vllm:cache_config_info",),
+    "ballast_preemptions": ("vllm:num_preemptions",),
+    "ballast_prompt_tokens": ("vllm:prompt_tokens",),
+    "ballast_generation_tokens": ("vllm:generation_tokens",),
+    "ballast_request_ttft_seconds": ("vllm:time_to_first_token_seconds",),
+    "ballast_inter_token_seconds": ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
+    "ballast_request_tpot_seconds": ("vllm:request_time_per_output_token_seconds",),
+    "ballast_request_e2e_seconds": ("vllm:e2e_request_latency_seconds",),
+    "ballast_request_queue_time_seconds": ("vllm:request_queue_time_seconds",),
+    "ballast_requests": ("vllm:request_success",),
 }
 # Of `ballast_requests`; other endings are no success there.
 _VLLM_REASONS: Final[Mapping[str, str]] = {"stop": "stop", "length": "length", "cancelled": "abort"}
@@ -93,11 +92,10 @@ TASK_FAILURES = Counter(
 class Exposition(Collector):
     """A registry as it is shown. `model_name` may become known later, and is asked each time."""
 
-    def __init__(self, registry: CollectorRegistry, instance: str = "", *, vllm_names: bool = False) -> None:
+    def __init__(self, registry: CollectorRegistry, instance: str = "") -> None:
         self.model_name: Callable[[], str] = str
         self._registry = registry
         self._instance = instance
-        self._vllm_names = vllm_names
 
     def collect(self) -> Iterator[Metric]:
         model_name = self.model_name()
@@ -107,8 +105,8 @@ class Exposition(Collector):
                 yield metric
                 continue
             yield _copy(metric, metric.name, [s._replace(labels={**s.labels, **added}) for s in metric.samples])
-            if self._vllm_names and metric.name in VLLM_NAMES:
-                yield _as_vllm(metric, {"model_name": model_name, "engine": self._instance})
+            for name in VLLM_NAMES.get(metric.name, ()):
+                yield _as_vllm(metric, name, {"model_name": model_name, "engine": self._instance})
 
 
 def _copy(metric: Metric, name: str, samples: list[Sample]) -> Metric:
@@ -117,8 +115,7 @@ def _copy(metric: Metric, name: str, samples: list[Sample]) -> Metric:
     return copy
 
 
-def _as_vllm(metric: Metric, added: Mapping[str, str]) -> Metric:
-    name = VLLM_NAMES[metric.name]
+def _as_vllm(metric: Metric, name: str, added: Mapping[str, str]) -> Metric:
     samples: list[Sample] = []
     for sample in metric.samples:
         labels = {**sample.labels, **added}
@@ -174,11 +171,9 @@ class MetricsServer:
         ConfigError: it cannot listen there.
     """
 
-    def __init__(
-        self, host: str, port: int, *, service: str = "", instance: str = "", vllm_names: bool = False
-    ) -> None:
+    def __init__(self, host: str, port: int, *, service: str = "", instance: str = "") -> None:
         _BUILD.labels(ballast.__version__, platform.python_version(), service, instance).set(1)
-        self.shown = Exposition(REGISTRY, instance, vllm_names=vllm_names)
+        self.shown = Exposition(REGISTRY, instance)
         self._stop = None
         if port == 0:
             return

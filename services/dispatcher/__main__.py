@@ -74,13 +74,7 @@ async def main(life: Lifecycle) -> None:
     model = await asyncio.to_thread(find_model, settings.model, weights=False)
     encoder = PromptEncoder(model.folder, settings.chat_template, settings.generation_config)
     state = state_server(settings)
-    metrics = MetricsServer(
-        settings.metrics_host,
-        settings.metrics_port,
-        service=_NAME,
-        instance=dispatcher_id,
-        vllm_names=settings.metrics_vllm_names,
-    )
+    metrics = MetricsServer(settings.metrics_host, settings.metrics_port, service=_NAME, instance=dispatcher_id)
     try:
         incarnation = await _unless_stopped(life, state.take_incarnation(_NAME, dispatcher_id))
         if incarnation is not None:

@@ -89,8 +89,6 @@ class DispatcherSettings(ServiceSettings):
     """Ended requests that `ballast why` can tell of."""
     otlp_traces_endpoint: str | None = Field(None, pattern=r"^https?://")
     """Collector for traces of requests: http://HOST:4318, OTLP over HTTP. Default: no traces."""
-    metrics_vllm_names: bool = False
-    """Show the core metrics under vLLM's names as well, for boards and autoscalers that know those."""
 
     # How it watches.
     layout_poll_s: float = Field(1.0, gt=0)

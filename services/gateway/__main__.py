@@ -21,7 +21,7 @@ from services.gateway.app import Bounds, allowing, build_app
 from services.gateway.config import GatewaySettings
 from services.gateway.endpoints import Endpoints
 from services.gateway.generation import Generator
-from services.gateway.metrics import GatewayMetrics
+from services.gateway.metrics import ClusterGauges, GatewayMetrics
 from services.gateway.models import ServedModel
 from services.gateway.openai.formats import ReasoningParser, ToolFormat
 from tools.dashboard.app import Dashboard
@@ -79,6 +79,7 @@ async def main(life: Lifecycle) -> None:
             is_stopping=life.stopping.is_set,
             exporter=exporter,
             jobs=jobs,
+            cluster=ClusterGauges(client, own_right(security)),
         )
         if settings.dashboard:
             watched = Watched(settings.dispatchers, access=page_access(security, settings))
@@ -96,6 +97,11 @@ async def main(life: Lifecycle) -> None:
         await server.start()
         say_ready(_NAME, gateway_id, advertised_address(settings.host, settings.advertise_host, server.port))
         await server.serve(life.stopping)
+
+
+def own_right(security: Security) -> dict[str, str]:
+    """What a call shows that this gateway makes for itself."""
+    return {} if security.secret is None else {"authorization": f"Bearer {cluster_token(security.secret)}"}
 
 
 def page_access(security: Security, settings: GatewaySettings) -> Access:

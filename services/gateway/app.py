@@ -27,7 +27,7 @@ from ballast.service.logs import get_logger
 from ballast.service.otlp import SERVER, Context, Exporter, span
 from services.gateway.endpoints import Call, Endpoints, Events, Reply
 from services.gateway.errors import Failure, failure_of, invalid
-from services.gateway.metrics import GatewayMetrics
+from services.gateway.metrics import ClusterGauges, GatewayMetrics
 from services.gateway.openai.writing import dumps, event
 
 _CLIENT_GONE = 499  # nginx's number for a client that has closed the connection
@@ -74,9 +74,10 @@ def build_app(
     is_stopping: Callable[[], bool],
     exporter: Exporter | None = None,
     jobs: HttpClient | None = None,
+    cluster: ClusterGauges | None = None,
 ) -> Starlette:
     """`exporter` sends a span for each call that generates something; None: there are no traces. `jobs`: where files
-    and batches go."""
+    and batches go. `cluster`: shown beside the gateway's own metrics."""
     door = Door(metrics, bounds, is_stopping, exporter, endpoints.admit)
     served: list[tuple[str, str, str, Handler]] = [
         ("POST", "/v1/chat/completions", "chatcmpl", endpoints.chat),
@@ -98,8 +99,12 @@ def build_app(
 
     registry = CollectorRegistry()
     registry.register(exposition)
+    if cluster is not None:
+        registry.register(cluster)
 
     async def show_metrics(_: Request) -> Response:
+        if cluster is not None:
+            await cluster.refresh()
         return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def on_http_error(request: Request, error: Exception) -> Response:

@@ -1,8 +1,21 @@
-"""What Prometheus gets to see of a gateway."""
+"""What Prometheus gets to see of a gateway, and routers of the cluster behind it."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from ballast.client import AsyncClient, ClusterStatus
+from ballast.client.stream import Metadata
+from ballast.common.errors import BallastError
 from ballast.service.metrics import E2E_BUCKETS_S, TTFT_BUCKETS_S
+
+_FRESH_S = 0.2  # routers ask many times a second
+_ASK_S = 1.0
 
 
 class GatewayMetrics:
@@ -33,3 +46,58 @@ class GatewayMetrics:
             buckets=E2E_BUCKETS_S,
             registry=registry,
         )
+
+
+class ClusterGauges(Collector):
+    """The whole cluster as one server of vLLM: what a router asks each server for that it may choose. None of it is
+    shown while dispatchers do not answer.
+
+    Args:
+        client: Asks dispatchers.
+        metadata: By which right.
+    """
+
+    def __init__(self, client: AsyncClient, metadata: Metadata) -> None:
+        self._client = client
+        self._metadata = metadata
+        self._statuses: Sequence[ClusterStatus] = ()
+        self._fresh_until_s = 0.0
+        self._asking = asyncio.Lock()
+
+    async def refresh(self) -> None:
+        """Asks all dispatchers, unless that has just been done."""
+        async with self._asking:
+            if time.monotonic() < self._fresh_until_s:
+                return
+            asked = await asyncio.gather(*map(self._ask, self._client.addresses))
+            self._statuses = [status for status in asked if status is not None]
+            self._fresh_until_s = time.monotonic() + _FRESH_S
+
+    async def _ask(self, address: str) -> ClusterStatus | None:
+        with contextlib.suppress(BallastError, TimeoutError):
+            async with asyncio.timeout(_ASK_S):
+                return await self._client.status(address, metadata=self._metadata)
+        return None
+
+    def collect(self) -> Iterator[Metric]:
+        if not self._statuses or (model := self._statuses[0].model) is None:
+            return
+        loads = [worker.load for worker in self._statuses[0].workers if worker.connected and worker.load is not None]
+        backlog = sum(status.backlog_request_count for status in self._statuses)
+        blocks = sum(load.block_count for load in loads)
+        usage = sum(load.used_block_count for load in loads) / blocks if blocks else 0.0
+        running, waiting = "Requests that workers run", "Requests that wait at dispatchers and workers"
+        share = "Share of the KV blocks of all groups that are in use, 0 to 1"
+        for name, text, value in (
+            ("vllm:num_requests_running", running, sum(load.running_count for load in loads)),
+            ("vllm:num_requests_waiting", waiting, backlog + sum(load.waiting_count for load in loads)),
+            ("vllm:kv_cache_usage_perc", share, usage),
+            ("vllm:gpu_cache_usage_perc", share, usage),
+        ):
+            family = GaugeMetricFamily(name, text, labels=["model_name", "engine"])
+            family.add_metric([model.name, "cluster"], value)
+            yield family
+        labels = {"block_size": str(loads[0].block_tokens) if loads else "0", "num_gpu_blocks": str(blocks)}
+        family = GaugeMetricFamily("vllm:cache_config_info", "Always 1; the KV blocks of all groups")
+        family.add_sample(family.name, {"model_name": model.name, "engine": "cluster", **labels}, 1)
+        yield family

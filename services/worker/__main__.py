@@ -47,6 +47,7 @@ from services.worker.pipeline.planner_side import Transitions
 from services.worker.policy.harvest import Harvest
 from services.worker.policy.lookahead import lookahead
 from services.worker.policy.microbatching import by_token_count
+from services.worker.policy.step_limits import StepLimits, step_limits, what_limits
 from services.worker.policy.token_target import TokenTarget
 from services.worker.ranks.channel import RankLog, RankLost
 from services.worker.reporter import MonitorReporter
@@ -113,6 +114,7 @@ def load(settings: WorkerSettings, devices: Sequence[str] = ()) -> Kit:
     from services.worker.memory.host_blocks import HostBlocks
     from services.worker.ranks.load import load_ranked
 
+    most = step_limits_of(settings)
     by_share = settings.device != "cpu" and "device_memory_bytes" not in settings.model_fields_set
     links_bytes = device_bytes(settings.transport, settings.device.partition(":")[0])
     load_one = functools.partial(
@@ -126,7 +128,7 @@ def load(settings: WorkerSettings, devices: Sequence[str] = ()) -> Kit:
         threads=settings.threads,
         kernels=settings.kernels,
         gpu_memory_utilization=settings.gpu_memory_utilization,
-        largest=Largest(settings.max_num_batched_tokens, settings.max_num_seqs),
+        largest=Largest(most.tokens, most.sequences),
         links_bytes=links_bytes,
         enforce_eager=settings.enforce_eager,
         attention_backend=settings.attention_backend,
@@ -196,12 +198,13 @@ def load_costs(settings: WorkerSettings, engine: Engine) -> OnlineCost:
     from services.worker.profiling.build import key_of
     from services.worker.profiling.measure import Options, measure
 
+    most = step_limits_of(settings)
     if settings.cost_profile is not None:
         return OnlineCost(read_matching(settings.cost_profile, key_of(engine)).costs.stages())
     if settings.self_profile_s > 0:
         options = Options(
-            batch_tokens=settings.max_num_batched_tokens,
-            sequences=settings.max_num_seqs,
+            batch_tokens=most.tokens,
+            sequences=most.sequences,
             visits=1,
             held_out_count=0,
             seconds=settings.self_profile_s,
@@ -220,20 +223,33 @@ def link_bandwidth(settings: WorkerSettings) -> float | None:
     return None if link is None else link.bandwidth_bytes_per_s
 
 
+def step_limits_of(settings: WorkerSettings, gpu_bytes: int | None = None) -> StepLimits:
+    """`gpu_bytes`: memory of the GPU that computes; None: a CPU."""
+    return step_limits(
+        gpu_bytes,
+        sequences=settings.max_num_seqs,
+        tokens=settings.max_num_batched_tokens,
+        queued=settings.max_num_queued_reqs,
+    )
+
+
 def limits_of(settings: WorkerSettings, engine: LoadedEngine, swap_block_count: int) -> WorkerLimits:
+    most = step_limits_of(settings)
     return WorkerLimits(
         block_tokens=settings.block_size,
         max_model_len=engine.info.max_model_len,
         vocab_size=engine.info.vocab_size,
         eos_token_ids=frozenset(engine.info.eos_token_ids),
-        max_running_count=settings.max_num_seqs,
-        max_batch_tokens=settings.max_num_batched_tokens,
-        max_waiting_count=settings.max_num_queued_reqs,
+        max_running_count=most.sequences,
+        max_batch_tokens=most.tokens,
+        max_waiting_count=most.queued,
         max_waiting_tokens=settings.max_num_queued_tokens,
         admission_reserve_fraction=settings.admission_reserve_fraction,
         swap_block_count=swap_block_count,
         swap_blocks_per_step=settings.swap_blocks_per_step,
         swaps_online=settings.swaps,
+        prefix_caching=settings.enable_prefix_caching,
+        prefix_seed=secrets.token_bytes(16) + f"{engine.info.name} {engine.info.dtype}".encode(),
     )
 
 
@@ -345,7 +361,7 @@ class WorkerProcess:
         """What steps take here; None: too little has been executed."""
         cost = self._cost()
         layer_count = self._membership.member.role.layer_count
-        return None if cost is None else Pace(cost, layer_count, self._settings.max_num_batched_tokens)
+        return None if cost is None else Pace(cost, layer_count, step_limits_of(self._settings).tokens)
 
     async def run(self, worker_id: WorkerId) -> None:
         incarnation = await self._register(worker_id)
@@ -380,7 +396,9 @@ class WorkerProcess:
                 watching = tasks.create_task(self._watch_ranks(), name="ranks")
                 readiness = tasks.create_task(keep_up(lambda: self._keep_readiness(server), "readiness"))
                 sending = None if exporter is None else tasks.create_task(keep_up(exporter.run, "spans"))
-                logs.get_logger().info("serving", address=address, incarnation=incarnation)
+                kv_tokens, limits = self._engine.block_count * self._settings.block_size, step_limits_of(self._settings)
+                what = what_limits(limits, kv_tokens, self._engine.info.max_model_len)
+                logs.get_logger().info("serving", address=address, incarnation=incarnation, limited_by=what)
                 say_ready("worker", worker_id, address)
                 await self._life.stopping.wait()
                 readiness.cancel()
@@ -415,7 +433,7 @@ class WorkerProcess:
         servicer = WorkerServicer(
             shell=self._shell,
             identity=Identity(worker_id, incarnation, self._engine.info, self._device),
-            max_waiting_count=self._settings.max_num_queued_reqs,
+            max_waiting_count=step_limits_of(self._settings).queued,
             detokenizer=self._detokenizer,
             compile_grammar=self._grammar_comes if self._compile_grammar is not None else None,
             transitions=Transitions(self._membership.member, incarnation, self._shell.post_member),
@@ -478,6 +496,17 @@ def _with_model(settings: WorkerSettings) -> WorkerSettings:
     return settings.model_copy(update=named)
 
 
+def _with_limits(settings: WorkerSettings) -> WorkerSettings:
+    """On a GPU, with what its memory makes of the settings of a step that leave it open."""
+    if settings.engine != "torch" or settings.device == "cpu":
+        return settings
+    from services.worker.memory.gpus import gpu_bytes  # torch comes with it
+
+    most = step_limits_of(settings, gpu_bytes(settings.device))
+    found = {"max_num_seqs": most.sequences, "max_num_batched_tokens": most.tokens, "max_num_queued_reqs": most.queued}
+    return settings.model_copy(update=found)
+
+
 async def main(life: Lifecycle) -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     settings = load_settings(WorkerSettings, sys.argv[1:])
@@ -490,13 +519,7 @@ async def main(life: Lifecycle) -> None:
     ensure_free(settings.host, settings.port)  # before the model is loaded, which may take minutes
     settings = await asyncio.to_thread(_with_model, settings)
     state = state_server(settings)
-    metrics = MetricsServer(
-        settings.metrics_host,
-        settings.metrics_port,
-        service="worker",
-        instance=worker_id,
-        vllm_names=settings.metrics_vllm_names,
-    )
+    metrics = MetricsServer(settings.metrics_host, settings.metrics_port, service="worker", instance=worker_id)
     lost = ""
     try:
         await serve(life, settings, security, state, WorkerId(worker_id), metrics.shown)
@@ -522,6 +545,7 @@ async def serve(
     count = settings.tensor_parallel_size
     async with claimed_devices(settings.device, count, _gpus, state, worker_id) as devices:
         settings = settings.model_copy(update={"device": devices[0], "worker_id": worker_id})
+        settings = await asyncio.to_thread(_with_limits, settings)
         # Takes long for large models; signals are heard meanwhile.
         kit = await asyncio.to_thread(load, settings, devices)
         shown.model_name = lambda: kit.engine.info.name

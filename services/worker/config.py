@@ -21,8 +21,6 @@ class WorkerSettings(ServiceSettings):
     """Port to listen on; 0: any free one."""
     data_port: int = Field(0, ge=0, le=65535)
     """Port for links from other workers; 0: any free one. Fixed where a firewall or a network policy has to know it."""
-    metrics_vllm_names: bool = False
-    """Show the core metrics under vLLM's names as well, for boards and autoscalers that know those."""
     monitor_address: str | None = None
     """HOST:PORT of the monitor. Default: looked up in the state server."""
     worker_id: str | None = Field(None, min_length=1, max_length=128)
@@ -61,30 +59,34 @@ class WorkerSettings(ServiceSettings):
     """Longest prompt and answer together, in tokens. Default: the model's own."""
 
     # How it schedules.
-    max_num_seqs: int = Field(64, ge=1, le=4096)
-    """Requests that run at once."""
+    max_num_seqs: int | None = Field(None, ge=1, le=4096)
+    """Requests that run at once. Default: 64; on a GPU by its memory 256, from 70 GiB on 512."""
     tpot_target_s: float | None = Field(None, gt=0)
     """Seconds that a token after the first may take on average: no more requests are let in than run within that, by
     the costs that a worker learns; the others wait. Default: whatever it takes, as many run as --max-num-seqs."""
     offline_slowdown: float = Field(0.25, ge=0, le=10)
     """Share by which a step with online requests may take longer for offline ones (class batch) that go along, where
     --tpot-target-s does not say how long it may take; 0: they get only what costs nothing."""
-    max_num_batched_tokens: int = Field(512, ge=1, le=1 << 20)
-    """Tokens of one engine step."""
-    max_num_queued_reqs: int = Field(64, ge=1, le=1 << 16)
-    """Requests that may wait here; the backlog proper is the dispatcher's."""
+    max_num_batched_tokens: int | None = Field(None, ge=1, le=1 << 20)
+    """Tokens of one engine step. Default: 512; on a GPU by its memory 2048, from 70 GiB on 4096, from 160 GiB on 8192;
+    never fewer than --max-num-seqs."""
+    max_num_queued_reqs: int | None = Field(None, ge=1, le=1 << 16)
+    """Requests that may wait here; the backlog proper is the dispatcher's. Default: 64; on a GPU as many as run."""
     max_num_queued_tokens: int = Field(1 << 20, ge=1)
     """Prompt tokens that may wait here."""
     admission_reserve_fraction: float = Field(0.05, ge=0, lt=1)
     """Share of the KV blocks kept free for the growth of what runs."""
     microbatching: Literal["token-count", "lookahead"] = "lookahead"
     """How the stages of a pipeline share the work: batches of equal predicted cost (lookahead), or of equal tokens."""
+    enable_prefix_caching: CliImplicitFlag[bool] = True
+    """Compute KV of equal prompt beginnings once, in whole blocks, and retain it as long as nothing else needs the
+    memory."""
     transfers: Literal["coordinated", "naive"] = "coordinated"
     """How KV and layers travel: behind activations (coordinated), or in one queue with them (naive, to measure
     against)."""
-    transport: Literal["auto", "tcp", "gloo", "nccl", "nixl"] = "auto"
+    transport: Literal["auto", "tcp", "nccl"] = "auto"
     """What carries links between workers; the same for all of a cluster. auto: NCCL between GPUs, else TCP. Two workers
-    on one GPU need tcp. nixl, an extra, moves bulk over RDMA, NVLink or TCP, and the rest over TCP."""
+    on one GPU need tcp."""
     link_bytes_per_s: ByteSize | None = Field(None, gt=0)
     """Emulate links of this speed: 1GB. Default: as fast as they are."""
     overload_policy: OverloadPolicy = OverloadPolicy.DROP

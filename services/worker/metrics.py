@@ -37,6 +37,10 @@ class LoadCollector(Collector):
         blocks.add_metric(["used"], load.used_block_count)
         blocks.add_metric(["free"], load.block_count - load.used_block_count)
         yield blocks
+        text = "Always 1; tokens of a KV block, and the number of blocks, are in the labels"
+        info = GaugeMetricFamily("ballast_kv_cache_info", text, labels=["block_size", "num_gpu_blocks"])
+        info.add_metric([str(load.block_tokens), str(load.block_count)], 1)
+        yield info
         memory = GaugeMetricFamily(
             "ballast_device_memory_bytes",
             "Device memory by use; parameters, KV and free add up to the budget",

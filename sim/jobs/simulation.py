@@ -27,6 +27,7 @@ from services.planner.core.stages import CoordinatorRules
 from services.planner.policy.compare import Targets
 from services.planner.policy.migrate import MigrationRules
 from services.worker.config import WorkerSettings
+from services.worker.policy.step_limits import step_limits
 from sim.clients import Arrival
 from sim.dispatcher import DispatcherRules
 from sim.faults import Fault
@@ -131,7 +132,7 @@ def production_rules(worker: WorkerSize) -> ClusterRules:
             block_tokens=worker.block_tokens,
             max_running_count=worker.max_running_count,
             max_batch_tokens=worker.max_batch_tokens,
-            max_waiting_count=defaults["max_num_queued_reqs"].default,
+            max_waiting_count=step_limits(None).queued,
             max_waiting_tokens=defaults["max_num_queued_tokens"].default,
             admission_reserve_fraction=defaults["admission_reserve_fraction"].default,
             report_interval_s=defaults["report_interval_s"].default,

@@ -6,7 +6,6 @@
 import asyncio
 import functools
 import gc
-import importlib.util
 import os
 import threading
 from collections.abc import Callable
@@ -83,11 +82,6 @@ def test_no_token_changes_over_the_calls_of_the_cuda_driver(known: Callable[[int
         assert driver.violation == ""
         assert driver.counts == (0, 0, 0, 0)
     assert min(tally.drops, tally.restores, tally.aborts) > 0
-
-
-@pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="the extra nixl is not installed")
-def test_no_token_changes_where_kv_and_layers_go_by_one_sided_reads(known: Callable[[int], Known]) -> None:
-    assert _run(0, known, Place(transport="nixl")).exchanged_bytes > 0
 
 
 @pytest.mark.gpu

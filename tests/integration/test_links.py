@@ -24,7 +24,6 @@ from services.worker.links.connection import Link
 from services.worker.links.open import open_plane
 from services.worker.links.plane import DataPlane
 from services.worker.links.ports import LinkEnding, LinkState
-from services.worker.links.store import PairStore
 from services.worker.links.traffic import TrafficClass
 from services.worker.links.transfer import Outcome
 from tests.unit.worker.links.processes import CONFIG, PeerProcess
@@ -463,43 +462,6 @@ def test_nothing_is_left_behind(shared_peer: PeerProcess, retired: bool) -> None
         _await_no_more_than(before)
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("held_up", ["links-warm-w1", "links-warm-w2"])
-def test_who_opens_a_link_too_late_finds_nobody(held_up: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One side is held up between the meeting and the addresses. Both hear of it; nobody dies, and nothing of it is
-    left, though two callers have waited for the same link.
-    """
-    get = PairStore.get
-
-    def late(store: PairStore, key: str) -> bytes:
-        value = get(store, key)
-        if threading.current_thread().name.startswith(held_up):
-            time.sleep(0.6)
-            return get(store, key)
-        return value
-
-    monkeypatch.setattr(PairStore, "get", late)
-    gc.collect()
-    gc.disable()
-    try:
-        before = _holdings()
-        _nobody_comes_in_time()
-        _await_no_more_than(before)
-    finally:
-        gc.enable()
-
-
-def _nobody_comes_in_time() -> None:
-    config = TransportConfig(**CONFIG, open_timeout_s=0.4)
-    planes = {me: open_plane(me, Recorder(), config, "127.0.0.1", "gloo") for me in ("w1", "w2")}
-    address = {me: plane.store_address for me, plane in planes.items()}
-    pairs = (("w1", "w2"), ("w2", "w1"), ("w1", "w2"), ("w2", "w1"))
-    futures = [planes[me].warm(peer, address[peer], 1, timeout_s=5.0) for me, peer in pairs]
-    why = [str(future.exception(60)) for future in futures]  # raised here they would keep this frame
-    assert all("link for epoch 1" in one for one in why), why
-    for plane in planes.values():
-        plane.close(60.0)
 
 
 def _one_life(peer: PeerProcess, retired: bool) -> None:

@@ -67,14 +67,12 @@ def filled_in(query: str) -> str:
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
     """A cluster that has dropped, restored, and answers requests."""
     model = make_preset("tiny", tmp_path_factory.mktemp("model") / "tiny")
-    vllm_names = ["--metrics-vllm-names", "true"]
     with running_cluster(
         model,
         workers=2,
         gateways=1,
         metrics_port=0,
         device_memory_bytes=4 << 20,
-        flags={"dispatcher": vllm_names, "worker": vllm_names},
     ) as running:
         running.run(send_load(running.cluster))
         yield running
@@ -174,6 +172,25 @@ def test_every_sample_of_ours_has_help_and_the_model(loaded: RunningCluster) -> 
             assert {"vllm:num_requests_running", "vllm:kv_cache_usage_perc", "vllm:generation_tokens"} <= names
         if name.startswith("dispatcher"):
             assert {"vllm:num_requests_waiting", "vllm:time_to_first_token_seconds"} <= names
+            assert {"vllm:inter_token_latency_seconds", "vllm:request_success"} <= names
+
+
+def test_a_gateway_shows_the_cluster_as_one_server(loaded: RunningCluster) -> None:
+    [address] = [process.address for process in loaded.cluster.processes["gateway"]]
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
+        families = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
+    labels = {"model_name": "tiny", "engine": "cluster"}
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "gpu_cache_usage_perc"):
+        [sample] = families[f"vllm:{name}"].samples
+        assert (sample.labels, sample.value >= 0) == (labels, True)
+    [info] = families["vllm:cache_config_info"].samples
+    workers = [f"{base}/metrics" for name, base in loaded.cluster.metrics_targets.items() if name.startswith("worker")]
+    counts = []
+    for url in workers:
+        with urllib.request.urlopen(f"http://{url}", timeout=30) as answer:
+            of_worker = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
+        counts.append(int(of_worker["vllm:cache_config_info"].samples[0].labels["num_gpu_blocks"]))
+    assert int(info.labels["num_gpu_blocks"]) == sum(counts) > 0
 
 
 class Prometheus:

@@ -295,7 +295,7 @@ def refusals(folder: Path, model_dir: Path, taken_port: int) -> dict[str, tuple[
         "worker.modle: unknown setting": (model_dir, ("--config", str(file))),
         "worker.max_num_seqs": (model_dir, ("--max-num-seqs", "0")),
         "worker.tpot_target_s": (model_dir, ("--tpot-target-s", "0")),
-        "max_num_batched_tokens": (model_dir, ("--max-num-batched-tokens", "8")),
+        "max_num_batched_tokens": (model_dir, ("--max-num-seqs", "64", "--max-num-batched-tokens", "8")),
         "device_memory_bytes": (model_dir, ("--device-memory-bytes", "10KiB")),
         "max_model_len": (model_dir, ("--max-model-len", "100000")),
         f"cannot listen on 127.0.0.1:{taken_port}": (model_dir, ("--port", str(taken_port))),

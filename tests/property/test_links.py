@@ -1,6 +1,9 @@
 """Whatever is queued, cancelled and moved: every byte goes once, in order, and nobody waits for ever."""
 
+import ctypes
+
 import hypothesis.strategies as st
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -145,8 +148,9 @@ def test_on_a_slow_link_an_urgent_message_waits_for_one_chunk(
     st.lists(st.integers(0, 200_000), max_size=4),
     st.lists(st.integers(0, 200_000), max_size=4),
     st.integers(4_000, 300_000),
+    st.sampled_from([64 << 10, 1 << 20]),
 )
-def test_bytes_survive_any_cut_on_either_side(sizes: list[int], cuts: list[int], limit: int) -> None:
+def test_bytes_survive_any_cut_on_either_side(sizes: list[int], cuts: list[int], limit: int, least: int) -> None:
     """What a sender takes apart by its pieces, a receiver puts together by its own."""
     total = sum(sizes)
     whole = torch.arange(total, dtype=torch.int64).to(torch.uint8)
@@ -158,8 +162,13 @@ def test_bytes_survive_any_cut_on_either_side(sizes: list[int], cuts: list[int],
     target = Pieces(parts, "target")
     offset = 0
     while offset < total:
-        size = source.chunk_bytes(offset, min(limit, total - offset))
+        size = source.chunk_bytes(offset, min(limit, total - offset), least)
         assert 0 < size <= limit
+        lies = source.lies(offset, size)
+        assert (
+            b"".join(map(ctypes.string_at, *map(np.ndarray.tolist, lies)))
+            == whole[offset : offset + size].numpy().tobytes()
+        )
         chunk = source.view(offset, size)
         if chunk is None:
             chunk = torch.empty(size, dtype=torch.uint8)

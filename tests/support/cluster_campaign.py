@@ -37,6 +37,7 @@ _WORKER_COUNTS = (2, 2, 3, 3, 4)
 _EXTENT_BYTES = 64 << 20
 _BLOCKS_IN_EXTENT = 2
 _SWAP_BLOCKS = (*[0] * 18, 6, 40)  # most clusters compute anew who gives way: those that swap take longer
+_CACHING = 0.7  # share of the clusters
 _STORY_S = 9.0  # requests come for so long, in two bursts
 _HEALED_WITHIN_S = 60.0
 _PATIENCE_S = 300.0  # the longest is over by then: one slow worker that is left, and swaps
@@ -105,6 +106,7 @@ def _options(seed: int, rng: random.Random, worker_count: int, *, several: bool)
             swap_blocks_per_step=of_swap.choice((0, 1, 3)),
             admission_reserve_fraction=0.0,
         )
+    worker = replace(worker, prefix_caching=of_swap.random() < _CACHING)
     patient = replace(limits, replay_limit=50, no_worker_timeout_s=120.0)
     rules = replace(
         rules,
@@ -129,14 +131,23 @@ def _options(seed: int, rng: random.Random, worker_count: int, *, several: bool)
 
 def _arrivals(rng: random.Random, worker_count: int, *, swaps: bool) -> list[Arrival]:
     """More than memory holds, twice; where KV is `swaps`, answers that outgrow it."""
-    arrivals, at_s = list[Arrival](), 0.0
+    arrivals, at_s, shared = list[Arrival](), 0.0, random.Random(worker_count)
     burst_per_s, answer = rng.uniform(9.0, 16.0) * worker_count, rng.choice((20, 30, 50))
     if swaps:
         answer *= 3
     while at_s < _STORY_S:
-        arrivals.append(Arrival(at_s, rng.randint(5, 120), rng.randint(3, answer)))
+        prompt_tokens = rng.randint(5, 120)
+        hash_ids = _hash_ids(shared, len(arrivals))
+        arrivals.append(Arrival(at_s, prompt_tokens, rng.randint(3, answer), hash_ids=hash_ids, hash_tokens=16))
         at_s += rng.expovariate(burst_per_s if 0.3 <= at_s % 5.5 < 2.0 else 3.0)
     return arrivals
+
+
+def _hash_ids(rng: random.Random, serial: int) -> tuple[int, ...]:
+    """One of three trunks, as far as the prompt follows it; then it is like no other. Some are from the beginning."""
+    trunk = rng.randrange(1, 4)
+    common = [trunk * 10 + place for place in range(rng.choice((0, 2, 4, 8)))]
+    return (*common, *(1000 * (serial + 1) + place for place in range(8 - len(common))))
 
 
 def story(seed: int) -> Story:

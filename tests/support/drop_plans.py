@@ -113,18 +113,10 @@ def longest(stages: Sequence[Stage]) -> int:
     return max(s.last_layer - s.first_layer for s in stages)
 
 
-def extents_per_layer(stages: Sequence[Stage], shape: ModelShape) -> int:
-    """The least that a stage can give to the KV of each of its layers."""
-    others = -(-shape.other_parameter_bytes // shape.extent_bytes)
-    return min(
-        (
-            s.candidate.instance.budget_bytes // shape.extent_bytes
-            - others
-            - sum(shape.extents[s.first_layer : s.last_layer])
-        )
-        // (s.last_layer - s.first_layer)
-        for s in stages
-    )
+def blocks_of(stages: Sequence[Stage], shape: ModelShape) -> int:
+    """KV blocks of the smallest stage."""
+    members = [(stage.candidate.instance, stage.first_layer, stage.last_layer) for stage in stages]
+    return min(shape.at(m.extent_bytes).block_count(m.budget_bytes, first, last) for m, first, last in members)
 
 
 def kept_bytes(stages: Sequence[Stage]) -> int:
@@ -142,15 +134,14 @@ def acceptable_splits(
     candidates: Sequence[Candidate], shape: ModelShape, tolerance: SplitTolerance
 ) -> list[list[Stage]]:
     """Those that conditions 1 to 3 of `services.planner.policy.split` leave."""
-    least = -(-shape.block_bytes // shape.extent_bytes)
-    feasible = [s for s in all_splits(candidates, shape) if extents_per_layer(s, shape) >= least]
+    feasible = [s for s in all_splits(candidates, shape) if blocks_of(s, shape) >= 1]
     if not feasible:
         return []
     limit = min(longest(s) for s in feasible) * (1.0 + tolerance.balance) * (1.0 + 1e-9)
     quick = [s for s in feasible if longest(s) <= limit]
-    best = max(extents_per_layer(s, shape) for s in quick)
-    enough = max(least, int(best * (1.0 - tolerance.capacity)))
-    return [s for s in quick if extents_per_layer(s, shape) >= enough]
+    best = max(blocks_of(s, shape) for s in quick)
+    enough = max(1, int(best * (1.0 - tolerance.capacity)))
+    return [s for s in quick if blocks_of(s, shape) >= enough]
 
 
 def history(seed: int) -> str:

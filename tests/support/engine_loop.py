@@ -65,6 +65,7 @@ class EngineLoop:
         max_waiting_count: int = 1024,
         swap_block_count: int = 0,
         swap_blocks_per_step: int = 0,
+        prefix_caching: bool = False,
     ) -> None:
         self.engine = engine
         self.answers: dict[SequenceKey, Answer] = {}
@@ -86,6 +87,7 @@ class EngineLoop:
                 admission_reserve_fraction=0.0,  # no caution: preemption is what the tests are after
                 swap_block_count=swap_block_count,
                 swap_blocks_per_step=swap_blocks_per_step,
+                prefix_caching=prefix_caching,
             ),
             block_count or engine.block_count,
         )

@@ -15,7 +15,7 @@ from services.worker.policy.lookahead import lookahead
 from services.worker.policy.microbatching import by_token_count
 from tests.support.pipeline_parts import LAYERS, Group, Request
 from tests.support.pipelines import Cluster
-from tests.support.worker_core import VOCAB_SIZE, greedy, limits
+from tests.support.worker_core import VOCAB_SIZE, greedy, limits, undisturbed
 
 # What cuts prompts finely, what hardly at all, and in between.
 _COSTS = (CostModel(0.2, 1.0, 0.0, 0.0), CostModel(0.01, 1.0, 20.0, 20.0), CostModel(0.05, 1.0, 2.0, 0.5, 0.05))
@@ -38,6 +38,7 @@ class History:
                 max_waiting_tokens=120,
                 admission_reserve_fraction=rng.choice([0.0, 0.1]),
                 swap_block_count=swap_blocks,
+                prefix_caching=seed % 3 > 0,
                 swap_blocks_per_step=swap_per_step,
                 swaps_online=random.Random(seed + 1).random() < 0.5,
             ),
@@ -81,7 +82,7 @@ class History:
         serial = len(cluster.requests)
         request = Request(
             RequestId(f"r{serial}"),
-            tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, rng.choice([6, 24])))),
+            self._prompt(),
             greedy(
                 rng.randrange(3, 30),
                 min_tokens=rng.randrange(3),
@@ -96,6 +97,17 @@ class History:
         )
         cluster.submit(request, rng.choice(cluster.workers))
         return True
+
+    def _prompt(self) -> tuple[int, ...]:
+        """New tokens; where prefixes are cached, often behind the beginning of what a request before said and got."""
+        rng, cluster = self.rng, self.cluster
+        new = tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, rng.choice([6, 24]))))
+        if not (cluster.limits.prefix_caching and cluster.requests) or rng.random() < 0.3:
+            return new
+        before = rng.choice(cluster.requests)
+        answer = undisturbed(before.prompt, before.sampling, cluster.limits.max_model_len).token_ids
+        said = (*before.prompt, *answer)
+        return (*said[: rng.randrange(1, len(said) + 1)][:24], *new[:4])
 
     def want_batch(self) -> bool:
         return self.cluster.want_batch(self._group())

@@ -423,13 +423,18 @@ class Cluster:
             worker.layers = layers
             worker.known.clear()
             worker.detokenizers.clear()
+            if worker is not group.leader:  # who leads forgets them when it is told
+                worker.book.forget_numbers()
             if (more := worker.blocks_with(len(layers)) - worker.book.block_count) > 0:
                 worker.book.grow(more)
         leader = group.leader
+        had = leader.core.group_scheduler.kv_tokens
+        self.feed(leader, RoleChanged(0.0, leads=True, stage_count=len(group.members)))
         own = {s for s in leader.core.group_scheduler.kv_tokens if s in self.where}
+        for preempted in sorted(had.keys() - own):
+            self._stop_travelling(group, preempted)
         self.feed(leader, KvTravels(0.0, frozenset(own)))
         lost = [s for s in sorted(own) if not self._hold(group, s)]
-        self.feed(leader, RoleChanged(0.0, leads=True, stage_count=len(group.members)))
         for sequence_id in lost:
             self.lose_kv(group, sequence_id)
         self.tell_capacity(group)
@@ -556,7 +561,8 @@ class Cluster:
             assert request.ending is not None or request.abandoned
         assert not self.where
         for worker in self.workers:
-            assert worker.book.used_count == 0, f"{worker.worker_id}: {worker.book.sequence_ids}"
+            assert worker.book.used_count == len(worker.book.numbers), f"{worker.worker_id}: {worker.book.sequence_ids}"
+            assert not worker.book.sequence_ids
             assert worker.core.sequence_ids == ()
             assert worker.core.group_scheduler.suspended_ids == ()
             assert worker.core.kept_count == 0

@@ -5,7 +5,7 @@ two sequences, a table that lost its order, or a stale chunk therefore shows as 
 """
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -118,15 +118,11 @@ class FakeEngine:
             self._known[new.sequence_id] = new
             self._text_wanted[new.sequence_id] = text_wanted
         assert len({s.sequence_id for s in batch.slices}) == len(batch.slices)
+        written = zip(batch.slices, execute.block_tables, strict=True)
+        written_blocks = {table[b] for part, table in written for b in _blocks_of(part, self._block_tokens)}
         touched = {block for table in execute.block_tables for block in table}
-        size = self._block_tokens
-        written = {
-            table[position // size]
-            for part, table in zip(batch.slices, execute.block_tables, strict=True)
-            for position in range(part.first_position, part.first_position + len(part.token_ids))
-        }
         for copy in execute.copies:
-            assert not (written if copy.out else touched).intersection(copy.device_blocks)
+            assert not (written_blocks if copy.out else touched).intersection(copy.device_blocks)
         early = batch.step_id % 2 == 0  # copies may be made at any time while the step runs
         if early:
             self._copy(execute.copies)
@@ -157,6 +153,13 @@ class FakeEngine:
                     self._cache.pop((device, place), None)
                 self._cache.update({(device, place): token_id for place, token_id in self._host[host].items()})
 
+    def move(self, moves: Iterable[tuple[int, int]]) -> None:
+        """The content of blocks, (from, to) each."""
+        for source, to in moves:
+            for place in range(self._block_tokens):
+                if (token_id := self._cache.pop((source, place), None)) is not None:
+                    self._cache[to, place] = token_id
+
     def _write(self, part: Slice, table: tuple[int, ...]) -> None:
         assert part.first_position == self._computed.setdefault(part.sequence_id, part.first_position)
         assert part.token_ids
@@ -169,6 +172,11 @@ class FakeEngine:
 
     def _read(self, token_count: int, table: tuple[int, ...]) -> list[int]:
         return [self._cache[table[p // self._block_tokens], p % self._block_tokens] for p in range(token_count)]
+
+
+def _blocks_of(part: Slice, block_tokens: int) -> range:
+    """Places in its table of the blocks that it writes into. What it only reads others may copy meanwhile."""
+    return range(part.first_position // block_tokens, -(-(part.first_position + len(part.token_ids)) // block_tokens))
 
 
 @dataclass
@@ -273,6 +281,7 @@ class Driver:
         priority: PriorityClass = PriorityClass.DEFAULT,
         deadline_at_s: float | None = None,
         wants_text: bool = True,
+        cache_salt: bytes = b"",
     ) -> SequenceKey:
         key = SequenceKey(stream_id, next(self._handles))
         self.received[key] = Received()
@@ -291,6 +300,7 @@ class Driver:
                 priority=priority,
                 deadline_at_s=deadline_at_s,
                 wants_text=wants_text,
+                cache_salt=cache_salt,
             )
         )
         return key
@@ -383,6 +393,7 @@ def limits(
     swap_block_count: int = 0,
     swap_blocks_per_step: int = 0,
     swaps_online: bool = True,
+    prefix_caching: bool = False,
 ) -> WorkerLimits:
     return WorkerLimits(
         block_tokens=block_tokens,
@@ -397,4 +408,5 @@ def limits(
         swap_block_count=swap_block_count,
         swap_blocks_per_step=swap_blocks_per_step,
         swaps_online=swaps_online,
+        prefix_caching=prefix_caching,
     )

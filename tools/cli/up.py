@@ -45,7 +45,7 @@ _WORKER_FLAGS = {
     "--tensor-parallel-size": "ranks of each worker, on as many devices",
     "--gpu-memory-utilization": "share of each GPU, where --device-memory-bytes says nothing (default: 0.9)",
     "--attention-backend": "on a GPU: auto, triton or flashinfer",
-    "--transport": "what carries links between workers: auto, tcp, gloo, nccl or nixl",
+    "--transport": "what carries links between workers: auto, tcp or nccl",
     "--max-model-len": "longest prompt and answer together, in tokens",
     "--max-num-seqs": "requests that run at once in a worker",
     "--tpot-target-s": "seconds that a token may take: more requests wait (default: whatever it takes)",

@@ -203,10 +203,12 @@ class MemoryReport(_message.Message):
     PARAMETER_BYTES_FIELD_NUMBER: _builtins.int
     KV_BYTES_FIELD_NUMBER: _builtins.int
     FREE_BYTES_FIELD_NUMBER: _builtins.int
+    EXTENT_BYTES_FIELD_NUMBER: _builtins.int
     budget_bytes: _builtins.int
     parameter_bytes: _builtins.int
     kv_bytes: _builtins.int
     free_bytes: _builtins.int
+    extent_bytes: _builtins.int
     def __init__(
         self,
         *,
@@ -214,10 +216,11 @@ class MemoryReport(_message.Message):
         parameter_bytes: _builtins.int = ...,
         kv_bytes: _builtins.int = ...,
         free_bytes: _builtins.int = ...,
+        extent_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "free_bytes", b"free_bytes", "kv_bytes", b"kv_bytes", "parameter_bytes", b"parameter_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "extent_bytes", b"extent_bytes", "free_bytes", b"free_bytes", "kv_bytes", b"kv_bytes", "parameter_bytes", b"parameter_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -498,6 +501,7 @@ class ModelInfo(_message.Message):
     BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     EXTENT_BYTES_FIELD_NUMBER: _builtins.int
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     architecture: _builtins.str
     layer_count: _builtins.int
@@ -512,11 +516,13 @@ class ModelInfo(_message.Message):
     extent_bytes: _builtins.int
     tensor_parallel_size: _builtins.int
     """Ranks of one instance, whose bytes are added up above. Absent: 1."""
+    revision: _builtins.str
+    """A digest of the checkpoint; empty: the worker does not say."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def layer_parameter_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """What drop plans are made from, in whole extents of device memory."""
+        """What drop plans are made from."""
 
     def __init__(
         self,
@@ -535,10 +541,11 @@ class ModelInfo(_message.Message):
         block_bytes: _builtins.int = ...,
         extent_bytes: _builtins.int = ...,
         tensor_parallel_size: _builtins.int | None = ...,
+        revision: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_tensor_parallel_size", b"_tensor_parallel_size", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tensor_parallel_size", b"_tensor_parallel_size", "architecture", b"architecture", "block_bytes", b"block_bytes", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "extent_bytes", b"extent_bytes", "kv_bytes_per_token", b"kv_bytes_per_token", "layer_count", b"layer_count", "layer_parameter_bytes", b"layer_parameter_bytes", "max_model_len", b"max_model_len", "name", b"name", "other_parameter_bytes", b"other_parameter_bytes", "parameter_count", b"parameter_count", "tensor_parallel_size", b"tensor_parallel_size", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tensor_parallel_size", b"_tensor_parallel_size", "architecture", b"architecture", "block_bytes", b"block_bytes", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "extent_bytes", b"extent_bytes", "kv_bytes_per_token", b"kv_bytes_per_token", "layer_count", b"layer_count", "layer_parameter_bytes", b"layer_parameter_bytes", "max_model_len", b"max_model_len", "name", b"name", "other_parameter_bytes", b"other_parameter_bytes", "parameter_count", b"parameter_count", "revision", b"revision", "tensor_parallel_size", b"tensor_parallel_size", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tensor_parallel_size: _TypeAlias = _typing.Literal["tensor_parallel_size"]  # noqa: Y015
     _WhichOneofArgType__tensor_parallel_size: _TypeAlias = _typing.Literal["_tensor_parallel_size", b"_tensor_parallel_size"]  # noqa: Y015

@@ -37,6 +37,9 @@ class StageBatch(_message.Message):
     MEMORY_IS_AWAITED_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     COPIES_FIELD_NUMBER: _builtins.int
+    NAMED_FIELD_NUMBER: _builtins.int
+    FORGOTTEN_FIELD_NUMBER: _builtins.int
+    TAKEN_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     quiet_s: _builtins.float
     """How long the leader had no work before this batch: stages do not count that as their idleness."""
@@ -64,6 +67,14 @@ class StageBatch(_message.Message):
     def samples(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]: ...
     @_builtins.property
     def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___SwapCopy]: ...
+    @_builtins.property
+    def named(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedBlocks]:
+        """In this order: blocks get numbers, `removed` sequences and forgotten numbers give blocks back, numbers are taken."""
+
+    @_builtins.property
+    def forgotten(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockRun]: ...
+    @_builtins.property
+    def taken(self) -> _containers.RepeatedCompositeFieldContainer[Global___TakenBlocks]: ...
     def __init__(
         self,
         *,
@@ -79,14 +90,96 @@ class StageBatch(_message.Message):
         memory_is_awaited: _builtins.bool = ...,
         failure: _builtins.str = ...,
         copies: _abc.Iterable[Global___SwapCopy] | None = ...,
+        named: _abc.Iterable[Global___NamedBlocks] | None = ...,
+        forgotten: _abc.Iterable[Global___BlockRun] | None = ...,
+        taken: _abc.Iterable[Global___TakenBlocks] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "copies", b"copies", "failure", b"failure", "first_positions", b"first_positions", "memory_is_awaited", b"memory_is_awaited", "quiet_s", b"quiet_s", "removed", b"removed", "samples", b"samples", "sequence_ids", b"sequence_ids", "step_id", b"step_id", "token_counts", b"token_counts", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "copies", b"copies", "failure", b"failure", "first_positions", b"first_positions", "forgotten", b"forgotten", "memory_is_awaited", b"memory_is_awaited", "named", b"named", "quiet_s", b"quiet_s", "removed", b"removed", "samples", b"samples", "sequence_ids", b"sequence_ids", "step_id", b"step_id", "taken", b"taken", "token_counts", b"token_counts", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StageBatch: _TypeAlias = StageBatch  # noqa: Y015
+
+@_typing.final
+class BlockRun(_message.Message):
+    """Consecutive numbers of KV blocks that several sequences may read. Of one leader, and never used again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    count: _builtins.int
+    def __init__(
+        self,
+        *,
+        first: _builtins.int = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "first", b"first"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockRun: _TypeAlias = BlockRun  # noqa: Y015
+
+@_typing.final
+class NamedBlocks(_message.Message):
+    """Blocks of a sequence's table that get consecutive numbers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
+    FIRST_NUMBER_FIELD_NUMBER: _builtins.int
+    BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    sequence_id: _builtins.int
+    first_block: _builtins.int
+    first_number: _builtins.int
+    block_count: _builtins.int
+    def __init__(
+        self,
+        *,
+        sequence_id: _builtins.int = ...,
+        first_block: _builtins.int = ...,
+        first_number: _builtins.int = ...,
+        block_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "first_block", b"first_block", "first_number", b"first_number", "sequence_id", b"sequence_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NamedBlocks: _TypeAlias = NamedBlocks  # noqa: Y015
+
+@_typing.final
+class TakenBlocks(_message.Message):
+    """A sequence's table begins with the blocks that have these numbers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
+    sequence_id: _builtins.int
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockRun]: ...
+    def __init__(
+        self,
+        *,
+        sequence_id: _builtins.int = ...,
+        runs: _abc.Iterable[Global___BlockRun] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["runs", b"runs", "sequence_id", b"sequence_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakenBlocks: _TypeAlias = TakenBlocks  # noqa: Y015
 
 @_typing.final
 class SwapCopy(_message.Message):
@@ -555,20 +648,23 @@ class LayerWanted(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     LAYER_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
+    ALGORITHM_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     layer: _builtins.int
     checksum: _builtins.bytes
-    """With the transfer: what the sender's checksum says."""
+    """With the transfer: what the sender's checksum says, and how it has been computed: sha256, or mix128 on a GPU."""
+    algorithm: _builtins.str
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         layer: _builtins.int = ...,
         checksum: _builtins.bytes = ...,
+        algorithm: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "epoch", b"epoch", "layer", b"layer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "checksum", b"checksum", "epoch", b"epoch", "layer", b"layer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,6 +1,8 @@
 """Tokens of a step, given to clients and counted: those of offline answers apart."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from services.dispatcher.core.events import Command, Deliver, StepReceived
 from services.dispatcher.core.fleet import Fleet, Worker
@@ -12,6 +14,12 @@ from services.dispatcher.core.traffic import TrafficCounter
 _New = Callable[[type[Deliver], tuple[object, ...]], Deliver]
 _new: _New = tuple.__new__  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
+# Upper ends of the buckets of gaps: those of vLLM's histogram, so that boards can be compared.
+GAP_BOUNDS_S: Final = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+
 
 class Relay:
     def __init__(self, fleet: Fleet, traffic: TrafficCounter) -> None:
@@ -19,6 +27,8 @@ class Relay:
         self.token_count = 0  # of online answers
         self.offline_token_count = 0  # of offline ones
         self.stale_count = 0  # of handles that are of nothing here
+        self.gap_counts = [0] * (len(GAP_BOUNDS_S) + 1)  # of online answers, by bucket
+        self.gap_total_s = 0.0
         self._fleet = fleet
         self._traffic = traffic
 
@@ -58,6 +68,8 @@ class Relay:
                 else:
                     took_s += gap_s
                     later_count += len(new_ids) - is_first
+                    if not is_first:
+                        self.gap_counts[bisect_left(GAP_BOUNDS_S, gap_s)] += 1
                 if gap_s > tracked.longest_gap_s:
                     tracked.longest_gap_s, tracked.longest_gap_token = gap_s, len(tracked.output_token_ids)
                 tracked.last_token_at_s = at_s
@@ -67,26 +79,27 @@ class Relay:
 
     def _count_tokens(self, token_count: int, offline_count: int, later_count: int, took_s: float) -> None:
         self._traffic.went_on(later_count, took_s)
+        self.gap_total_s += took_s
         self.offline_token_count += offline_count
         self.token_count += token_count - offline_count
 
     def _give_one_each(self, worker: Worker, event: StepReceived, commands: list[Command]) -> None:
         """A token for each handle and nothing else, as most messages have it: the same, in a shorter way."""
         at_s, find, add = event.at_s, worker.placed.get, commands.append
-        took_s, later_count, offline_count = 0.0, 0, 0
+        took_s, later_count, offline_count, gap_counts = 0.0, 0, 0, self.gap_counts
         for handle, token_id in zip(event.handles, event.token_ids, strict=True):
             tracked = find(handle)
             if tracked is None:
                 self.stale_count += 1
                 continue
-            if tracked.awaits_token:
-                later_count -= self._take_first_token(tracked, at_s) and not tracked.offline
+            is_first = tracked.awaits_token and self._take_first_token(tracked, at_s)
             gap_s = at_s - tracked.last_token_at_s
             if tracked.offline:
                 offline_count += 1
-            else:
+            elif not is_first:
                 took_s += gap_s
                 later_count += 1
+                gap_counts[bisect_left(GAP_BOUNDS_S, gap_s)] += 1
             if gap_s > tracked.longest_gap_s:
                 tracked.longest_gap_s, tracked.longest_gap_token = gap_s, len(tracked.output_token_ids)
             tracked.last_token_at_s = at_s

@@ -1,14 +1,16 @@
 """What Prometheus gets to see of a dispatcher. Gauges and totals are read from the core when they are asked for."""
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Histogram, Metric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from ballast.service.metrics import E2E_BUCKETS_S, TOKEN_BUCKETS_S, TTFT_BUCKETS_S
+from ballast.service.metrics import E2E_BUCKETS_S, TTFT_BUCKETS_S
 from services.dispatcher.core.dispatcher import DispatcherCore
 from services.dispatcher.core.events import Facts
+from services.dispatcher.core.relay import GAP_BOUNDS_S
 
 _WORKER_GAUGES = (
     ("ballast_worker_connected", "1 if this dispatcher has its stream to the worker, which leads a group"),
@@ -27,11 +29,9 @@ class DispatcherMetrics(Collector):
         self._core = core
         self._queue_s = _histogram("queue_time", "Time a request waited in the backlog", TTFT_BUCKETS_S, registry)
         self._ttft_s = _histogram("ttft", "Time from a request's arrival to its first token", TTFT_BUCKETS_S, registry)
-        self._tpot_s = _histogram("tpot", "Mean time for each token after the first", TOKEN_BUCKETS_S, registry)
+        self._tpot_s = _histogram("tpot", "Mean time for each token after the first", GAP_BOUNDS_S, registry)
         self._e2e_s = _histogram("e2e", "Time from a request's arrival to its ending", E2E_BUCKETS_S, registry)
-        self._gap_s = _histogram(
-            "longest_gap", "Longest time between two tokens of a request", TOKEN_BUCKETS_S, registry
-        )
+        self._gap_s = _histogram("longest_gap", "Longest time between two tokens of a request", GAP_BOUNDS_S, registry)
         registry.register(self)
 
     def observe(self, facts: Facts) -> None:
@@ -78,6 +78,10 @@ class DispatcherMetrics(Collector):
         for caller, count in core.backlog.most_of(_MOST_CALLERS):
             callers.add_metric([caller], count)
         yield callers
+        bounds = [*map(str, GAP_BOUNDS_S), "+Inf"]
+        buckets = list(zip(bounds, accumulate(core.relay.gap_counts), strict=True))
+        text = "Time from one token of a request to the next, of those that came apart"
+        yield HistogramMetricFamily("ballast_inter_token_seconds", text, buckets, core.relay.gap_total_s)
         yield self._collect_endings()
         yield from self._collect_workers()
 

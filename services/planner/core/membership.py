@@ -6,7 +6,7 @@ Rule 2: it leaves by word of the monitor, which has evidence of its end, or on e
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Incarnation, WorkerId
@@ -127,7 +127,7 @@ class Membership:
         none, that it does not hold all layers.
         """
         known = self.known.get(worker_id)
-        if known is None or known.model != self.model:
+        if known is None or not self._serves(known):
             return False
         whole = _is_whole(known.place, worker_id, layer_count)
         if group is None:
@@ -144,27 +144,40 @@ class Membership:
         return {
             worker_id: Claim(known.placeable.incarnation, known.place)
             for worker_id, known in self.known.items()
-            if known.place is not None and known.model == self.model
+            if known.place is not None and self._serves(known)
         }
 
     def placeable(self) -> list[Placeable]:
         """The instances that serve the cluster's model."""
         self._choose_model()
-        return [known.placeable for known in self.known.values() if known.model == self.model]
+        return [known.placeable for known in self.known.values() if self._serves(known)]
 
     def protocols(self) -> dict[WorkerId, int]:
         """Of the instances that serve the cluster's model and have said it."""
         known = self.known.items()
-        return {w: one.protocol for w, one in known if one.protocol is not None and one.model == self.model}
+        return {w: one.protocol for w, one in known if one.protocol is not None and self._serves(one)}
 
     def serves_another_model(self, worker_id: WorkerId) -> bool:
         self._choose_model()
-        return self.known[worker_id].model != self.model
+        return not self._serves(self.known[worker_id])
+
+    def _serves(self, known: Known) -> bool:
+        """Whether it serves the cluster's model."""
+        return known.model is self.model or (known.model is not None and known.model.is_same(self.model))
 
     def _choose_model(self) -> None:
-        """The model stays while one instance serves it; then that of the first remaining worker takes its place."""
-        if self.known and not any(known.model == self.model for known in self.known.values()):
+        """The model stays while one instance serves it; then that of the first remaining worker takes its place.
+
+        What is known of it without its revision, from a layout or a worker of an older version, gives way to what one
+        tells with it.
+        """
+        if not self.known:
+            return
+        serving = [known.model for known in self.known.values() if self._serves(known)]
+        if not serving:
             self.model = self.known[min(self.known)].model
+        elif self.model is not None and not self.model.revision:
+            self.model = next((model for model in serving if model is not None and model.revision), self.model)
 
     def _put(self, known: Known) -> None:
         worker_id, incarnation = known.placeable.worker_id, known.placeable.incarnation
@@ -202,5 +215,5 @@ def difference(own: ModelInfo, cluster: ModelInfo | None) -> str:
     """In what a model is another than the cluster's, for people."""
     if cluster is None:
         return "the model of the cluster is not known"
-    names = [f.name for f in fields(ModelInfo) if getattr(own, f.name) != getattr(cluster, f.name)]
+    names = own.differences(cluster)
     return "; ".join(f"{name} is {getattr(own, name)}, the cluster has {getattr(cluster, name)}" for name in names)

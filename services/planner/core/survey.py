@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ballast.common.ids import Epoch, GroupId, WorkerId
 from ballast.common.layout import Group, Layout, Member
-from ballast.common.load import LoadReport
+from ballast.common.load import LoadReport, MemoryReport
 from ballast.common.model import ModelInfo
 from services.planner.core.messages import Sources
 from services.planner.policy.drop import DropPlan
@@ -22,7 +22,9 @@ from services.planner.policy.snapshot import (
 )
 
 Loads = Mapping[WorkerId, LoadReport]
+_Classes = Mapping[tuple[int, int], tuple[int, int]]  # budget and extent -> those that they count as
 _MARGIN = 1.1  # of demand, freed in excess
+_ALIKE = 1.02  # memories that differ by less are of one class: each kind more is a search more
 
 
 class NoSurvey(Exception):
@@ -38,7 +40,8 @@ def shape_of(model: ModelInfo | None, loads: Loads) -> ModelShape:
         raise NoSurvey("no instance is there")
     if not model.layer_parameter_bytes or not model.block_bytes:
         raise NoSurvey(f"the workers do not say how large the layers of {model.name} are")
-    block_tokens = next(iter(loads.values())).block_tokens
+    first = next(iter(loads.values()))
+    block_tokens = first.block_tokens
     if min(*model.layer_parameter_bytes, model.block_bytes, block_tokens) < 1 or model.other_parameter_bytes < 0:
         raise NoSurvey(f"what the workers say of the sizes of {model.name} makes no sense")
     return ModelShape(
@@ -46,7 +49,7 @@ def shape_of(model: ModelInfo | None, loads: Loads) -> ModelShape:
         other_parameter_bytes=model.other_parameter_bytes,
         block_tokens=block_tokens,
         block_bytes=model.block_bytes,
-        extent_bytes=max(1, model.extent_bytes),
+        extent_bytes=max(1, first.memory.extent_bytes or model.extent_bytes),
     )
 
 
@@ -63,8 +66,8 @@ def survey(layout: Layout, model: ModelInfo | None, loads: Loads, *, draining: b
     shape = shape_of(model, loads)
     if layout.layer_count != shape.layer_count:
         raise NoSurvey(f"the layout is of {layout.layer_count} layers, the model has {shape.layer_count}")
-    parts = dict[tuple[int, int], _Part]()
-    begin, end, least_bytes = 0, 0, 0  # of the last range of layers, which hardly ever is another
+    parts = dict[tuple[int, int, int], _Part]()
+    begin, end, extent, least_bytes = 0, 0, -1, 0  # of the last member, which hardly ever is unlike the next
     groups, led, reported = list[Group](), list[LoadReport](), loads.get
     for group in layout.groups:
         leaders = None
@@ -74,11 +77,11 @@ def survey(layout: Layout, model: ModelInfo | None, loads: Loads, *, draining: b
                 break
             if load.block_count < 0 or load.used_block_count < 0 or load.waiting_block_count < 0:
                 break
-            if first != begin or last != end:
-                begin, end = first, last
-                if (first, last) not in parts:
-                    parts[first, last] = _part(shape, first, last)
-                least_bytes = parts[first, last].least_bytes
+            if first != begin or last != end or load.memory.extent_bytes != extent:
+                begin, end, extent = key = first, last, load.memory.extent_bytes
+                if key not in parts:
+                    parts[key] = _part(shape.at(extent), first, last)
+                least_bytes = parts[key].least_bytes
             if load.memory.budget_bytes < least_bytes:
                 break
             if leaders is None:
@@ -89,7 +92,8 @@ def survey(layout: Layout, model: ModelInfo | None, loads: Loads, *, draining: b
                 led.append(leaders)
     if not groups:
         raise NoSurvey("no group has reported its load")
-    columns = _columns(groups, led, loads)
+    alike = memory_classes([load.memory for load in loads.values()])
+    columns = _columns(groups, led, loads, alike)
 
     def states(indices: Iterable[int]) -> list[GroupState]:
         made = list[GroupState]()
@@ -98,15 +102,27 @@ def survey(layout: Layout, model: ModelInfo | None, loads: Loads, *, draining: b
         for i in indices:
             stages: list[InstanceState] = []  # `list[..]()` would take a third of the time of all this
             for m in groups[i].members:
-                first, last, budget_bytes = m.first_layer, m.last_layer, loads[m.worker_id].memory.budget_bytes
-                stages.append(instance((m.worker_id, budget_bytes, first, last, parts[first, last].layers)))
+                first, last, memory = m.first_layer, m.last_layer, loads[m.worker_id].memory
+                layers = parts[first, last, memory.extent_bytes].layers
+                budget_bytes, extent_bytes = alike[memory.budget_bytes, memory.extent_bytes]
+                stages.append(instance((m.worker_id, budget_bytes, first, last, layers, extent_bytes)))
             made.append(state((ids[i], tuple(stages), blocks[i], used[i], waiting[i], running[i], uncomputed[i])))
         return made
 
     return Survey(Snapshot(shape, Groups(columns, states)), led)
 
 
-def _columns(groups: Sequence[Group], led: Sequence[LoadReport], loads: Loads) -> Columns:
+def memory_classes(memories: Iterable[MemoryReport]) -> _Classes:
+    """Budget and size of an extent of each memory -> those of the smallest memory of its class."""
+    found, least = dict[tuple[int, int], tuple[int, int]](), (0, 0)
+    for one in sorted({(m.budget_bytes, m.extent_bytes) for m in memories}):
+        if one[0] > least[0] * _ALIKE:
+            least = one
+        found[one] = least
+    return found
+
+
+def _columns(groups: Sequence[Group], led: Sequence[LoadReport], loads: Loads, alike: _Classes) -> Columns:
     stages = [len(group.members) for group in groups]
     reports = led if max(stages) == 1 else [loads[m.worker_id] for group in groups for m in group.members]
     return Columns(
@@ -117,7 +133,7 @@ def _columns(groups: Sequence[Group], led: Sequence[LoadReport], loads: Loads) -
         [load.waiting_block_count for load in led],
         [load.running_count for load in led],
         [load.prompt_token_count and _uncomputed(load) for load in led],
-        {load.memory.budget_bytes for load in reports},
+        {alike[load.memory.budget_bytes, load.memory.extent_bytes] for load in reports},
     )
 
 

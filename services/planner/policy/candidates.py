@@ -277,7 +277,7 @@ class Candidates:
 
     def _plans(self, part: _Merges) -> list[GroupPlan]:
         """Of its merges; where all memories are alike one says it for all, and else some of them do."""
-        budgets = {budget for share in part.shares for budget in share.pool.columns.budgets_bytes}
+        budgets = {budget for share in part.shares for budget in share.pool.columns.memories}
         count = 1 if len(budgets) == 1 else min(_SAMPLED, part.count)
         return [group_plan(part.merge(i * part.count // count), self._splitter) for i in range(count)]
 

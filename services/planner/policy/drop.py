@@ -150,10 +150,12 @@ class _Planning:
 
     def _blocks_by_size(self) -> list[int] | None:
         """Blocks of groups by their size, where that says it: of equal single instances; else None."""
-        budgets = {member.budget_bytes for group in self.groups for member in group.members}
+        budgets = {(m.budget_bytes, m.extent_bytes) for group in self.groups for m in group.members}
         if len(budgets) != 1 or not self.all_full_copies or not self.model.is_uniform or not self.counts_usable:
             return None
-        return blocks_by_size(self.model, budgets.pop(), min(len(self.groups), self.units.max_stages))
+        budget_bytes, extent_bytes = budgets.pop()
+        most = min(len(self.groups), self.units.max_stages)
+        return blocks_by_size(self.model.at(extent_bytes), budget_bytes, most)
 
     # ------------------------------------------------------------ choosing
 

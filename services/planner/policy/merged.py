@@ -95,7 +95,12 @@ def surplus_bytes(group: GroupState, model: ModelShape) -> int:
     """Parameters in the memory of a group's members beyond one copy of all layers."""
     if len(group.members) == 1:
         return 0
-    return sum(model.occupied_bytes(member.held_layers) for member in group.members) - model.copy_bytes
+    surplus = 0
+    for member in group.members:
+        own = model.at(member.extent_bytes)
+        executed = own.extents_before[member.last_layer] - own.extents_before[member.first_layer]
+        surplus += own.occupied_bytes(member.held_layers) - executed * own.extent_bytes
+    return surplus
 
 
 def group_plan(merged: Sequence[GroupState], splitter: Splitter) -> GroupPlan:

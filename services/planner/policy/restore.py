@@ -78,7 +78,7 @@ def plan_restore(
 
 
 def _full_copy_blocks(group: GroupState, model: ModelShape) -> tuple[int, ...]:
-    return tuple(model.block_count(member.budget_bytes, 0, model.layer_count) for member in group.members)
+    return tuple(model.at(m.extent_bytes).block_count(m.budget_bytes, 0, model.layer_count) for m in group.members)
 
 
 class _Choice:

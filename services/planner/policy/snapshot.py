@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, overload
@@ -25,6 +25,19 @@ class ModelShape:
     @property
     def layer_count(self) -> int:
         return len(self.layer_parameter_bytes)
+
+    def at(self, extent_bytes: int) -> "ModelShape":
+        """The same model in a memory that is dealt out in such extents; 0: as here."""
+        if not extent_bytes or extent_bytes == self.extent_bytes:
+            return self
+        known = self._others
+        if extent_bytes not in known:
+            known[extent_bytes] = replace(self, extent_bytes=extent_bytes)
+        return known[extent_bytes]
+
+    @cached_property
+    def _others(self) -> dict[int, "ModelShape"]:
+        return {}
 
     @cached_property
     def extents(self) -> tuple[int, ...]:
@@ -65,6 +78,7 @@ class InstanceState(NamedTuple):  # like groups a tuple, of which ten thousand a
     first_layer: int  # executes [first_layer, last_layer)
     last_layer: int
     held_layers: tuple[int, ...]  # parameters in memory, ascending; at least those it executes
+    extent_bytes: int = 0  # its memory is dealt out in multiples of this; 0: as the model's shape says
 
 
 class GroupState(NamedTuple):
@@ -93,7 +107,7 @@ class Columns(NamedTuple):
     waiting: Sequence[int]
     running: Sequence[int]
     uncomputed: Sequence[int]
-    budgets_bytes: AbstractSet[int]  # of all members
+    memories: AbstractSet[tuple[int, int]]  # budget and extent of all members
 
 
 class Groups(Sequence[GroupState]):
@@ -132,7 +146,7 @@ def columns_of(groups: Sequence[GroupState]) -> Columns:
         [group.waiting_block_count for group in groups],
         [group.running_count for group in groups],
         [group.uncomputed_tokens for group in groups],
-        {member.budget_bytes for group in groups for member in group.members},
+        {(member.budget_bytes, member.extent_bytes) for group in groups for member in group.members},
     )
 
 
@@ -184,5 +198,5 @@ def _check_memory(model: ModelShape, member: InstanceState) -> None:
         raise InvariantViolation(f"{member.worker_id} does not hold what it executes: {held}")
     if held[0] < 0 or held[-1] >= model.layer_count:
         raise InvariantViolation(f"{member.worker_id} holds layers that the model lacks: {held}")
-    if model.occupied_bytes(held) + model.other_parameter_bytes > member.budget_bytes:
+    if model.at(member.extent_bytes).occupied_bytes(held) + model.other_parameter_bytes > member.budget_bytes:
         raise InvariantViolation(f"{member.worker_id}: its parameters exceed its budget of {member.budget_bytes} bytes")

@@ -59,6 +59,7 @@ class Kind(NamedTuple):
     budget_bytes: int
     first_layer: int  # executed today
     last_layer: int
+    extent_bytes: int
 
 
 class Aftermath(NamedTuple):
@@ -79,7 +80,7 @@ class Splitter:
         self.tolerance = tolerance or SplitTolerance()
         self._bounds: dict[Kinds, Reach | None] = {}
         self._feasible: dict[Kinds, bool] = {}
-        self._aftermath: dict[tuple[tuple[int, ...], int, int, int], Aftermath] = {}
+        self._aftermath: dict[tuple[tuple[int, ...], int, int, int, int], Aftermath] = {}
 
     def split(self, candidates: Sequence[Candidate]) -> list[Stage] | None:
         """Stages in pipeline order, or None if these members cannot form a pipeline."""
@@ -103,23 +104,25 @@ class Splitter:
 
     def _is_alike(self, candidates: Sequence[Candidate]) -> bool:
         """Equal members that hold every layer, and equal layers: the usual case, which needs no search."""
-        budget_bytes = candidates[0].instance.budget_bytes
+        budget_bytes, extent_bytes = candidates[0].instance.budget_bytes, candidates[0].instance.extent_bytes
         return self.model.is_uniform and all(
             c.instance.last_layer - c.instance.first_layer == self.model.layer_count
             and c.instance.budget_bytes == budget_bytes
+            and c.instance.extent_bytes == extent_bytes
             for c in candidates
         )
 
     def aftermath(self, instance: InstanceState, first_layer: int, last_layer: int) -> Aftermath:
         """What becomes of a member's memory when it keeps these layers only."""
-        key = (instance.held_layers, instance.budget_bytes, first_layer, last_layer)
+        key = (instance.held_layers, instance.budget_bytes, instance.extent_bytes, first_layer, last_layer)
+        model = self.model.at(instance.extent_bytes)
         if key not in self._aftermath:
-            kept_extents = self.model.extents_before[last_layer] - self.model.extents_before[first_layer]
-            freed_bytes = self.model.occupied_bytes(instance.held_layers) - kept_extents * self.model.extent_bytes
+            kept_extents = model.extents_before[last_layer] - model.extents_before[first_layer]
+            freed_bytes = model.occupied_bytes(instance.held_layers) - kept_extents * model.extent_bytes
             self._aftermath[key] = Aftermath(
                 tuple(layer for layer in instance.held_layers if not first_layer <= layer < last_layer),
                 freed_bytes,
-                self.model.block_count(instance.budget_bytes, first_layer, last_layer),
+                model.block_count(instance.budget_bytes, first_layer, last_layer),
             )
         return self._aftermath[key]
 
@@ -128,17 +131,15 @@ class Splitter:
             return False
         kinds = tuple(sorted(Counter(_kind(i) for i in instances).items()))
         if kinds not in self._feasible:
-            reach = _reach(kinds, self.model, self.model.layer_count, _least_extents(self.model))
+            reach = _reach(kinds, self.model, self.model.layer_count, 1)
             self._feasible[kinds] = _completes(kinds, reach, self.model.layer_count)
         return self._feasible[kinds]
 
 
 def _kind(instance: InstanceState) -> Kind:
-    return Kind(instance.held_layers, instance.budget_bytes, instance.first_layer, instance.last_layer)
-
-
-def _least_extents(model: ModelShape) -> int:
-    return -(-model.block_bytes // model.extent_bytes)
+    return Kind(
+        instance.held_layers, instance.budget_bytes, instance.first_layer, instance.last_layer, instance.extent_bytes
+    )
 
 
 def _free_extents(kind: Kind, model: ModelShape) -> int:
@@ -148,19 +149,21 @@ def _free_extents(kind: Kind, model: ModelShape) -> int:
 
 def _bounds(kinds: Kinds, model: ModelShape, tolerance: SplitTolerance) -> Reach | None:
     """How far a stage may extend under conditions 1 to 3, or None if there is no split at all."""
-    layer_count, least = model.layer_count, _least_extents(model)
+    layer_count, least = model.layer_count, 1  # block of KV in each layer
     if len(kinds) == 1 and kinds[0][0].last_layer - kinds[0][0].first_layer == layer_count and model.is_uniform:
         stages = kinds[0][1]
         size = -(-layer_count // stages)
-        per_layer = (_free_extents(kinds[0][0], model) - model.extents_before[size]) // size
+        own = model.at(kinds[0][0].extent_bytes)
+        per_layer = (_free_extents(kinds[0][0], own) - own.extents_before[size]) // size
+        per_layer = per_layer * own.extent_bytes // own.block_bytes
         enough = max(least, int(per_layer * (1.0 - tolerance.capacity)))
         return _reach(kinds, model, tolerance.longest(size), enough) if per_layer >= least else None
     if not _completes(kinds, _reach(kinds, model, layer_count, least), layer_count):
         return None
     shorter = _first_true(layer_count - 1, lambda i: _completes(kinds, _reach(kinds, model, 1 + i, least), layer_count))
     longest = tolerance.longest(1 + shorter)
-    # Extents per layer: the most that every stage can give to each of its layers.
-    most = max(kind.budget_bytes for kind, _ in kinds) // model.extent_bytes + 1
+    # Blocks: the most that every stage can give to each of its layers.
+    most = max(kind.budget_bytes for kind, _ in kinds) // model.block_bytes + 1
     too_many = _first_true(
         most - least, lambda i: not _completes(kinds, _reach(kinds, model, longest, least + 1 + i), layer_count)
     )
@@ -180,13 +183,15 @@ def _first_true(count: int, holds: Callable[[int], bool]) -> int:
     return low
 
 
-def _reach(kinds: Kinds, model: ModelShape, longest: int, extents_per_layer: int) -> Reach:
+def _reach(kinds: Kinds, model: ModelShape, longest: int, blocks: int) -> Reach:
     """How far a stage may go on layers that it holds, by kind and first layer: at most so many, and leaving so much
     memory for the KV of each of its layers. The first layer itself where there is no such stage."""
-    needs = [extents + extents_per_layer * layer for layer, extents in enumerate(model.extents_before)]
     reach: Reach = []
     for kind, _ in kinds:
-        free = _free_extents(kind, model)
+        own = model.at(kind.extent_bytes)
+        extents_per_layer = -(-blocks * own.block_bytes // own.extent_bytes)
+        needs = [extents + extents_per_layer * layer for layer, extents in enumerate(own.extents_before)]
+        free = _free_extents(kind, own)
         held = set(kind.held_layers)
         held_end, row = model.layer_count, [0] * model.layer_count
         for layer in range(model.layer_count - 1, -1, -1):

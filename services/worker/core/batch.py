@@ -47,9 +47,31 @@ class SwapCopy:
     host_blocks: tuple[int, ...]  # the same on every stage, for so many blocks of its table
 
 
+BlockNumber = int  # of a block that several sequences may read: see `core.prefixes`
+NumberRuns = tuple[tuple[BlockNumber, int], ...]  # (first, count) of consecutive numbers
+
+
+class NamedBlocks(NamedTuple):
+    """Blocks of a sequence's table that get consecutive numbers."""
+
+    sequence_id: SequenceId
+    first_block: int  # of its table
+    first_number: BlockNumber
+    block_count: int
+
+
+class TakenBlocks(NamedTuple):
+    """A sequence's table begins with the blocks that have these numbers. It has no table before."""
+
+    sequence_id: SequenceId
+    runs: NumberRuns
+
+
 @record()
 class Batch:
-    """One microbatch. `removed` sequences are forgotten before `added` ones enter and the slices run."""
+    """One microbatch. Blocks are `named`, then `removed` sequences and `forgotten` numbers give their blocks back, then
+    numbers are `taken`; after that `added` sequences enter and the slices run.
+    """
 
     step_id: int
     removed: tuple[SequenceId, ...]
@@ -60,6 +82,9 @@ class Batch:
     memory_is_awaited: bool = False  # requests have not been let in
     failure: str = ""  # why a stage could not run it: without slices from there on
     copies: tuple[SwapCopy, ...] = ()
+    named: tuple[NamedBlocks, ...] = ()
+    forgotten: NumberRuns = ()
+    taken: tuple[TakenBlocks, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,26 @@
 """Forms batches of the online sequences that run: decodes, and chunks of prompts."""
 
 from ballast.common.errors import InvariantViolation
+from ballast.common.record import record
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.sequence import Sequence
+from services.worker.core.swapping import NOTHING, SwapOrders
 from services.worker.policy.batching import PrefillView, chunk_prefills
 from services.worker.policy.microbatching import Candidate, Microbatching, PipelineView
 
 _FEW = 0.25  # of a microbatch's decodes
 _LIMITED_BATCHES = 4  # however small the limit, over no more than these are the prompts spread that there are at once
+
+
+@record()
+class Plan:
+    """What the next step computes."""
+
+    decodes: list[Sequence]  # one token each
+    chunks: list[tuple[Sequence, int]]  # with the number of tokens, at least 1
+    preempted: list[Sequence]  # they wait again
+    swaps: SwapOrders = NOTHING  # besides; never of what is written by them
+
 
 Share = tuple[list[Sequence], list[tuple[Sequence, int]]]  # decodes; chunks, with their number of tokens
 

@@ -7,14 +7,18 @@ Sequence ids are unique over the cluster, so the tables outlive every change of 
 Stages take batches in the order in which the leader formed them, and a batch frees before it covers. A block that
 batch k frees was therefore last touched by a batch before k, and whoever gets it does so in batch k or later: no
 stage, however far behind the others, can see it used by two.
+
+A block that has a number (`core.prefixes`) may be in several tables. It is free when it is in none and its number has
+been forgotten.
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from ballast.common.errors import InvariantViolation
-from services.worker.core.batch import Batch, SequenceId
+from services.worker.core.batch import Batch, BlockNumber, SequenceId
 
 Table = tuple[int, ...]
 
@@ -30,11 +34,12 @@ _LOOKS = 64  # at changes only, before everything is looked at
 class _Audit:
     """What a check has seen."""
 
-    __slots__ = ("looks_left", "owned", "tables")
+    __slots__ = ("claims", "looks_left", "numbered", "tables")
 
-    def __init__(self, tables: dict[SequenceId, Table], owned: set[int]) -> None:
+    def __init__(self, tables: dict[SequenceId, Table], numbered: dict[BlockNumber, int]) -> None:
         self.tables = tables
-        self.owned = owned  # by any of them
+        self.numbered = numbered
+        self.claims = Counter(chain(chain.from_iterable(tables.values()), numbered.values()))
         self.looks_left = _LOOKS
 
 
@@ -53,8 +58,11 @@ class BlockBook:
         self._fresh = first_block  # this block and all behind it are free
         self._returned: list[int] = []  # the free ones before it: a heap
         self._tables: dict[SequenceId, Table] = {}  # in token order
+        self._numbered: dict[BlockNumber, int] = {}  # number -> block
+        self._claims: dict[int, int] = {}  # of a block that has or had a number: its tables, and 1 for the number
         self._audit: _Audit | None = None  # of the last check; None: the next one looks at everything
         self._changed: dict[SequenceId, None] = {}  # tables that are others than at the last check
+        self._renumbered: dict[BlockNumber, None] = {}  # likewise
 
     @property
     def block_count(self) -> int:
@@ -100,8 +108,13 @@ class BlockBook:
 
     def apply(self, batch: Batch) -> tuple[Table, ...]:
         """The tables of the batch's slices, each covering its slice; the same object as long as a table is the same."""
+        for sequence_id, first_block, first_number, count in batch.named:
+            self._name(sequence_id, first_block, first_number, count)
         for sequence_id in batch.removed:
             self.release(sequence_id)
+        self.forget(batch.forgotten)
+        for sequence_id, runs in batch.taken:
+            self._take(sequence_id, [*_numbers(runs)])
         block_tokens, get, hold = self._block_tokens, self._tables.get, self.hold
         tables: list[Table] = []
         for sequence_id, first, token_ids, _ in batch.slices:
@@ -112,6 +125,45 @@ class BlockBook:
             tables.append(table)
         return tuple(tables)
 
+    # ---------------------------------------------------------------- numbered blocks
+
+    @property
+    def numbers(self) -> set[BlockNumber]:
+        return set(self._numbered)
+
+    def _name(self, sequence_id: SequenceId, first_block: int, first_number: BlockNumber, count: int) -> None:
+        blocks = self.table(sequence_id)[first_block : first_block + count]
+        if len(blocks) < count:
+            have = first_block + len(blocks)
+            raise InvariantViolation(f"sequence {sequence_id} has {have} blocks, {first_block + count} are to be named")
+        for number, block_id in enumerate(blocks, first_number):
+            if number in self._numbered:
+                raise InvariantViolation(f"number {number} is given to block {block_id}, and another block has it")
+            self._numbered[number] = block_id
+            self._claims[block_id] = self._claims.get(block_id, 1) + 1
+            self._note_number(number)
+
+    def _take(self, sequence_id: SequenceId, numbers: Sequence[BlockNumber]) -> None:
+        unknown = [number for number in numbers if number not in self._numbered]
+        if unknown or sequence_id in self._tables:
+            raise InvariantViolation(f"sequence {sequence_id} has blocks, or takes what is not here: {unknown}")
+        self._tables[sequence_id] = table = tuple([self._numbered[number] for number in numbers])
+        for block_id in table:
+            self._claims[block_id] += 1
+        self._note(sequence_id)
+
+    def forget(self, runs: Iterable[tuple[BlockNumber, int]]) -> None:
+        """These numbers are no more. Their blocks are free, unless tables have them."""
+        for number in _numbers(runs):
+            self._note_number(number)
+            self._give_back((self._numbered.pop(number),))
+
+    def forget_numbers(self) -> None:
+        """Another leader's numbers follow. What several tables have they go on sharing."""
+        self.forget([(number, 1) for number in self._numbered])
+
+    # ---------------------------------------------------------------- giving back
+
     def release(self, sequence_id: SequenceId) -> int:
         """Give back all blocks of a sequence. Returns their number: 0 if it held none."""
         table = self._tables.pop(sequence_id, ())
@@ -120,8 +172,14 @@ class BlockBook:
         return len(table)
 
     def _give_back(self, block_ids: Iterable[int]) -> None:
-        returned = self._returned
+        """One claim less on each; free if it was the last."""
+        returned, claims = self._returned, self._claims
         for block_id in block_ids:
+            if claims and block_id in claims:
+                claims[block_id] -= 1
+                if claims[block_id]:
+                    continue
+                del claims[block_id]
             heapq.heappush(returned, block_id)
 
     def copy(self) -> "BlockBook":
@@ -129,12 +187,16 @@ class BlockBook:
         other = BlockBook(self.block_count, self._block_tokens, self._first)
         other._fresh, other._returned = self._fresh, self._returned.copy()
         other._tables = self._tables.copy()
+        other._numbered, other._claims = self._numbered.copy(), self._claims.copy()
         return other
 
     @property
     def used_end(self) -> int:
         """So many blocks at the book's begin have all that are held among them."""
-        return max((max(table) + 1 - self._first for table in self._tables.values() if table), default=0)
+        return max(self._held(), default=self._first - 1) + 1 - self._first
+
+    def _held(self) -> set[int]:
+        return {*chain.from_iterable(self._tables.values()), *self._numbered.values()}
 
     def trim(self, sequence_id: SequenceId, token_count: int) -> None:
         """Give back the blocks of a sequence beyond those that so many tokens take."""
@@ -158,7 +220,7 @@ class BlockBook:
         confirmed with `compacted`.
         """
         end = self._first + block_count
-        tail = sorted(b for table in self._tables.values() for b in table if b >= end)
+        tail = sorted(b for b in self._held() if b >= end)
         free = chain((b for b in self._returned if b < end), range(self._fresh, end))
         targets = heapq.nsmallest(len(tail), free)
         if len(targets) < len(tail):
@@ -171,7 +233,7 @@ class BlockBook:
             return
         moved = dict(moves)
         self._audit = None
-        held = {b for table in self._tables.values() for b in table}
+        held = self._held()
         fresh = max(self._fresh, max(moved.values()) + 1)
         free = {*self._returned, *range(self._fresh, min(fresh, self._end))}
         if len(moved) != len(moves) or not held.issuperset(moved) or not free.issuperset(moved.values()):
@@ -179,6 +241,8 @@ class BlockBook:
         for sequence_id, table in self._tables.items():
             if not moved.keys().isdisjoint(table):
                 self._tables[sequence_id] = tuple(moved.get(b, b) for b in table)
+        self._numbered = {number: moved.get(b, b) for number, b in self._numbered.items()}
+        self._claims = {moved.get(b, b): count for b, count in self._claims.items()}
         self._fresh = fresh
         self._returned = [*(free - set(moved.values())), *moved]
         heapq.heapify(self._returned)
@@ -195,54 +259,90 @@ class BlockBook:
         self._end = end
 
     def check(self) -> None:
-        """Raise InvariantViolation unless every block is either free or in exactly one table (I3).
+        """Raise InvariantViolation unless every block is either free or in exactly one table, or is numbered and has as
+        many claims as there are (I3).
 
         The tables that have not changed since the last look are only counted, except for every so many looks: the
         free list, too, is then looked at as a whole.
         """
         if self._audit is None or self._audit.looks_left == 0:
             self._check_all()
-            self._audit = _Audit(dict(self._tables), {b for table in self._tables.values() for b in table})
-        elif self._changed:
+            self._audit = _Audit(dict(self._tables), dict(self._numbered))
+        elif self._changed or self._renumbered:
             self._check_changed(self._audit)
             self._audit.looks_left -= 1
         self._changed.clear()
+        self._renumbered.clear()
 
     def _note(self, sequence_id: SequenceId) -> None:
         """Its table changes. Forgotten where nobody checks, which is everywhere but in tests and simulations."""
         if self._audit is not None:
             self._changed[sequence_id] = None
 
+    def _note_number(self, number: BlockNumber) -> None:
+        if self._audit is not None:
+            self._renumbered[number] = None
+
     def _check_all(self) -> None:
-        claimed = [*self._returned, *range(self._fresh, self._end)]
-        for table in self._tables.values():
-            claimed += table
-        if len(claimed) != self.block_count or set(claimed) != set(range(self._first, self._end)):
+        claims = Counter(chain(chain.from_iterable(self._tables.values()), self._numbered.values()))
+        free = [*self._returned, *range(self._fresh, self._end)]
+        shared = {block_id: count for block_id, count in claims.items() if count > 1}
+        wrong = shared.items() - self._claims.items() or any(claims[b] != n for b, n in self._claims.items())
+        everything = [*free, *claims]
+        if (
+            wrong
+            or len(everything) != self.block_count
+            or set(everything) != set(range(self._first, self._end))
+            or len(set(self._numbered.values())) != len(self._numbered)
+        ):
             self._blame()
 
     def _check_changed(self, audit: "_Audit") -> None:
-        owned = audit.owned
+        claims, touched = audit.claims, set[int]()
         for sequence_id in self._changed:
-            owned.difference_update(audit.tables.pop(sequence_id, ()))
-        claimed_count = len(owned)
-        for sequence_id in self._changed:
-            if table := self._tables.get(sequence_id):
-                audit.tables[sequence_id] = table
-                owned.update(table)
-                claimed_count += len(table)
-        outside = any(not self._first <= b < self._end for i in self._changed for b in self._tables.get(i, ()))
-        if outside or claimed_count != len(owned) or claimed_count + self.free_count != self.block_count:
+            before, after = audit.tables.pop(sequence_id, ()), self._tables.get(sequence_id, ())
+            if after:
+                audit.tables[sequence_id] = after
+            if after[: len(before)] == before:
+                before, after = (), after[len(before) :]
+            self._count_claims(claims, touched, before, after)
+        for number in self._renumbered:
+            before, after = audit.numbered.pop(number, None), self._numbered.get(number)
+            if after is not None:
+                audit.numbered[number] = after
+            self._count_claims(claims, touched, () if before is None else (before,), () if after is None else (after,))
+        wrong = any(
+            not self._first <= b < self._end or claims[b] != self._claims.get(b, 1) for b in touched if b in claims
+        )
+        if wrong or len(claims) + self.free_count != self.block_count:
             self._blame()
             raise InvariantViolation("blocks have changed hands, and no table says so")
+
+    def _count_claims(self, claims: Counter[int], touched: set[int], before: Table, after: Table) -> None:
+        for block_id in before:
+            claims[block_id] -= 1
+            if not claims[block_id]:
+                del claims[block_id]
+        for block_id in after:
+            claims[block_id] += 1
+        touched.update(before, after)
 
     def _blame(self) -> None:
         """Names the block that is in two places, in none or not there at all: slow."""
         owner: dict[int, str] = {}  # block id -> what holds it
         for block_id in (*self._returned, *range(self._fresh, self._end)):
             self._claim(owner, block_id, "the free list")
+        for number, block_id in self._numbered.items():
+            self._claim(owner, block_id, f"number {number}")
+        claims = Counter(self._numbered.values())
         for sequence_id, table in self._tables.items():
             for block_id in table:
-                self._claim(owner, block_id, f"sequence {sequence_id}")
+                claims[block_id] += 1
+                if block_id not in self._claims or block_id not in owner:
+                    self._claim(owner, block_id, f"sequence {sequence_id}")
+        for block_id, count in self._claims.items():
+            if claims[block_id] != count:
+                raise InvariantViolation(f"block {block_id} has {claims[block_id]} claims, {count} are counted")
         if len(owner) != self.block_count:
             raise InvariantViolation(f"{self.block_count - len(owner)} of {self.block_count} blocks are lost")
 
@@ -252,3 +352,7 @@ class BlockBook:
         if block_id in owner:
             raise InvariantViolation(f"block {block_id} belongs to {owner[block_id]} and to {who}")
         owner[block_id] = who
+
+
+def _numbers(runs: Iterable[tuple[BlockNumber, int]]) -> Iterable[BlockNumber]:
+    return chain.from_iterable([range(first, first + count) for first, count in runs])

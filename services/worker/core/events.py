@@ -55,6 +55,7 @@ class Submitted:
     priority: PriorityClass = PriorityClass.DEFAULT
     deadline_at_s: float | None = None
     wants_text: bool = True
+    cache_salt: bytes = b""  # KV is shared only among requests with the same
     expects_handover: bool = False  # another leader had it, and may be handing its KV over to this one
     overtaken: bool = False  # its grammar was compiled meanwhile: requests with higher handles may have come before it
 
@@ -218,6 +219,14 @@ class Adopted:
 
 
 @dataclass(frozen=True, slots=True)
+class RoomWanted:
+    """So many blocks may be wanted outside of a batch: what is retained makes way, and the stages are told."""
+
+    at_s: float
+    block_count: int
+
+
+@dataclass(frozen=True, slots=True)
 class RoomExpected:
     """So much of the cache, and so many places among the running, are kept for sequences that are on their way here."""
 
@@ -295,6 +304,7 @@ GroupEvent = (
     | KvArrived
     | KvLost
     | RoomExpected
+    | RoomWanted
 )  # what happens to a group, and not to a worker
 
 Event = (

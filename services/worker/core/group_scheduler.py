@@ -7,8 +7,9 @@ it `enter`, gives out its tokens when a batch completes, and takes it out again 
 from collections.abc import Callable, Container
 
 from ballast.common.errors import InvariantViolation
-from services.worker.core.batch import SequenceId, StepResult
+from services.worker.core.batch import BlockNumber, SequenceId, StepResult
 from services.worker.core.blocks import BlockBook, blocks_for
+from services.worker.core.counts import SchedulingPolicies
 from services.worker.core.events import (
     AdmissionLimited,
     CapacityChanged,
@@ -22,11 +23,12 @@ from services.worker.core.events import (
     Removed,
     RoleChanged,
     RoomExpected,
+    RoomWanted,
 )
 from services.worker.core.in_flight import InFlightBatch, InFlightBatches, Steps
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.line import OFFLINE_RANK
-from services.worker.core.scheduler import Scheduler, SchedulingPolicies
+from services.worker.core.scheduler import Scheduler
 from services.worker.core.scheduler_check import check as check_scheduler
 from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.policy.departure import Decoding
@@ -43,20 +45,23 @@ class GroupScheduler:
         steps: Steps | None = None,
         turned: list[Sequence] | None = None,
         policies: SchedulingPolicies | None = None,
+        first_number: BlockNumber = 0,
     ) -> None:
         """`block_count`: of the smallest stage. `book`: the tables of this worker's own stage, which outlive its being
         a leader; without one, the group is a lone worker's and keeps its own. `outgrown` is called with each sequence
         that has outgrown the whole cache, and the instant: it ends it. `steps` numbers batches; a worker's groups share
         it. To `turned`, which they share as well, are added those that wait again and those that run again.
+        `first_number`: see `Scheduler`.
         """
         self._limits = limits
         self._keeps_book = book is None
         self._outgrown = outgrown
         self.book = BlockBook(block_count, limits.block_tokens) if book is None else book
-        self.scheduler = Scheduler(limits, block_count, policies)
+        self.scheduler = Scheduler(limits, block_count, policies, first_number=first_number)
         if turned is not None:
             self.scheduler.turned = turned
-        self.batches_in_flight = InFlightBatches(self.book, Steps() if steps is None else steps)
+        prefixes = self.scheduler.prefixes
+        self.batches_in_flight = InFlightBatches(self.book, Steps() if steps is None else steps, prefixes)
         self.leads = True
         self.stopped = False  # no batch is formed any more
         self.stale_total = 0
@@ -96,7 +101,7 @@ class GroupScheduler:
     @property
     def settled(self) -> bool:
         """Whether all that is held is within the group's capacity, and the stages know of all that is not."""
-        return self.scheduler.settled and not self.batches_in_flight.to_remove
+        return self.scheduler.settled and not self.batches_in_flight.must_tell
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -146,7 +151,7 @@ class GroupScheduler:
         empty: it can.
         """
         free_count = min(self.book.block_count, self.scheduler.block_count) - self.book.used_count  # on every stage
-        if block_count > free_count and self.batches_in_flight.to_remove:  # what has left holds its blocks until then
+        if block_count > free_count and self.batches_in_flight.must_tell:  # what has left holds its blocks until then
             return f"{free_count} blocks are free before the next batch, {block_count} are needed"
         return self.scheduler.why_no_room(block_count, new=new)
 
@@ -189,7 +194,14 @@ class GroupScheduler:
             sequence.on_stages = True
         if plan.decodes or plan.chunks:
             return batches_in_flight.dispatch(plan)
-        return batches_in_flight.tell_removed(plan.swaps.copies) if plan.swaps.copies else None
+        if plan.swaps.copies or scheduler.prefixes.must_tell:
+            return batches_in_flight.tell_removed(plan.swaps.copies)
+        return None
+
+    def tell_removed(self) -> Removed | None:
+        """A batch without slices, if the stages hold what they are to give up."""
+        self.scheduler.fit_prefixes()
+        return self.batches_in_flight.tell_removed() if self.batches_in_flight.must_tell else None
 
     def admit(self, at_s: float) -> None:
         """What waits runs, as far as there is room."""
@@ -208,6 +220,18 @@ class GroupScheduler:
         in_flight_batch.check_result(result, text_count)
         self.scheduler.swap.measured(result.execute_s, in_flight_batch.copied_count, result.copy_s)
         return in_flight_batch
+
+    def give_up_retained(self) -> None:
+        """What has grown without a batch takes the room of what is retained. A lone worker's: no stage need hear it."""
+        self.scheduler.fit_prefixes()
+        _, forgotten, _ = self.scheduler.prefixes.take_news()
+        self.book.forget(forgotten)
+
+    def name_computed(self, in_flight_batch: InFlightBatch) -> None:
+        """A batch has been run on all stages: others may read what it has computed of prompts."""
+        for sequence in in_flight_batch.chunked:
+            if sequence.state is SequenceState.RUNNING:
+                self.scheduler.prefixes.name(sequence)
 
     def shed(self, at_s: float) -> None:
         """What there is has become less: preempt what is too much, as far as it is not in flight."""
@@ -254,12 +278,13 @@ class GroupScheduler:
 
     def give_away(self, sequence: Sequence) -> None:
         """Somebody else has it now, with all that it holds. Its state has not changed yet."""
-        self.scheduler.release(sequence)
+        self.scheduler.release(sequence, kept=False)
 
     def hand_over(self, at_s: float, who: Container[SequenceId] | None) -> None:
         """All, or those named, are about to be given away: what of their KV is in host memory is of no use."""
         if who is None:
             self.batches_in_flight.require_none("all sequences are handed over")
+            self._forget_prefixes()
         self._forget_swapped(at_s, who)
 
     def lose_batches(self) -> None:
@@ -290,6 +315,7 @@ class GroupScheduler:
     def abandon(self) -> None:
         """The group is lost, and all its sequences have ended: nobody is left that would have to be told."""
         self.scheduler.admission_limit = None
+        self._forget_prefixes()
         for sequence in list(self.scheduler.suspended.values()):
             self.scheduler.suspended.let_go(sequence)
         self.batches_in_flight.abandon()
@@ -306,6 +332,8 @@ class GroupScheduler:
                 self.scheduler.admission_limit = event.block_count
             case PrefillLimited():
                 self.scheduler.former.limit_prefill(event.token_count, always=event.always)
+            case RoomWanted():
+                self.scheduler.fit_prefixes(event.block_count)
             case RoomExpected():
                 self.scheduler.expected_block_count = event.block_count
                 self.scheduler.expected_count = event.running_count
@@ -327,6 +355,7 @@ class GroupScheduler:
         if not event.leads and busy_count:
             raise InvariantViolation(f"a follower has {busy_count} sequences that were not handed over")
         self._forget_swapped(event.at_s)
+        self._forget_prefixes()
         self.leads = event.leads
         if not event.leads:
             scheduler.resize(scheduler.block_count, 0)
@@ -344,10 +373,16 @@ class GroupScheduler:
         self.scheduler.resize(event.block_count, event.lent_block_count, event.before_block_count)
         self.make_room(event.at_s)
 
-    def stop_swapping(self, at_s: float) -> None:
-        """Host memory is another group's from now on."""
+    def dissolve(self, at_s: float) -> None:
+        """Newcomers are another group's from now on, and so is host memory; nothing is retained for any."""
         if not self.scheduler.swap.limit(0):
             self._forget_swapped(at_s)
+        self.scheduler.prefixes.close()
+
+    def _forget_prefixes(self) -> None:
+        """Every member does so by itself, as it hears of the change."""
+        self.scheduler.forget_prefixes()
+        self.book.forget_numbers()
 
     def _forget_swapped(self, at_s: float, who: Container[SequenceId] | None = None) -> None:
         for sequence in self.scheduler.forget_swapped(at_s, "its KV is of no use to the new group", who):
@@ -413,6 +448,8 @@ class GroupScheduler:
         check_scheduler(scheduler, self.batches_in_flight.completed_step_id)
         self.book.check()
         self.batches_in_flight.check()
+        reserved = {s.sequence_id: s.reserved_block_count for s in (*scheduler.running, *scheduler.swap.holders)}
+        scheduler.prefixes.check(self.book.numbers if self.leads else None, reserved)
         holders = {s.sequence_id: s for s in (*scheduler.running, *scheduler.suspended.values())}
         returning = scheduler.swap.sequences  # and leaving, and away with blocks that the next batch frees
         if self._keeps_book:

@@ -5,9 +5,10 @@ from collections.abc import Callable
 
 from ballast.common.errors import InvariantViolation
 from services.worker.core.batch import Batch, NewSequence, SequenceId, Slice, StepResult, SwapCopy
+from services.worker.core.batch_former import Plan
 from services.worker.core.blocks import BlockBook
 from services.worker.core.events import Execute, Removed
-from services.worker.core.scheduler import Plan
+from services.worker.core.prefixes import PrefixIndex
 from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.core.swapping import block_copies
 
@@ -19,11 +20,12 @@ _new: _New = tuple.__new__  # pyright: ignore[reportUnknownMemberType, reportUnk
 class InFlightBatch:
     """A batch that the stages run."""
 
-    __slots__ = ("copied_count", "sampled_count", "shares", "step_id")
+    __slots__ = ("chunked", "copied_count", "sampled_count", "shares", "step_id")
 
     def __init__(self, step_id: int) -> None:
         self.step_id = step_id
         self.shares: list[tuple[Sequence, int, bool]] = []  # sequence, its tokens with KV afterwards, samples
+        self.chunked: list[Sequence] = []  # those of them with a part of a prompt
         self.sampled_count = 0
         self.copied_count = 0  # blocks, to host memory and back
 
@@ -56,8 +58,9 @@ class InFlightBatches:
     follows a chunk that gives a token before it has landed: the token is what would follow.
     """
 
-    def __init__(self, book: BlockBook, steps: Steps) -> None:
+    def __init__(self, book: BlockBook, steps: Steps, prefixes: PrefixIndex) -> None:
         self._book = book
+        self._prefixes = prefixes
         self._steps = steps
         self._batches: deque[InFlightBatch] = deque()
         self.completed_step_id = 0
@@ -105,16 +108,17 @@ class InFlightBatches:
             sequence.step_id = step_id
             slices.append(Slice(sequence.sequence_id, first, sequence.token_ids(first, count), samples))
             shares.append((sequence, first + count, samples))
+            in_flight_batch.chunked.append(sequence)
             in_flight_batch.sampled_count += samples
         copies = plan.swaps.copies
-        batch = Batch(step_id, self._take_removed(), tuple(_enter(s) for s in added), tuple(slices), copies=copies)
+        batch = self._batch(step_id, tuple(_enter(s) for s in added), tuple(slices), copies)
         self._batches.append(in_flight_batch)
         tables, text_wanted = self._book.apply(batch), tuple(s.stop.needs_text for s in added)
         return Execute(batch, tables, text_wanted, block_copies(batch, self._book) if copies else ())
 
     def tell_removed(self, copies: tuple[SwapCopy, ...] = ()) -> Removed:
         """A batch for what the stages are to forget, and to copy, when no other one is going to come soon."""
-        batch = Batch(self._steps.next(), self._take_removed(), (), (), copies=copies)
+        batch = self._batch(self._steps.next(), (), (), copies)
         self._book.apply(batch)
         return Removed(batch, block_copies(batch, self._book))
 
@@ -142,10 +146,25 @@ class InFlightBatches:
         if self._batches:
             raise InvariantViolation(f"{why} while step {self._batches[0].step_id} runs")
 
-    def _take_removed(self) -> tuple[SequenceId, ...]:
+    @property
+    def must_tell(self) -> bool:
+        """The stages hold what they are to give up, or are to begin a table, and no batch says so yet."""
+        return bool(self.to_remove) or self._prefixes.must_tell
+
+    @property
+    def has_news(self) -> bool:
+        """The next batch says something besides what it computes."""
+        return bool(self.to_remove) or self._prefixes.has_news
+
+    def _batch(
+        self, step_id: int, added: tuple[NewSequence, ...], slices: tuple[Slice, ...], copies: tuple[SwapCopy, ...]
+    ) -> Batch:
         removed = tuple(self.to_remove)
         self.to_remove.clear()
-        return removed
+        if not self._prefixes.has_news:
+            return Batch(step_id, removed, added, slices, copies=copies)
+        named, forgotten, taken = self._prefixes.take_news()
+        return Batch(step_id, removed, added, slices, copies=copies, named=named, forgotten=forgotten, taken=taken)
 
     def check(self) -> None:
         """Raise InvariantViolation unless what flies of a sequence hangs together and none of them was preempted."""

@@ -23,6 +23,8 @@ class WorkerLimits:
     swap_block_count: int = 0  # KV blocks in host memory for who gives way; 0: victims are computed anew
     swaps_online: bool = True  # False: they are for offline sequences alone
     swap_blocks_per_step: int = 0  # 0: as many as hide behind the step
+    prefix_caching: bool = False  # KV blocks of equal prompt beginnings are computed once
+    prefix_seed: bytes = b""  # what KV depends on besides tokens, and a secret, so that no key can be foreseen
     handover_timeout_s: float = 10.0  # how long a moved request waits for its KV, and KV for its request
     max_moving_count: int = 1024  # requests that wait for their KV
 

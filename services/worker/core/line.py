@@ -1,7 +1,7 @@
 """The sequences that wait for memory, by class and in it by arrival."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain, islice
 
 from ballast.common.errors import InvariantViolation
@@ -18,14 +18,11 @@ def order(sequence: Sequence) -> tuple[int, tuple[float, SequenceId]]:
 
 
 class WaitingLine:
-    """`count`, `token_count` and `block_count` are those of online sequences; offline ones are counted apart."""
+    """`count` and `token_count` are those of online sequences; offline ones are counted apart."""
 
-    def __init__(self, need: Callable[[Sequence], int]) -> None:
-        """`need`: blocks without which a sequence cannot run."""
+    def __init__(self) -> None:
         self.count = 0
         self.token_count = 0
-        self.block_count = 0
-        self._need = need
         self._classes: tuple[OrderedDict[SequenceId, Sequence], ...] = tuple(OrderedDict() for _ in PriorityClass)
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -48,6 +45,11 @@ class WaitingLine:
         """The offline sequence that has come first."""
         return next(iter(self._classes[OFFLINE_RANK].values()), None)
 
+    @property
+    def all_online(self) -> list[Sequence]:
+        """Online sequences in order of service."""
+        return [s for line in self._classes[:OFFLINE_RANK] for s in line.values()] if self.count else []
+
     def add(self, sequence: Sequence) -> None:
         """It goes to its class by arrival: a newcomer to the end, one that gave way to the head, others in between."""
         line = self._classes[sequence.rank]
@@ -69,11 +71,6 @@ class WaitingLine:
             return
         self.count += sign
         self.token_count += sign * sequence.token_count
-        self.block_count += sign * self._need(sequence)
-
-    def recount(self) -> None:
-        """What sequences need has changed."""
-        self.block_count = sum(self._need(s) for s in self if s.rank != OFFLINE_RANK)
 
     def check(self) -> None:
         """Raise InvariantViolation unless counts equal sums, the order holds and all in it wait."""
@@ -82,7 +79,6 @@ class WaitingLine:
         for what, have, want in (
             ("count", self.count, len(online)),
             ("token_count", self.token_count, sum(s.token_count for s in online)),
-            ("block_count", self.block_count, sum(self._need(s) for s in online)),
         ):
             if have != want:
                 raise InvariantViolation(f"{what} of those that wait is {have}, the sum is {want}")

@@ -320,6 +320,7 @@ class Mover:
     def retire(self) -> int:
         """The book is still that of the old layout. Returns how many blocks of the layers given up are needed."""
         self._is.retired = self._is.book.copy()
+        self._is.retired.forget_numbers()
         return self._is.retired.used_end
 
     def forget(self, sequence_ids: Iterable[SequenceId]) -> None:

@@ -39,7 +39,7 @@ class PlainSteps:
 def foresee(group_scheduler: GroupScheduler) -> PlainSteps | None:
     """None: the next step may be another one."""
     scheduler, batches_in_flight = group_scheduler.scheduler, group_scheduler.batches_in_flight
-    if not scheduler.decides_nothing or len(batches_in_flight) or batches_in_flight.to_remove:
+    if not scheduler.decides_nothing or len(batches_in_flight) or batches_in_flight.has_news:
         return None
     if scheduler.target is not None:  # how many may run is another number after each of them, and is told
         return None
@@ -86,6 +86,7 @@ def take(plain: PlainSteps, token_ids: Iterable[Sequence[int]], count: int, grou
         if first < count:
             taken += [(step, place, sequence) for step in range(first, count, block_tokens)]
     taken.sort(key=_when)
+    group_scheduler.give_up_retained()
     for step, _, sequence in taken:
         book.hold(sequence.sequence_id, sequence.token_count - count + step)
 

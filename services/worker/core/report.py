@@ -30,21 +30,23 @@ def load_of(
 ) -> LoadReport:
     """`groups`: those that the worker leads, the one in force last."""
     waiting_block_count = spare_block_count = running_count = waiting_count = max_running_count = 0
-    offline_block_count = offline_running_count = offline_waiting_count = 0
+    offline_block_count = offline_running_count = offline_waiting_count = waiting_tokens = 0
     preemptions_total = totals.preemptions
     *leaving, scheduler = groups
     for one in groups:
         offline = one.offline
         waiting_count += one.line.count
-        waiting_block_count += one.line.block_count
+        block_count, token_count = one.wanted_by_waiting
+        waiting_block_count += block_count
+        waiting_tokens = token_count  # the last group is the one in force
         if len(one.swap):
-            away, leaving_count = one.swap.away, one.swap.leaving_count
-            waiting_count += len(away) + leaving_count
+            away = one.swap.away
+            waiting_count += len(away) + one.swap.leaving_count
             waiting_block_count += sum(one.need(s) for s in away)
             offline_waiting_count += len(one.swap.offline_away)
         running_count += one.running_count - len(offline)
         offline_running_count += len(offline)
-        offline_block_count += sum([s.reserved_block_count for s in offline])
+        offline_block_count += one.offline_block_count
         offline_waiting_count += one.line.offline_count
         preemptions_total += one.preemptions_total
     for one in leaving:
@@ -69,7 +71,7 @@ def load_of(
         memory=memory,
         newest_epoch=newest_epoch,
         kept_block_count=scheduler.kept_block_count,
-        prompt_token_count=scheduler.prompt_tokens + scheduler.line.token_count,
+        prompt_token_count=scheduler.prompt_tokens + waiting_tokens,
         max_prompt_token_count=scheduler.max_prompt_tokens,
         spare_block_count=spare_block_count,
         offline_block_count=offline_block_count,

@@ -17,124 +17,18 @@ import bisect
 from collections.abc import Container
 from dataclasses import replace
 
-from ballast.common.record import record
 from services.worker.core.batch import SequenceId
-from services.worker.core.batch_former import BatchFormer
+from services.worker.core.batch_former import Plan
 from services.worker.core.blocks import blocks_for
-from services.worker.core.limits import WorkerLimits
-from services.worker.core.line import OFFLINE_RANK, WaitingLine, order
-from services.worker.core.offline import OfflineWork
+from services.worker.core.counts import GroupCounts
+from services.worker.core.line import OFFLINE_RANK, order
 from services.worker.core.sequence import Sequence, SequenceState
-from services.worker.core.suspended import Suspended
-from services.worker.core.swapping import NOTHING, SwapOrders, SwapSpace
-from services.worker.policy.admission import AdmissionView, admits, most_prompt_tokens, reserved
-from services.worker.policy.harvest import Harvest
-from services.worker.policy.microbatching import Microbatching, by_token_count
+from services.worker.core.swapping import NOTHING, SwapOrders
+from services.worker.policy.admission import AdmissionView, admits, reserved
 from services.worker.policy.preemption import VictimView, choose_victim
-from services.worker.policy.token_target import Decoders, TokenTarget
 
 
-@record()
-class SchedulingPolicies:
-    """What a scheduler decides by."""
-
-    microbatching: Microbatching = by_token_count  # forms the batches of a group of several stages
-    target: TokenTarget | None = None  # what a token may take
-    harvest: Harvest = Harvest()  # by what offline work is bounded
-
-
-@record()
-class Plan:
-    """What the next step computes."""
-
-    decodes: list[Sequence]  # one token each
-    chunks: list[tuple[Sequence, int]]  # with the number of tokens, at least 1
-    preempted: list[Sequence]  # they wait again
-    swaps: SwapOrders = NOTHING  # besides; never of sequences that are computed
-
-
-def _rank(sequence: Sequence) -> int:
-    return sequence.rank
-
-
-class Scheduler:
-    def __init__(
-        self,
-        limits: WorkerLimits,
-        block_count: int,
-        policies: SchedulingPolicies | None = None,
-    ) -> None:
-        policies = SchedulingPolicies() if policies is None else policies
-        self.limits = limits
-        self.block_tokens = limits.block_tokens
-        self.former = BatchFormer(limits, policies.microbatching)
-        self.block_count = block_count
-        self.lent_block_count = 0
-        self.expected_block_count = 0  # for sequences that come from other leaders, and
-        self.expected_count = 0  # so many of these
-        self.ceiling_block_count = block_count  # that there are, or may be soon
-        self.admission_limit: int | None = None  # blocks; nothing new above it
-        self.target = policies.target  # nothing new that would make tokens take longer
-        self.stage_count = 1
-        self.reserved_block_count = 0
-        self.running: list[Sequence] = []  # in order of service
-        self.suspended = Suspended(limits.block_tokens, self._reserve)
-        self.line = WaitingLine(self.need)
-        self.preemptions_total = 0
-        self.turned: list[Sequence] = []  # let in, or put back into the line, since somebody looked
-        self._awaited_block_count = 0  # blocks about to be free, for which sequences skip a step
-        self.offline_work = OfflineWork(limits, policies.harvest)
-        self.swap = SwapSpace(
-            limits.swap_block_count, limits.block_tokens, limits.swap_blocks_per_step, online=limits.swaps_online
-        )
-
-    @property
-    def free_block_count(self) -> int:
-        return self.block_count - self.lent_block_count - self.expected_block_count - self.reserved_block_count
-
-    @property
-    def kept_block_count(self) -> int:
-        """Of the free blocks those that no newcomer gets while anything runs."""
-        limited = self._limited_block_count
-        return self.block_count - limited + reserved(limited, self.limits.admission_reserve_fraction)
-
-    @property
-    def _limited_block_count(self) -> int:
-        """Blocks within which newcomers are let in."""
-        return self.block_count if self.admission_limit is None else min(self.block_count, self.admission_limit)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of running online prompts in no batch yet. A long one counts as a full batch: another may come beside
-        it.
-        """
-        most = self.limits.max_batch_tokens
-        left = [s.token_count - max(s.computed_tokens, s.dispatched_tokens) for s in self.online]
-        return sum([min(count, most) for count in left if count > 1])
-
-    @property
-    def online(self) -> list[Sequence]:
-        """Online sequences that run, in order of service."""
-        running = self.running
-        if not running or running[-1].rank != OFFLINE_RANK:
-            return running
-        return running[: bisect.bisect_left(running, OFFLINE_RANK, key=_rank)]
-
-    @property
-    def offline(self) -> list[Sequence]:
-        """Offline sequences that run, or whose KV comes back for that, by arrival."""
-        running, found = self.running, list[Sequence]()
-        if running and running[-1].rank == OFFLINE_RANK:
-            found = running[bisect.bisect_left(running, OFFLINE_RANK, key=_rank) :]
-        if len(self.swap) and (back := [s for s in self.swap.returning if s.rank == OFFLINE_RANK]):
-            found = sorted([*found, *back], key=order)
-        return found
-
-    @property
-    def offline_block_count(self) -> int:
-        """Blocks that offline sequences hold. Online ones get them when they need them."""
-        return sum([s.reserved_block_count for s in self.offline])
-
+class Scheduler(GroupCounts):
     @property
     def offline_wanted_tokens(self) -> int:
         """Prompt tokens of more offline sequences that it could begin."""
@@ -150,36 +44,6 @@ class Scheduler:
         )
 
     @property
-    def max_prompt_tokens(self) -> int:
-        return most_prompt_tokens(self.limits.max_batch_tokens, self.stage_count)
-
-    @property
-    def max_running_count(self) -> int:
-        """Each of the microbatches in flight may be a full one."""
-        return self.limits.max_running_count * self.stage_count
-
-    @property
-    def place_count(self) -> int:
-        """Sequences that may run before newcomers wait. What already runs, or comes to run, is never too much by it."""
-        if self.target is None:
-            return self.max_running_count
-        count = self.running_count + self.expected_count - len(self.offline)
-        block_count = self.reserved_block_count + self.expected_block_count - self.offline_block_count
-        token_count = block_count * self.block_tokens
-        return self.target.place_count(Decoders(count, token_count, self.stage_count), self.max_running_count)
-
-    @property
-    def max_in_flight_count(self) -> int:
-        """Batches."""
-        ahead = self.stage_count > 1 and self.line.count > 0
-        return self.stage_count + self.former.ahead_count if ahead else self.stage_count
-
-    @property
-    def ceiling_tokens(self) -> int:
-        """Tokens of the longest sequence that the whole cache can hold, or will be able to."""
-        return self.ceiling_block_count * self.block_tokens
-
-    @property
     def decides_nothing(self) -> bool:
         """Whether the next plan lets nothing in and puts nothing off, if no block is lacking: everything runs on."""
         if self.stage_count > 1 or not self.running or self.suspended or self.swap.enabled:
@@ -188,30 +52,6 @@ class Scheduler:
             return False
         head = self._head()
         return self.settled and not (head is not None and self._lets_in(head, 0))
-
-    @property
-    def running_count(self) -> int:
-        returning_count = len(self.swap.returning) if len(self.swap) else 0
-        return len(self.running) + len(self.suspended) + returning_count
-
-    @property
-    def waiting(self) -> list[Sequence]:
-        """Sequences that wait, in order of service."""
-        return list(self.line)
-
-    @property
-    def settled(self) -> bool:
-        """Whether what is reserved and what runs is within what there is."""
-        return self.free_block_count >= 0 and self.running_count <= self.max_running_count
-
-    def resize(self, block_count: int, lent_block_count: int, before_block_count: int = 0) -> None:
-        """What waits may need a block more or less than counted before, so its needs are counted anew. Of what there
-        was before there may be that much again soon: what needs it waits, and is not too big.
-        """
-        self.ceiling_block_count = max(block_count, before_block_count)
-        self.block_count = block_count
-        self.lent_block_count = lent_block_count
-        self.line.recount()
 
     def has_ready(self, completed_step_id: int) -> bool:
         """Whether the next plan may have something to run. None of it is certain: it may lack blocks, and only some
@@ -240,8 +80,7 @@ class Scheduler:
         while (sequence := self._head()) is not None:
             if not self._lets_in(sequence, completed_step_id):
                 return yielded
-            need = self.need(sequence)
-            while need > self.free_block_count or self.running_count >= self.max_running_count:
+            while self._cost(sequence) > self.free_block_count or self.running_count >= self.max_running_count:
                 victim = self._victim(completed_step_id)
                 self._preempt(victim, at_s, f"{sequence.name} is let in")
                 yielded.append(victim)
@@ -251,31 +90,38 @@ class Scheduler:
         return yielded
 
     def _let_in(self, sequence: Sequence, at_s: float) -> None:
-        need = self.need(sequence)
+        free_count, need = self.free_block_count, self.need(sequence)
         if sequence.state is SequenceState.SWAPPED:
             self._reserve(sequence, need)
             self.swap.come_back(sequence)
             self.turned.append(sequence)
             sequence.note(at_s, "its KV comes back")
-        else:
-            self.line.remove(sequence)
-            self._run(sequence, need, at_s, f"{need} of {self.free_block_count} free blocks")
+            return
+        self.line.remove(sequence)
+        shared_count = self.prefixes.take(sequence)
+        self.reserved_block_count -= shared_count
+        self._run(sequence, need, at_s, f"{need - shared_count} of {free_count} free blocks, {shared_count} shared")
+
+    def _cost(self, sequence: Sequence, without: list[Sequence] | None = None) -> int:
+        """Blocks that it needs and no other sequence holds; those `without` are about to hold none."""
+        need = self.need(sequence)
+        if sequence.state is SequenceState.SWAPPED or not (numbers := self.prefixes.match(sequence)):
+            return need
+        return need - self.prefixes.held_count(numbers, without)
 
     def _lets_offline_in(self, sequence: Sequence) -> bool:
         """Nothing yields to it, and a share of the blocks is left for the growth of what runs."""
         if not self._takes_offline or self.running_count + self.expected_count >= self.max_running_count:
             return False
         kept = reserved(self.block_count, self.limits.admission_reserve_fraction) if self.running_count else 0
-        if self.need(sequence) + kept > self.free_block_count:
+        if self._cost(sequence) + kept > self.free_block_count:
             return False
         return sequence.state is SequenceState.SWAPPED or self.offline_work.wanted_tokens(self.offline) > 0
 
     def why_no_room(self, block_count: int, *, new: bool) -> str:
-        """Why a sequence of another leader that takes so many blocks more cannot come, or (not `new`) not go on coming;
-        empty: it can.
-        """
+        """Why a sequence of another leader cannot come, or (not `new`) go on coming, with so many blocks more."""
         offline = self.offline
-        free_count = self.free_block_count + sum([s.reserved_block_count for s in offline])
+        free_count = self.free_block_count + self.prefixes.freed_count(offline)
         if self._admits(block_count, offline) if new else block_count <= free_count:
             return ""
         return (
@@ -287,20 +133,20 @@ class Scheduler:
         """There is room for it, and its tokens would be computed soon. One whose KV comes back has few. Room is what
         is free, and what offline sequences hold that are in no batch after `completed_step_id`.
         """
-        offline = [s for s in self.offline if s.step_id <= completed_step_id]
-        if not self._admits(self.need(sequence), offline):
+        if sequence.state is not SequenceState.SWAPPED and self.prompt_tokens >= self.max_prompt_tokens:
             return False
-        return sequence.state is SequenceState.SWAPPED or self.prompt_tokens < self.max_prompt_tokens
+        offline = [s for s in self.offline if s.step_id <= completed_step_id]
+        return self._admits(self._cost(sequence, offline), offline)
 
     def _lacks_room(self) -> bool:
         """Whether what waits would not fit; else it waits only until prompts that came before it are computed."""
-        head = self._head() if self.line.count else None
-        return head is not None and not self._admits(self.need(head), self.offline)
+        head, offline = self._head() if self.line.count else None, self.offline
+        return head is not None and not self._admits(self._cost(head, offline), offline)
 
     def _admits(self, need_block_count: int, offline: list[Sequence]) -> bool:
         """What these offline sequences hold counts as free."""
         block_count = self._limited_block_count
-        lent_count = sum([s.reserved_block_count for s in offline]) if offline else 0
+        lent_count = self.prefixes.freed_count(offline) if offline else 0
         view = AdmissionView(
             block_count,
             block_count - self.block_count + self.free_block_count + lent_count,
@@ -333,32 +179,32 @@ class Scheduler:
             return waiting or away
         return min(waiting, away, key=order)
 
-    def need(self, sequence: Sequence) -> int:
-        """Blocks for all its tokens and the next one. Less by that one only where the cache ends."""
-        with_next = blocks_for(sequence.token_count + 1, self.block_tokens)
-        return min(with_next, max(self.block_count, blocks_for(sequence.token_count, self.block_tokens)))
-
     # ---------------------------------------------------------------- running
 
-    def release(self, sequence: Sequence) -> None:
-        """The sequence leaves (its state has not changed yet): out of the line, or its reservation is given back."""
+    def release(self, sequence: Sequence, *, kept: bool = True) -> None:
+        """The sequence leaves (its state has not changed yet). `kept`: its KV is good, and may be retained."""
         match sequence.state:
             case SequenceState.WAITING:
                 self.line.remove(sequence)
             case SequenceState.RUNNING:
                 self.running.remove(sequence)
                 self.swap.drop_mirror(sequence)
-                self._reserve(sequence, -sequence.reserved_block_count)
+                self._unreserve(sequence, kept=kept)
             case SequenceState.SWAPPED:
-                self._reserve(sequence, -sequence.reserved_block_count)
+                self._unreserve(sequence, kept=False)
                 self.swap.forget(sequence)
             case _:
                 self.suspended.let_go(sequence)
 
-    def _reserve(self, sequence: Sequence, added_block_count: int) -> None:
-        self.reserved_block_count += added_block_count
-        sequence.reserved_block_count += added_block_count
-        sequence.reserved_tokens = sequence.reserved_block_count * self.block_tokens
+    def fit_prefixes(self, wanted_block_count: int = 0) -> None:
+        """No more is retained than there is room for beside `wanted_block_count`; nothing while KV waits for room."""
+        if self.prefixes.retained_count:
+            waits = self.lent_block_count or self.suspended.without_blocks
+            self.prefixes.fit(0 if waits else self.free_block_count - wanted_block_count)
+
+    def forget_prefixes(self) -> None:
+        """All stages forget all numbers, each by itself. Who shares blocks needs as many of its own elsewhere."""
+        self.reserved_block_count += self.prefixes.forget_all(self.running)
 
     def stranded(self) -> list[Sequence]:
         """Sequences that have outgrown the whole cache, to be ended before the next plan: no victim helps. All that
@@ -390,6 +236,7 @@ class Scheduler:
             self._leave_ahead(at_s, completed_step_id)
         # What just gave way does not fit: it needs at least what it had, and a part of that is taken.
         preempted += self.admit(at_s, completed_step_id, offline=not (preempted and self.running))
+        self.prefixes.begin()
         if self.stage_count > 1:
             decodes, chunks = self.former.microbatch(
                 self.online,
@@ -403,6 +250,7 @@ class Scheduler:
             all_ready = not (in_flight_count or len(self.swap))
             decodes, chunks = self.former.batch(self.online, completed_step_id, all_ready=all_ready)
         plan, online_busy = Plan(decodes, chunks, preempted), bool(decodes or chunks)
+        self.fit_prefixes()
         if offline := self.offline:
             self._fill(plan, offline, completed_step_id, in_flight_count)
         busy = bool(plan.decodes or plan.chunks)
@@ -476,7 +324,7 @@ class Scheduler:
         return None if victim.step_id > completed_step_id else victim
 
     def shed(self, at_s: float, completed_step_id: int) -> list[Sequence]:
-        """Preempt until all is within what there is, or until the next victim is one in flight."""
+        """Preempt until all is within what there is, or the next victim is in flight."""
         victims: list[Sequence] = []
         while (victim := self.surplus(completed_step_id)) is not None:
             self._preempt(victim, at_s, "the group has become smaller")
@@ -487,7 +335,7 @@ class Scheduler:
         """What the copies of the last step have brought. Returns those whose blocks on the device are free."""
         left, back = self.swap.settle()
         for sequence in left:
-            self._reserve(sequence, -sequence.reserved_block_count)
+            self._unreserve(sequence, kept=True)
             self.turned.append(sequence)
             sequence.note(at_s, "its KV is in host memory")
         for sequence in back:
@@ -541,23 +389,23 @@ class Scheduler:
         """Its blocks are free at once. What of its KV is on the host stays there."""
         computed_tokens = victim.computed_tokens
         if victim.state is SequenceState.SWAPPED:
+            self._unreserve(victim, kept=False)
             self.swap.stay_away(victim)
+            self.turned.append(victim)
             victim.note(at_s, why)
         elif mirrored_tokens := self.swap.leave_by_mirror(victim):
             self.running.remove(victim)
+            self._unreserve(victim, kept=True)
             victim.computed_tokens = victim.dispatched_tokens = mirrored_tokens
             victim.move(SequenceState.SWAPPED, at_s, why)
+            self.turned.append(victim)
         else:
             self.start_over(victim, at_s, why)
-            self.offline_work.note_yield(computed_tokens)
-            return
-        self._reserve(victim, -victim.reserved_block_count)
-        self.turned.append(victim)
         self.offline_work.note_yield(computed_tokens - victim.computed_tokens)
 
-    def _recompute(self, sequence: Sequence, at_s: float, why: str) -> None:
+    def _recompute(self, sequence: Sequence, at_s: float, why: str, *, kept: bool = False) -> None:
         self.swap.drop_mirror(sequence)
-        self._reserve(sequence, -sequence.reserved_block_count)
+        self._unreserve(sequence, kept=kept)
         sequence.computed_tokens = sequence.dispatched_tokens = 0
         sequence.may_overfill = True
         sequence.move(SequenceState.WAITING, at_s, why)
@@ -565,12 +413,12 @@ class Scheduler:
         self.line.add(sequence)
 
     def start_over(self, sequence: Sequence, at_s: float, why: str) -> None:
-        """A running sequence, of which nothing is in flight, waits again, with nothing computed."""
+        """A running sequence, of which nothing is in flight, waits again. What it has computed is retained."""
         if sequence.snapshot is not None:
             self.suspended.forget_kv(sequence, at_s, why)
             return
         self.running.remove(sequence)
-        self._recompute(sequence, at_s, why)
+        self._recompute(sequence, at_s, why, kept=True)
 
     # ---------------------------------------------------------------- KV on its way
 
@@ -579,6 +427,7 @@ class Scheduler:
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
             self.swap.drop_mirror(sequence)
+            self.reserved_block_count += self.prefixes.leave(sequence, kept=False)
         self.suspended.add(sequence, at_s, travels=True, waits=waits)
 
     def resume(self, sequence: Sequence, at_s: float) -> None:

@@ -17,7 +17,7 @@ def check(scheduler: Scheduler, completed_step_id: int) -> None:
     scheduler.swap.check([s for s in running if s.rank == OFFLINE_RANK])
     scheduler.line.check()
     scheduler.suspended.check()
-    reserved_count = sum(s.reserved_block_count for s in held)
+    reserved_count = sum(s.reserved_block_count for s in held) - scheduler.prefixes.shared_count
     if scheduler.reserved_block_count != reserved_count:
         raise InvariantViolation(f"{scheduler.reserved_block_count} blocks are reserved, the sum is {reserved_count}")
     bound = scheduler.limits.max_waiting_count

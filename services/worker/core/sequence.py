@@ -50,6 +50,9 @@ class Sequence:
         "_story",
         "arrival",
         "attempt",
+        "block_keys",
+        "cache_salt",
+        "cached_tokens",
         "computed_tokens",
         "deadline_at_s",
         "dispatched_tokens",
@@ -88,6 +91,10 @@ class Sequence:
         self.arrival = (submitted.at_s, sequence_id)
         self.deadline_at_s = submitted.deadline_at_s
         self.wants_text = submitted.wants_text
+        self.cache_salt = submitted.cache_salt  # sequences that have another one do not share its KV
+        self.block_keys: list[bytes] = []  # of its first whole blocks, as far as they were needed: `core.prefixes`
+        # Prompt tokens whose KV was there when it was first let in; None: it has not been yet.
+        self.cached_tokens: int | None = 0 if self.output_token_ids else None
         self.stop = stop
         self.state = SequenceState.WAITING
         self.computed_tokens = 0  # so many of the first tokens have their KV in the cache

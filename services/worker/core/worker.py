@@ -20,6 +20,7 @@ from ballast.common.load import LoadReport, MemoryReport
 from ballast.common.sampling import FinishReason
 from services.worker.core.batch import SequenceId, TokenLogprobs
 from services.worker.core.blocks import BlockBook
+from services.worker.core.counts import SchedulingPolicies
 from services.worker.core.events import (
     Aborted,
     Adopted,
@@ -40,6 +41,7 @@ from services.worker.core.events import (
     OfLeaving,
     Removed,
     RoleChanged,
+    RoomWanted,
     StepDone,
     StepFailed,
     StreamClosed,
@@ -57,7 +59,6 @@ from services.worker.core.line import OFFLINE_RANK
 from services.worker.core.plain import PlainSteps, foresee, take
 from services.worker.core.report import ReportTotals, load_of
 from services.worker.core.request_table import RequestTable, Stream
-from services.worker.core.scheduler import SchedulingPolicies
 from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.policy.harvest import Harvest
 from services.worker.policy.microbatching import Microbatching, by_token_count
@@ -99,13 +100,13 @@ class WorkerCore:
         self._handovers = Handovers(limits, request_table)
         self._policies = SchedulingPolicies(microbatching, target, Harvest() if harvest is None else harvest)
         self._steps = Steps()
+        self._first_sequence_id = self._last_sequence_id = first_sequence_id
         self._group_schedulers = [
             self._new_group_scheduler(block_count, book)
         ]  # the leaving one, if any; the one in force
         self._last_formed: GroupScheduler | None = None
         self._preemptions_total = self._stale_groups_total = 0  # of groups that have been closed
         self._outbox = request_table.outbox
-        self._first_sequence_id = self._last_sequence_id = first_sequence_id
         self._draining = False
         self._progress_at_s = 0.0  # last completed step, or end of the last idle time
         self._steps_total = 0
@@ -172,8 +173,8 @@ class WorkerCore:
         commands: list[Command] = [*self._outbox.take(self._seen_handle)]
         tells = isinstance(event, _TELLS_REMOVED)
         for each in self._group_schedulers:
-            if each.batches_in_flight.to_remove and (tells or not each.is_busy):
-                removed = each.batches_in_flight.tell_removed()
+            told = tells or (each.batches_in_flight.must_tell and not each.is_busy)
+            if told and (removed := each.tell_removed()) is not None:
                 commands.append(removed if each is self._group_schedulers[-1] else replace(removed, leaving=True))
         if handed_over is not None:
             commands.append(handed_over)
@@ -197,6 +198,7 @@ class WorkerCore:
             steps=self._steps,
             turned=self._request_table.turned,
             policies=self._policies,
+            first_number=self._first_sequence_id,
         )
 
     @property
@@ -224,7 +226,7 @@ class WorkerCore:
         before, group_scheduler = self.group_scheduler, self._new_group_scheduler(event.book.block_count, event.book)
         if len(self._group_schedulers) > 1:
             raise InvariantViolation("a group_scheduler is opened while another one is leaving")
-        before.stop_swapping(event.at_s)
+        before.dissolve(event.at_s)
         self._handovers.forget_kv(before, event.at_s)
         self._group_schedulers.append(group_scheduler)
         if not before.leads:
@@ -237,7 +239,7 @@ class WorkerCore:
         if (
             group_scheduler.sequences
             or group_scheduler.batches_in_flight
-            or group_scheduler.batches_in_flight.to_remove
+            or group_scheduler.batches_in_flight.must_tell
         ):
             raise InvariantViolation(
                 f"a group_scheduler is closed with {len(group_scheduler.sequences)} sequences in it"
@@ -517,6 +519,8 @@ class WorkerCore:
             self._outbox.tokens(stream_id, handles, ids)
         self._generation_tokens_total -= offline_count
         self._offline_tokens_total += offline_count
+        if in_flight_batch.chunked:
+            group_scheduler.name_computed(in_flight_batch)
         group_scheduler.shed(event.at_s)
 
     def _token(
@@ -591,5 +595,5 @@ class WorkerCore:
 
 
 # Events after which the stages must know what was removed, though no batch may follow for a while.
-_TELLS_REMOVED = (CapacityChanged, HandOver, MovedOver, RoleChanged)
+_TELLS_REMOVED = (CapacityChanged, GroupOpened, HandOver, MovedOver, RoleChanged, RoomWanted)
 _DRAINS = "this worker is draining"

@@ -101,8 +101,7 @@ def emulate(
 
 
 def _info(model: Outline, memory: DeviceMemory, longest: int, name: str, kind: str) -> ModelInfo:
-    extent_bytes = memory.pool.extent_bytes
-    layer_bytes = tuple(memory.parameters.extents_of(i) * extent_bytes for i in range(model.layer_count))
+    layer_bytes = tuple(memory.parameters.size_bytes_of(i) for i in range(model.layer_count))
     return ModelInfo(
         name=name,
         architecture=model.architecture,
@@ -114,7 +113,6 @@ def _info(model: Outline, memory: DeviceMemory, longest: int, name: str, kind: s
         kv_bytes_per_token=memory.kv.geometry.kv_bytes_per_token,
         eos_token_ids=(),
         layer_parameter_bytes=layer_bytes,
-        other_parameter_bytes=memory.report().parameter_bytes - sum(layer_bytes),
+        other_parameter_bytes=memory.parameters.other_bytes,
         block_bytes=memory.kv.shape.block_bytes,
-        extent_bytes=extent_bytes,
     )

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from ballast.common.errors import InvariantViolation
+from services.worker.memory.backend import Algorithm, ExtentRun
 
 if TYPE_CHECKING:
     import torch
 
-    from services.worker.memory.backend import ExtentRun
 
 NOTHING = 0  # the mark of what has not been written
 _MARK = "I"
@@ -254,6 +254,8 @@ class PhantomBackend:
         marks = origin.read() if rows is None else [origin.area.cell(row) for row in rows]
         for row, mark in zip(to, marks, strict=True):
             goal.area.set_cell(row, mark)
+
+    checksums_by = Algorithm.SHA256
 
     def contents(self, tensor: torch.Tensor) -> Iterator[memoryview]:
         yield memoryview(read_all([tensor]))

@@ -1,5 +1,7 @@
 """The weights of a Hugging Face checkpoint folder, read tensor by tensor into memory that exists already."""
 
+import hashlib
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +22,8 @@ from services.worker.memory.parameters import ParameterStore
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
 _BAND_ELEMENTS = 4 << 20
+_SAMPLES, _SAMPLE_BYTES = 32, 4096  # of a file, for its revision
+_SAYS_NOTHING = ("transformers_version", "torch_dtype", "dtype")  # about what the tokens are, or said elsewhere
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 
 
@@ -128,6 +132,29 @@ def load_parameters(
             checkpoint.fill(layer_parameters(config, layer, layout), store.layer(layer))
             checksums.append(thread.submit(store.layer_checksum, layer))
         store.loaded_checksums.update((layer, checksum.result()) for layer, checksum in enumerate(checksums))
+
+
+def revision_of(model_dir: Path) -> str:
+    """A digest of the configuration and of samples of the weights: training changes nearly every one of them.
+
+    Checkpoints that differ in a few numbers only may have the same.
+
+    Raises:
+        ConfigError: a file is missing or cannot be read.
+    """
+    said = {k: v for k, v in read_json(model_dir / "config.json").items() if k[:1] != "_" and k not in _SAYS_NOTHING}
+    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
+    for path in sorted(set(_places(model_dir).values())):
+        try:
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}".encode())
+            with path.open("rb") as file:
+                for sample in range(_SAMPLES):
+                    file.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
+                    digest.update(file.read(_SAMPLE_BYTES))
+        except OSError as error:
+            raise ConfigError(str(path), f"cannot be read: {error.strerror}") from error
+    return digest.hexdigest()[:16]
 
 
 def _all_parameters(config: ModelConfig) -> list[Parameter]:

@@ -29,12 +29,18 @@ class GrammarState:
         else:
             self.error = why_given_up(self._matcher)
 
-    def restrict(self, logits_V: torch.Tensor) -> None:
-        """Changes them in place. Where the grammar has come to its end only tokens that end the sequence are left."""
+    def allowed(self) -> np.ndarray | None:
+        """A bit for each token, as bytes, lowest first. None: no more is known of what may follow."""
         if self._matcher is None or self.error:
-            return
+            return None
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self.error = why_given_up(self._matcher)  # such a matcher allows the end, and says nothing by itself
+        return bits
+
+    def restrict(self, logits_V: torch.Tensor) -> None:
+        """Changes them in place. Where the grammar has come to its end only tokens that end the sequence are left."""
+        if (bits := self.allowed()) is None:
+            return
         allowed_V = np.unpackbits(bits, bitorder="little", count=len(logits_V)).view(np.bool_)
         logits_V.masked_fill_(torch.from_numpy(~allowed_V).to(logits_V.device), -math.inf)
 

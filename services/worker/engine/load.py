@@ -16,7 +16,7 @@ from services.worker.core.batch import Batch, StepResult
 from services.worker.engine.attention import AttentionBackend, CpuAttention
 from services.worker.engine.attention_cuda import CudaAttention
 from services.worker.engine.attention_flashinfer import FlashInferAttention
-from services.worker.engine.checkpoint import Checkpoint, load_parameters
+from services.worker.engine.checkpoint import Checkpoint, load_parameters, revision_of
 from services.worker.engine.decode_graphs import DecodeGraphs, recorder
 from services.worker.engine.kernels import bound_kernel_caches
 from services.worker.engine.model import Model
@@ -35,7 +35,8 @@ from services.worker.engine.parameters import (
 from services.worker.engine.peers import Peers
 from services.worker.engine.rehearsal import CudaMeter, Largest, Meter, blocks_needed, fitting_budget, rehearse
 from services.worker.engine.runner import ModelRunner
-from services.worker.engine.sampler import Sampler
+from services.worker.engine.sampler import AnySampler, Sampler
+from services.worker.engine.sampler_gpu import GpuSampler
 from services.worker.memory.backend import MemoryBackend
 from services.worker.memory.cuda import open_cuda
 from services.worker.memory.device import DeviceMemory
@@ -67,7 +68,7 @@ class Engine:
     kernels: Kernels | None  # None: torch's
     threads: int  # that compute one step
     attention: AttentionBackend
-    sampler: Sampler
+    sampler: AnySampler
     runner: ModelRunner
     grammars: Grammars | None  # None: there is no tokenizer
     compute_here: Callable[[], None]  # to be called by a thread that steps it from now on; who has loaded it has
@@ -193,8 +194,7 @@ def load_engine(
     except BaseException:
         memory.close()
         raise
-    extent_bytes = memory.pool.extent_bytes * config.rank_count
-    layer_bytes = tuple(memory.parameters.extents_of(i) * extent_bytes for i in range(config.layer_count))
+    layer_bytes = tuple(memory.parameters.size_bytes_of(i) * config.rank_count for i in range(config.layer_count))
     info = ModelInfo(
         name=name or model_dir.resolve().name,
         architecture=config.architecture,
@@ -206,10 +206,10 @@ def load_engine(
         kv_bytes_per_token=memory.kv.geometry.kv_bytes_per_token * config.rank_count,
         eos_token_ids=config.eos_token_ids,
         layer_parameter_bytes=layer_bytes,
-        other_parameter_bytes=memory.report().parameter_bytes * config.rank_count - sum(layer_bytes),
+        other_parameter_bytes=memory.parameters.other_bytes * config.rank_count,
         block_bytes=memory.kv.shape.block_bytes * config.rank_count,
-        extent_bytes=extent_bytes,
         tensor_parallel_size=config.rank_count,
+        revision=revision_of(model_dir),
     )
     return Engine(
         info, model_dir, config, memory, model, native, step_threads, attention, sampler, runner, grammars, compute_here
@@ -295,7 +295,7 @@ def _assemble(
     peers: Peers | None,
     recorded: Largest | None,
     attention_backend: str,
-) -> tuple[Model | PackedModel, AttentionBackend, Sampler, ModelRunner]:
+) -> tuple[Model | PackedModel, AttentionBackend, AnySampler, ModelRunner]:
     dtype, device = memory.kv.shape.dtype, memory.pool.backend.device
     if native is not None:
         model = PackedModel(config, memory.parameters, memory.kv, native, max_model_len=longest)
@@ -304,7 +304,7 @@ def _assemble(
         sum_over_ranks = None if peers is None else peers.sum
         model = Model(config, memory.parameters, memory.kv, max_model_len=longest, sum_over_ranks=sum_over_ranks)
         attention = _attention(device, config, dtype, attention_backend)
-    sampler = Sampler(config.vocab_size, config.eos_token_ids, device, grammars, native)
+    sampler = _sampler(device, config, grammars, native)
     graphs, record = None, recorder(device)
     # What FlashInfer plans on the host for each step is not recorded.
     if recorded is not None and record is not None and isinstance(attention, CudaAttention):
@@ -370,3 +370,11 @@ def _attention(device: torch.device, config: ModelConfig, dtype: torch.dtype, na
         return CpuAttention(config.head_count, config.kv_head_count, config.head_dim, dtype)
     kind = FlashInferAttention if name == "flashinfer" else CudaAttention
     return kind(config.head_count, config.kv_head_count, config.head_dim, dtype, device)
+
+
+def _sampler(
+    device: torch.device, config: ModelConfig, grammars: Grammars | None, native: Kernels | None
+) -> AnySampler:
+    if device.type == "cuda":
+        return GpuSampler(config.vocab_size, config.eos_token_ids, device, grammars)
+    return Sampler(config.vocab_size, config.eos_token_ids, device, grammars, native)

@@ -12,8 +12,9 @@ from ballast.common.sampling import SamplingParams
 from services.worker.core.batch import Batch, NewSequence, Slice
 from services.worker.engine.runner import ModelRunner
 
-# What takes the most memory: log-probabilities of every row are kept until its token is known.
-_SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, seed=0, logprobs=1)
+# What takes the most memory, as log-probabilities of every row are kept until its token is known, and all that a GPU
+# compiles a kernel for.
+_SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, seed=0, logprobs=1, repetition_penalty=1.1, logit_bias={0: 0.0})
 _Tables = list[tuple[int, ...]]
 
 

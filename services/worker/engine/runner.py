@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from services.worker.core.batch import Batch, SequenceId, StepResult
@@ -12,7 +13,7 @@ from services.worker.engine.model import Model
 from services.worker.engine.model_config import ModelConfig
 from services.worker.engine.packed_model import PackedModel
 from services.worker.engine.packing import PackedStep, Packer
-from services.worker.engine.sampler import Sampler, SampleRow
+from services.worker.engine.sampler import AnySampler, SampleRow
 from services.worker.engine.upload import upload
 from services.worker.memory.kv_cache import KvCache
 
@@ -25,7 +26,7 @@ class ModelRunner:
         config: ModelConfig,
         model: Model | PackedModel,
         attention: AttentionBackend,
-        sampler: Sampler,
+        sampler: AnySampler,
         kv: KvCache,
         graphs: DecodeGraphs | None = None,
     ) -> None:
@@ -80,24 +81,37 @@ class ModelRunner:
             return StepResult(batch.step_id, (), (), time.perf_counter() - started_s)
         packed = self._packer.pack(batch.slices, block_tables)
         self._kv.guard(packed.blocks_end, range(first_layer, last_layer))
+        rows: list[SampleRow] = []
+        if samples:
+            rows = [SampleRow(s.sequence_id, s.first_position + len(s.token_ids)) for s in batch.slices if s.samples]
+        prepared = self._sampler.prepare(rows) if rows else None
         with torch.inference_mode():
-            hidden_TD, sample_rows_R = self.compute(packed, hidden_TD, first_layer, last_layer)
+            arrays = () if prepared is None else prepared.arrays
+            hidden_TD, sample_rows_R, *uploaded = self.compute(packed, hidden_TD, first_layer, last_layer, arrays)
             if not samples:
                 return hidden_TD
-            rows = [SampleRow(s.sequence_id, s.first_position + len(s.token_ids)) for s in batch.slices if s.samples]
-            logits_RV = self._model.logits(hidden_TD.index_select(0, sample_rows_R))
-            sampled = self._sampler.sample(rows, logits_RV) if rows else None
+            sampled = None
+            if prepared is not None:
+                logits_RV = self._model.logits(hidden_TD.index_select(0, sample_rows_R))
+                sampled = prepared.launch(uploaded, logits_RV).collect()
         elapsed_s = time.perf_counter() - started_s
         if sampled is None:
             return StepResult(batch.step_id, (), (), elapsed_s)
         return StepResult(batch.step_id, sampled.token_ids, sampled.logprobs, elapsed_s, errors=sampled.errors)
 
     def compute(
-        self, packed: PackedStep, hidden_TD: torch.Tensor | None, first_layer: int, last_layer: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states behind the layers, and where the rows are that are sampled. In inference mode."""
-        token_ids_T, positions_T, sample_rows_R = upload(
-            [packed.token_ids_T, packed.positions_T, packed.sample_rows], self._kv.layer(0).device
+        self,
+        packed: PackedStep,
+        hidden_TD: torch.Tensor | None,
+        first_layer: int,
+        last_layer: int,
+        arrays: Sequence[np.ndarray] = (),
+    ) -> tuple[torch.Tensor, ...]:
+        """Hidden states behind the layers, where the rows are that are sampled, and the arrays, which go to the device
+        with all else. In inference mode.
+        """
+        token_ids_T, positions_T, *others = upload(
+            [packed.token_ids_T, packed.positions_T, packed.sample_rows, *arrays], self._kv.layer(0).device
         )
         if hidden_TD is None:
             hidden_TD = self._model.embed(token_ids_T)
@@ -107,12 +121,12 @@ class ModelRunner:
         if self.graphs is not None:
             replayed_TD = self.graphs.run_layers(hidden_TD, positions_T, packed, range(first_layer, last_layer))
             if replayed_TD is not None:
-                return replayed_TD, sample_rows_R
+                return replayed_TD, *others
         attention = self._attention.prepare(packed)
         hidden_TD = self._model.run_layers(
             hidden_TD, positions_T, attention, first_layer=first_layer, last_layer=last_layer
         )
-        return hidden_TD, sample_rows_R
+        return hidden_TD, *others
 
     def forget_all(self) -> None:
         """Another leader's batches follow: they bring every sequence anew."""

@@ -9,9 +9,9 @@ Shapes: R rows that sample, V vocabulary.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -53,6 +53,25 @@ class _Sequence:
     plain: bool  # the most probable token and nothing else
 
 
+def require_new(new: NewSequence, known: Container[SequenceId]) -> None:
+    """
+    Raises:
+        InvariantViolation: the sequence cannot be sampled so.
+    """
+    if new.sampling.seed is None and not new.sampling.greedy:
+        raise InvariantViolation(f"sequence {new.sequence_id} is sampled and came without a seed")
+    if new.sequence_id in known:
+        raise InvariantViolation(f"sequence {new.sequence_id} is added twice")
+
+
+def forbidden_ends(sampling: SamplingParams, eos_token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
+    """Tokens that would end the sequence, where it must not end yet."""
+    if not sampling.min_tokens:
+        return ()
+    ends = sampling.stop_token_ids + (() if sampling.ignore_eos else eos_token_ids)
+    return tuple(token for token in dict.fromkeys(ends) if token < vocab_size)
+
+
 class _Ranked(NamedTuple):
     """What was most probable in a row, and what it takes to tell any other token's probability."""
 
@@ -65,8 +84,62 @@ class _Ranked(NamedTuple):
         return TokenLogprobs(token_id, float(self.values_V[token_id]) - self.best - self.log_total, self.top)
 
 
-class Sampler:
+class Choosing(Protocol):
+    """Tokens that are about to be chosen."""
+
+    def collect(self) -> Sampled:
+        """Waits for them."""
+        ...
+
+
+class PreparedRows(Protocol):
+    """What is known of a step's rows before it is executed."""
+
+    @property
+    def arrays(self) -> Sequence[np.ndarray]:
+        """For the step's upload."""
+        ...
+
+    def launch(self, uploaded: Sequence[torch.Tensor], logits_RV: torch.Tensor) -> Choosing:
+        """Has one token per row chosen. `logits_RV` is changed; `uploaded` are the arrays where it is."""
+        ...
+
+
+class AnySampler(Protocol):
     """Keeps what sampling needs to know of each running sequence."""
+
+    @property
+    def sequence_ids(self) -> tuple[SequenceId, ...]: ...
+
+    def add(self, new: NewSequence) -> None: ...
+
+    def remove(self, sequence_id: SequenceId) -> None:
+        """Forget a sequence, if it is known."""
+        ...
+
+    def prepare(self, rows: Sequence[SampleRow]) -> PreparedRows: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    sampled: Sampled
+
+    def collect(self) -> Sampled:
+        return self.sampled
+
+
+@dataclass(frozen=True, slots=True)
+class _HostRows:
+    sampler: "Sampler"
+    rows: Sequence[SampleRow]
+    arrays: tuple[()] = ()
+
+    def launch(self, uploaded: Sequence[torch.Tensor], logits_RV: torch.Tensor) -> _Chosen:
+        return _Chosen(self.sampler.sample(self.rows, logits_RV))
+
+
+class Sampler:
+    """Chooses on the host."""
 
     def __init__(
         self,
@@ -90,15 +163,9 @@ class Sampler:
         return tuple(self._sequences)
 
     def add(self, new: NewSequence) -> None:
+        require_new(new, self._sequences)
         sampling = new.sampling
-        if sampling.seed is None and not sampling.greedy:
-            raise InvariantViolation(f"sequence {new.sequence_id} is sampled and came without a seed")
-        if new.sequence_id in self._sequences:
-            raise InvariantViolation(f"sequence {new.sequence_id} is added twice")
-        forbidden: tuple[int, ...] = ()
-        if sampling.min_tokens > 0:
-            ends = sampling.stop_token_ids + (() if sampling.ignore_eos else self._eos_token_ids)
-            forbidden = tuple(token for token in dict.fromkeys(ends) if token < self._vocab_size)
+        forbidden = forbidden_ends(sampling, self._eos_token_ids, self._vocab_size)
         penalised = sampling.penalised
         sequence = _Sequence(
             sampling=sampling,
@@ -119,6 +186,9 @@ class Sampler:
         """Forget a sequence, if it is known."""
         sequence = self._sequences.pop(sequence_id, None)
         self._special -= sequence is not None and not sequence.plain
+
+    def prepare(self, rows: Sequence[SampleRow]) -> _HostRows:
+        return _HostRows(self, rows)
 
     def sample(self, rows: Sequence[SampleRow], logits_RV: torch.Tensor) -> Sampled:
         """One token per row. `logits_RV` is changed."""
@@ -211,8 +281,8 @@ def draw(logits_RV: torch.Tensor, sampling: Sequence[SamplingParams], uniforms_R
         floors = column([math.log(s.min_p) if s.min_p > 0 else -math.inf for s in sampling])
         logits_RV.masked_fill_(logits_RV < logits_RV.amax(-1, keepdim=True) + floors, -math.inf)
     if any(0 < s.top_k < logits_RV.shape[1] or s.top_p < 1 for s in sampling):
-        for i in keep_best_at_once(logits_RV, sampling):
-            keep_best(logits_RV[i], sampling[i].top_k, sampling[i].top_p)
+        for row_V, s in zip(logits_RV, sampling, strict=True):
+            keep_best(row_V, s.top_k, s.top_p)
     cumulated_RV = torch.softmax(logits_RV, -1).cumsum_(-1)
     # The last value is 1 up to rounding; scaling by it keeps the draw inside the row.
     targets_R1 = torch.from_numpy(uniforms_R).to(logits_RV.device)[:, None] * cumulated_RV[:, -1:]
@@ -221,36 +291,6 @@ def draw(logits_RV: torch.Tensor, sampling: Sequence[SamplingParams], uniforms_R
 
 
 _FIRST_LOOK = 256  # most nuclei are smaller, and finding so many best is much cheaper than sorting a vocabulary
-
-
-def keep_best_at_once(logits_RV: torch.Tensor, sampling: Sequence[SamplingParams]) -> list[int]:
-    """What `keep_best` does, to all rows with one wait for the device. Returns those for which the first look was not
-    enough, one by one of which takes less memory.
-    """
-    size, device = logits_RV.shape[1], logits_RV.device
-    looked_at = min(size, _FIRST_LOOK)
-    ranks_R = torch.tensor([s.top_k if 0 < s.top_k <= looked_at else looked_at for s in sampling], device=device) - 1
-    limited_R = torch.tensor([0 < s.top_k <= looked_at for s in sampling], device=device)
-    is_wide = [looked_at < s.top_k < size for s in sampling]
-    narrows_R = torch.tensor(
-        [s.top_p < 1 and not wide for s, wide in zip(sampling, is_wide, strict=True)], device=device
-    )
-    top_p_R = torch.tensor([s.top_p for s in sampling], dtype=logits_RV.dtype, device=device)
-    best_RK = logits_RV.topk(looked_at).values
-
-    def from_there(ranks_R: torch.Tensor, applies_R: torch.Tensor) -> torch.Tensor:
-        return best_RK.gather(1, ranks_R[:, None]).masked_fill_(~applies_R[:, None], -math.inf)
-
-    least_R1 = from_there(ranks_R, limited_R)
-    logits_RV.masked_fill_(logits_RV < least_R1, -math.inf)
-    best_RK.masked_fill_(best_RK < least_R1, -math.inf)
-    total_R1 = torch.logsumexp(logits_RV, -1, keepdim=True)
-    reached_RK = (best_RK - total_R1).exp_().cumsum_(-1) >= top_p_R[:, None]
-    is_reached_R = reached_RK[:, -1]
-    least_R1 = from_there(reached_RK.int().argmax(-1), is_reached_R & narrows_R)
-    logits_RV.masked_fill_(logits_RV < least_R1, -math.inf)
-    missed = (narrows_R & ~is_reached_R).tolist() if looked_at < size else [False] * len(sampling)
-    return [i for i, wide in enumerate(is_wide) if wide or missed[i]]
 
 
 def keep_best(row_V: torch.Tensor, top_k: int, top_p: float) -> None:

@@ -313,7 +313,7 @@ class BulkSender:
             outgoing = self._state.transfers.get(grant.transfer)
             if outgoing is None or grant.transfer not in self._schedule:  # cancelled since
                 return
-            size = outgoing.pieces.chunk_bytes(grant.offset_bytes, grant.limit_bytes)
+            size = self._writer.chunk_bytes(outgoing.pieces, grant.offset_bytes, grant.limit_bytes)
         if self._wire is not None and not self._wire.cross(size, self._free_since_s, self._config.keepalive_s):
             return
         with self._changed:

@@ -131,13 +131,11 @@ class ChannelConnection(Connection):
         whole = self._copies.empty(parts.total_bytes, HOST)
         if (mark := self._copies.mark()) is not None:
             mark.wait()
-        with self._copies.copying():
-            parts.gather(0, whole)
+        self._copies.gather(parts, 0, whole)
         return whole
 
     def unpack(self, packed: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
-        with self._copies.copying():
-            Pieces(pieces, "pieces").scatter(0, packed)
+        self._copies.scatter(Pieces(pieces, "pieces"), 0, packed)
 
     @contextmanager
     def urgent(self) -> Generator[None]:

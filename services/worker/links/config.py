@@ -4,8 +4,11 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from ballast.common.errors import ConfigError
+from services.worker.memory.backend import SLOT_BYTES
 
 HEADER_BYTES = 64
+_LEAST_ON_DEVICE_BYTES = 1 << 20
+_BACKGROUND_SHARE_ON_DEVICE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +26,7 @@ class TransportConfig:
     background_share: float = 0.15  # of the time in which parameters are sent; a processor that does it is not serving
     background_chunk_bytes: int = 2 * 1024 * 1024  # of parameters, at most; smaller ones wake threads up too often
     rate_bytes_per_s: float | None = None  # emulates a slower link, both lanes together; None: as fast as it goes
+    sized_by_device: bool = True  # a GPU's bulk in chunks of a slot, whatever is said above
     urgent_first: bool = True  # False: over an emulated link in order of arrival, to measure against
     # Frames: a header, then meta and, if it fits, the payload, in one message whose receive is posted in advance.
     urgent_inline_bytes: int = 64 * 1024
@@ -75,6 +79,22 @@ class TransportConfig:
             background_share=1.0,
             background_chunk_bytes=whole,
             urgent_first=False,
+            sized_by_device=False,
+        )
+
+    def on_device(self) -> Self:
+        """The same for memory of a GPU: chunks of a slot, as each costs it a copy, an event and a message. Sending does
+        not take the processors that serve.
+        """
+        if not self.sized_by_device:
+            return self
+        return replace(
+            self,
+            chunk_bytes=SLOT_BYTES,
+            least_chunk_bytes=_LEAST_ON_DEVICE_BYTES,
+            most_chunk_bytes=SLOT_BYTES,
+            background_share=max(self.background_share, _BACKGROUND_SHARE_ON_DEVICE),
+            background_chunk_bytes=SLOT_BYTES,
         )
 
     def frame_bytes(self, *, urgent: bool) -> int:

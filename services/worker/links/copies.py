@@ -13,6 +13,8 @@ from typing import Protocol
 
 import torch
 
+from services.worker.links.pieces import Pieces
+
 HOST = torch.device("cpu")
 
 
@@ -29,6 +31,10 @@ class Copies(Protocol):
         """Flat bytes to receive into or send from. On the host they are such that the device copies them fast."""
         ...
 
+    def warm(self) -> None:
+        """Pins the slots of a link that sends and receives, and compiles what copies: later it would stop the GPU."""
+        ...
+
     def mark(self) -> Mark | None:
         """What the calling thread has given its device to do by now. None: there is nothing to wait for."""
         ...
@@ -38,6 +44,14 @@ class Copies(Protocol):
 
         It blocks, and leaves the interpreter to others meanwhile.
         """
+        ...
+
+    def gather(self, pieces: Pieces, offset: int, slot: torch.Tensor) -> None:
+        """Copy the bytes of `pieces` from `offset` on into all of `slot`, as inside of `copying`."""
+        ...
+
+    def scatter(self, pieces: Pieces, offset: int, slot: torch.Tensor) -> None:
+        """Copy all of `slot` to where the bytes of `pieces` from `offset` on lie, as inside of `copying`."""
         ...
 
     def fetch(self, payload: torch.Tensor, device: torch.device, then: Callable[[torch.Tensor | None], None]) -> None:
@@ -63,11 +77,20 @@ class HostCopies:
     def empty(self, size_bytes: int, device: torch.device) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=device)
 
+    def warm(self) -> None:
+        """Nothing is pinned or compiled."""
+
     def mark(self) -> None:
         return None
 
     def copying(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def gather(self, pieces: Pieces, offset: int, slot: torch.Tensor) -> None:
+        pieces.gather(offset, slot)
+
+    def scatter(self, pieces: Pieces, offset: int, slot: torch.Tensor) -> None:
+        pieces.scatter(offset, slot)
 
     def fetch(self, payload: torch.Tensor, device: torch.device, then: Callable[[torch.Tensor | None], None]) -> None:
         then(payload.to(device))

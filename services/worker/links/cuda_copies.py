@@ -1,5 +1,7 @@
 """Copies on a GPU's side streams: see `copies`.
 
+What lies in many pieces is gathered by one kernel, and crosses the bus in one copy; and the other way round.
+
 The engine's stream is whatever is current where something is handed over (see `memory.streams`). Each thread that
 copies has a stream of its own here, so that a copy waits for the kernels it needs and for no others. One thread waits
 for all fetches of a worker; it sleeps in the driver, without the interpreter, until the event has come.
@@ -8,7 +10,8 @@ for all fetches of a worker; it sleeps in the driver, without the interpreter, u
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from queue import SimpleQueue
 
@@ -16,6 +19,13 @@ import torch
 
 from ballast.service.logs import get_logger
 from services.worker.links.copies import HOST, Copies, HostCopies
+from services.worker.links.pieces import Pieces
+from services.worker.memory.backend import SLOT_BYTES
+from services.worker.memory.runs import RunKernel
+
+_LARGE_BYTES = 1 << 20
+_WARM_SLOTS = 8
+_WIDE_BYTES = 16
 
 
 class CudaMark:
@@ -31,14 +41,34 @@ class CudaCopies:
     """Of a worker on one GPU."""
 
     def __init__(self, device: torch.device) -> None:
+        """
+        Raises:
+            ConfigError: triton is not installed.
+        """
         self._device = device
+        self._kernel = RunKernel(device)
         self._of_thread = threading.local()
         self._fetched = SimpleQueue[tuple[CudaMark, torch.Tensor, Callable[[torch.Tensor | None], None]] | None]()
         self._starting = threading.Lock()
         self._teller: threading.Thread | None = None
 
     def empty(self, size_bytes: int, device: torch.device) -> torch.Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8, device=device, pin_memory=device == HOST)
+        """What is large is of whole slots, so that torch has one at hand: pinning a new one stops the device."""
+        whole_bytes = size_bytes if size_bytes < _LARGE_BYTES else -(-size_bytes // SLOT_BYTES) * SLOT_BYTES
+        whole = torch.empty(whole_bytes, dtype=torch.uint8, device=device, pin_memory=device == HOST)
+        return whole[:size_bytes]
+
+    def warm(self) -> None:
+        with ThreadPoolExecutor(1) as thread:  # whose stream and memory end with it
+            thread.submit(self._warm).result()
+
+    def _warm(self) -> None:
+        slots = [self.empty(SLOT_BYTES, HOST) for _ in range(_WARM_SLOTS)]
+        memory = torch.zeros(2 * _WIDE_BYTES, dtype=torch.uint8, device=self._device)
+        for first in (0, 1):  # aligned, and not
+            pieces = Pieces([memory[first : first + _WIDE_BYTES]], "memory")
+            self.gather(pieces, 0, slots[0][:_WIDE_BYTES])
+            self.scatter(pieces, 0, slots[0][:_WIDE_BYTES])
 
     def mark(self) -> CudaMark:
         return CudaMark(self._device)
@@ -50,6 +80,35 @@ class CudaCopies:
                 yield
             finally:
                 self.mark().wait()  # a copy that failed half way may still write
+
+    def gather(self, pieces: Pieces, offset: int, slot: torch.Tensor) -> None:
+        with self.copying():
+            for at, part, staged in self._parts(slot):
+                runs = pieces.lies(offset + at, part.numel())
+                self._kernel.gather(runs, part if staged is None else staged)
+                if staged is not None:
+                    part.copy_(staged, non_blocking=True)
+
+    def scatter(self, pieces: Pieces, offset: int, slot: torch.Tensor) -> None:
+        with self.copying():
+            for at, part, staged in self._parts(slot):
+                if staged is not None:
+                    staged.copy_(part, non_blocking=True)
+                self._kernel.scatter(pieces.lies(offset + at, part.numel()), part if staged is None else staged)
+
+    def _parts(self, slot: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
+        """A slot on the device as a whole. One on the host by parts, each with memory on the device for as much. All
+        parts may have the same: one stream copies one after the other.
+        """
+        if slot.device != HOST:
+            yield 0, slot, None
+            return
+        if not hasattr(self._of_thread, "staged"):
+            self._of_thread.staged = torch.empty(SLOT_BYTES, dtype=torch.uint8, device=self._device)
+        at = 0
+        for part in slot.split(SLOT_BYTES):
+            yield at, part, self._of_thread.staged[: part.numel()]
+            at += part.numel()
 
     def fetch(self, payload: torch.Tensor, device: torch.device, then: Callable[[torch.Tensor | None], None]) -> None:
         computed, there = self.mark(), payload

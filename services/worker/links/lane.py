@@ -14,6 +14,8 @@ from services.worker.links.pieces import Pieces
 from services.worker.links.ports import Channel, Pending
 
 _SEQUENCE_MODULUS = 1 << 32
+_LEAST_DIRECT_BYTES = 64 << 10
+_LEAST_DIRECT_DEVICE_BYTES = 1 << 20  # a kernel gathers faster than messages go
 
 
 class FrameWriter:
@@ -76,9 +78,16 @@ class FrameWriter:
         if view is not None and view.device == carried:
             return view, False
         payload = self._copies.empty(size, carried)
-        with self._copies.copying():
-            pieces.gather(offset, payload)
+        self._copies.gather(pieces, offset, payload)
         return payload, True
+
+    def chunk_bytes(self, pieces: Pieces, offset: int, limit: int) -> int:
+        """How much of the next `limit` bytes to send at once. What lies in one piece is not copied, if it goes from
+        where it is: a large one is worth a message of its own.
+        """
+        carried = self._carried(pieces.device, limit)
+        least_bytes = _LEAST_DIRECT_BYTES if carried == HOST else _LEAST_DIRECT_DEVICE_BYTES
+        return pieces.chunk_bytes(offset, limit, least_bytes if carried == pieces.device else limit + 1)
 
     def _carried(self, lies_on: torch.device, size: int) -> torch.device:
         """What may go within its frame goes from the host."""

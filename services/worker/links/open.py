@@ -18,6 +18,7 @@ from services.worker.links.plane import DataPlane
 from services.worker.links.ports import Transport
 from services.worker.links.reaper import Reaper
 from services.worker.links.rendezvous import resolve_host
+from services.worker.memory.backend import SLOT_BYTES
 
 _MOST_LINKS = 8  # to other members of a group, and to those that sequences move from and to
 
@@ -37,7 +38,10 @@ def open_plane(
         ConfigError: there is no such transport or host.
     """
     host, pace, copies = resolve_host(advertise_host), StagePace(), copies_for(device)
-    chosen = _transport(transport, host, device, copies) if isinstance(transport, str) else transport
+    if device != HOST:
+        config = config.on_device()
+        copies.warm()
+    chosen = _transport(transport, device) if isinstance(transport, str) else transport
     opener = _ChannelOpener(worker_id, receiver, config, chosen, pace, copies)
     return DataPlane(
         worker_id, opener, host=host, pace=pace, secret=secret, timeout_s=config.connect_timeout_s, port=config.port
@@ -57,15 +61,15 @@ def device_bytes(name: str, device: str) -> int:
     """
     device_type = device.partition(":")[0]
     carrier = carrier_of(name, device_type)
-    if device_type == "cpu" or carrier not in ("nccl", "nixl"):
+    if device_type == "cpu":
         return 0
+    slots_bytes = SLOT_BYTES * (2 if carrier == "tcp" else 2 * TransportConfig().window_chunks)
     from services.worker.links.channels.nccl import COMMUNICATOR_BYTES
-    from services.worker.links.channels.nixl import SLAB_BYTES
 
-    return _MOST_LINKS * (COMMUNICATOR_BYTES if carrier == "nccl" else SLAB_BYTES)
+    return _MOST_LINKS * ((COMMUNICATOR_BYTES if carrier == "nccl" else 0) + slots_bytes)
 
 
-def _transport(name: str, host: str, device: torch.device, copies: Copies) -> Transport:
+def _transport(name: str, device: torch.device) -> Transport:
     match carrier_of(name, device.type):
         case "tcp":
             from services.worker.links.channels.tcp import TcpTransport
@@ -75,16 +79,8 @@ def _transport(name: str, host: str, device: torch.device, copies: Copies) -> Tr
             from services.worker.links.channels.nccl import NcclTransport
 
             return NcclTransport(device)
-        case "nixl":
-            from services.worker.links.channels.nixl import NixlTransport
-
-            return NixlTransport(device, copies)
-        case "gloo":
-            from services.worker.links.channels.gloo import GlooTransport
-
-            return GlooTransport(host)
         case _:
-            raise ConfigError("worker.transport", f"must be auto, tcp, gloo, nccl or nixl, got {name!r}")
+            raise ConfigError("worker.transport", f"must be auto, tcp or nccl, got {name!r}")
 
 
 class _ChannelOpener:

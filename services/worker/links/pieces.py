@@ -1,12 +1,15 @@
 """A transfer's bytes as they lie in memory: a list of contiguous tensors, read or written as one run of bytes."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import torch
 
 from ballast.common.errors import InvalidRequest
+from services.worker.memory.runs import Runs
+
+_WHOLE_BYTES = 4096  # that chunks which are gathered are a multiple of, so that what they are made of stays aligned
 
 
 def as_bytes(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -19,13 +22,12 @@ def as_bytes(tensor: torch.Tensor, name: str) -> torch.Tensor:
 class Pieces:
     """Offsets are counted over all pieces in order."""
 
-    # A run inside one piece that is shorter than this is gathered with its neighbours instead of sent by itself.
-    MIN_DIRECT_BYTES = 64 * 1024
-
     def __init__(self, tensors: Sequence[torch.Tensor], name: str) -> None:
-        flat = (as_bytes(tensor, f"{name}[{index}]") for index, tensor in enumerate(tensors))
-        self._pieces = [piece for piece in flat if piece.numel()]
-        self._ends = list(accumulate(piece.numel() for piece in self._pieces))
+        for index, tensor in enumerate(tensors):
+            if not tensor.is_contiguous():
+                as_bytes(tensor, f"{name}[{index}]")  # which says so
+        self._pieces = [tensor for tensor in tensors if tensor.nbytes]
+        self._ends = list(accumulate(piece.nbytes for piece in self._pieces))
 
     @property
     def total_bytes(self) -> int:
@@ -35,41 +37,54 @@ class Pieces:
     def device(self) -> torch.device:
         return self._pieces[0].device if self._pieces else torch.device("cpu")
 
-    def chunk_bytes(self, offset: int, limit: int) -> int:
-        """How much of the next `limit` bytes to send at once: up to a piece border if that is worth a message."""
+    def chunk_bytes(self, offset: int, limit: int, least_bytes: int) -> int:
+        """How much of the next `limit` bytes to send at once: up to a piece border if that is `least_bytes`."""
         run = min(self._ends[bisect_right(self._ends, offset)] - offset, limit)
-        return run if run >= self.MIN_DIRECT_BYTES else limit
+        if run >= least_bytes or offset + limit >= self.total_bytes:
+            return run if run >= least_bytes else limit
+        return limit // _WHOLE_BYTES * _WHOLE_BYTES or limit
 
     def view(self, offset: int, size: int) -> torch.Tensor | None:
         """These bytes in place, or None when they lie in more than one piece."""
         index = bisect_right(self._ends, offset)
         if self._ends[index] < offset + size:
             return None
-        start = offset - self._start(index)
-        return self._pieces[index][start : start + size]
+        return self._part(index, offset - self._start(index), size)
 
     def gather(self, offset: int, target: torch.Tensor) -> None:
         """Copy the bytes from `offset` on into all of `target`. Between devices it is over when the stream says so."""
-        for piece, at in self._runs(offset, target.numel()):
+        at = 0
+        for piece in self.runs(offset, target.numel()):
             target[at : at + piece.numel()].copy_(piece, non_blocking=True)
+            at += piece.numel()
 
     def scatter(self, offset: int, source: torch.Tensor) -> None:
         """Copy all of `source` to where the bytes from `offset` on lie, as `gather` does."""
-        for piece, at in self._runs(offset, source.numel()):
-            piece.copy_(source[at : at + piece.numel()], non_blocking=True)
-
-    def _runs(self, offset: int, size: int) -> list[tuple[torch.Tensor, int]]:
-        """The contiguous runs of a range, each with its distance from the range's start."""
-        runs: list[tuple[torch.Tensor, int]] = []
         at = 0
+        for piece in self.runs(offset, source.numel()):
+            piece.copy_(source[at : at + piece.numel()], non_blocking=True)
+            at += piece.numel()
+
+    def runs(self, offset: int, size: int) -> Iterator[torch.Tensor]:
+        """The contiguous runs of a range, as flat bytes."""
         index = bisect_right(self._ends, offset)
-        while at < size:
-            start = offset + at - self._start(index)
-            run = self._pieces[index][start : start + size - at]
-            runs.append((run, at))
-            at += run.numel()
-            index += 1
+        while size:
+            run = min(self._ends[index] - offset, size)
+            yield self._part(index, offset - self._start(index), run)
+            offset, size, index = offset + run, size - run, index + 1
+
+    def lies(self, offset: int, size: int) -> Runs:
+        """Where these bytes are."""
+        first, last = bisect_right(self._ends, offset), bisect_right(self._ends, offset + size - 1)
+        runs = Runs.of(self._pieces[first : last + 1])
+        ahead = offset - self._start(first)
+        runs.addresses[0] += ahead
+        runs.sizes[0] -= ahead
+        runs.sizes[-1] -= self._ends[last] - offset - size
         return runs
+
+    def _part(self, index: int, first: int, size: int) -> torch.Tensor:
+        return as_bytes(self._pieces[index], "piece")[first : first + size]
 
     def _start(self, index: int) -> int:
         return self._ends[index - 1] if index else 0

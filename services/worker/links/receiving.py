@@ -274,8 +274,7 @@ class BulkReceiver:
             self._counts.discarded_bytes += size
         else:
             if not in_place:
-                with self._copies.copying():
-                    incoming.pieces.scatter(offset, payload)
+                self._copies.scatter(incoming.pieces, offset, payload)
                 self._counts.copied_bytes += size
             self._counts.received[incoming.opening.traffic].total_bytes += size
         incoming.received_bytes += size

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
 
+SLOT_BYTES = 8 << 20  # of a device's memory, gathered: what one copy over the bus, or one message, is worth
 SUPPORTED_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -31,6 +33,13 @@ class ExtentRun:
     @property
     def end(self) -> int:
         return self.first + self.count
+
+
+class Algorithm(Enum):
+    """How contents are read for a checksum."""
+
+    SHA256 = "sha256"  # by a processor, which has instructions for it
+    MIX128 = "mix128"  # by a GPU, see `mixing`
 
 
 class MemoryBackend(Protocol):
@@ -108,6 +117,11 @@ class MemoryBackend(Protocol):
         self, target: torch.Tensor, to: Sequence[int], source: torch.Tensor, rows: Sequence[int] | None = None
     ) -> None:
         """`source[rows]` (None: all, in order) to `target[to]`. All are read before one is written."""
+        ...
+
+    @property
+    def checksums_by(self) -> Algorithm:
+        """What reads contents in the least time."""
         ...
 
     def contents(self, tensor: torch.Tensor) -> Iterable[memoryview]:

@@ -28,6 +28,14 @@ def gpu_index(device: str) -> int | None:
     return int(found[1] or 0)
 
 
+def gpu_bytes(device: str) -> int | None:
+    """All memory of the GPU; None: there is no such one, which is told where memory is opened."""
+    index = gpu_index(device)
+    if index is None or index >= torch.cuda.device_count():
+        return None
+    return torch.cuda.get_device_properties(index).total_memory
+
+
 def describe(device: torch.device) -> str:
     """cpu, or the ordinal of a GPU and what it is called everywhere else."""
     return device.type if device.type != "cuda" else f"{device} {_uuid(device.index)}"

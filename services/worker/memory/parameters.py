@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from ballast.common.errors import ConfigError, InvariantViolation
-from services.worker.memory.backend import SUPPORTED_DTYPES, dtype_name
+from services.worker.memory.backend import SUPPORTED_DTYPES, Algorithm, dtype_name
 from services.worker.memory.pool import PhysicalPool, Purpose, VirtualRange
 
 if TYPE_CHECKING:
@@ -93,6 +93,15 @@ class ParameterStore:
         """Extents mapped for all parts."""
         return sum(part.range.extent_count for part in (*self._layers, *self._others.values()))
 
+    def size_bytes_of(self, layer: int) -> int:
+        """What the layer's tensors take, whatever extents memory is dealt out in."""
+        return self._layers[layer].size_bytes
+
+    @property
+    def other_bytes(self) -> int:
+        """The same of all parts that are no layer."""
+        return sum(part.size_bytes for part in self._others.values())
+
     def extents_of(self, layer: int) -> int:
         """Extents that dropping this layer sets free, or that restoring it takes."""
         return self._layers[layer].extent_count
@@ -119,17 +128,25 @@ class ParameterStore:
         """8 bytes over names, shapes and dtypes; equal if a layer's bytes may be copied from one store to another."""
         return b"".join(store._layers[layer].layout_digest for store in self.of_ranks)
 
-    def layer_checksum(self, layer: int, between: Callable[[], None] | None = None) -> bytes:
-        """16 bytes over names, shapes, dtypes and contents; equal if and only if the parameters are.
+    @property
+    def checksums_by(self) -> Algorithm:
+        return self._pool.backend.checksums_by
 
-        `between` is called after every piece of about 4 MiB.
+    def layer_checksum(
+        self, layer: int, between: Callable[[], None] | None = None, by: Algorithm | None = None
+    ) -> bytes:
+        """16 bytes over names, shapes, dtypes and contents; equal if and only if the parameters are. `by`: if not by
+        `checksums_by`.
+
+        `between` is called after every piece of about 4 MiB that the host reads, and after each tensor.
         """
         self._require_held(layer, held=True)
-        return combined([store._layers[layer].checksum(between) for store in self.of_ranks])
+        chosen = by or self.checksums_by
+        return combined([store._layers[layer].checksum(chosen, between) for store in self.of_ranks])
 
     def part_checksum(self, name: str) -> bytes:
         """The same as `layer_checksum`, for a part that is no layer."""
-        return self._others[name].checksum()
+        return self._others[name].checksum(self.checksums_by)
 
     def drop(self, layers: Iterable[int]) -> int:
         """Unmap these layers and give their extents to the pool. Returns how many extents became free.
@@ -184,6 +201,7 @@ class _Part:
 
     def __init__(self, pool: PhysicalPool, name: str, specs: PartSpec) -> None:
         layout = lay_out(name, specs)
+        self.size_bytes = layout.size_bytes
         self.extent_count = pool.extents_for(layout.size_bytes)
         self.range: VirtualRange = pool.reserve(f"parameters of {name}", Purpose.PARAMETERS, self.extent_count)
         self._layout = layout
@@ -197,10 +215,17 @@ class _Part:
     def _bytes_of(self, placed: Placement) -> torch.Tensor:
         return self.range.bytes[placed.offset_bytes : placed.offset_bytes + placed.size_bytes]
 
-    def checksum(self, between: Callable[[], None] | None = None) -> bytes:
+    def checksum(self, by: Algorithm, between: Callable[[], None] | None = None) -> bytes:
         digest = hashlib.sha256()  # processors have instructions for it: half of the time of others
         for placed in self._layout.placements:
             digest.update(f"{placed.name} {placed.spec.dtype} {tuple(placed.spec.shape)}\n".encode())
+            if by is Algorithm.MIX128:
+                from services.worker.memory.mixing import mixed  # which needs torch
+
+                digest.update(mixed(self._bytes_of(placed)))
+                if between is not None:
+                    between()
+                continue
             for part in self.range.contents(placed.offset_bytes, placed.size_bytes):
                 for start in range(0, len(part), _PIECE_BYTES):
                     digest.update(part[start : start + _PIECE_BYTES])

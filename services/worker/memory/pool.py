@@ -140,6 +140,7 @@ class PhysicalPool:
             parameter_bytes=parameter_bytes,
             kv_bytes=kv_bytes,
             free_bytes=self.budget_bytes - parameter_bytes - kv_bytes,
+            extent_bytes=self.extent_bytes,
         )
 
     def check(self) -> None:

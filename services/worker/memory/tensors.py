@@ -1,10 +1,13 @@
 """What backends whose memory torch can touch have in common."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Protocol
 
 import torch
+
+from services.worker.memory.backend import Algorithm
 
 _PART_BYTES = 16 << 20
 
@@ -16,8 +19,21 @@ class _Addressed(Protocol):
     def tensor(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
 
 
+def beside(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+    """Inside, a GPU works on a stream of its own, behind what it has been given to do by now, and before nothing."""
+    if device.type != "cuda":
+        return nullcontext
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return partial(torch.cuda.stream, stream)
+
+
 class TensorOperations:
     """Half of a `MemoryBackend`, by the other half."""
+
+    @property
+    def checksums_by(self: _Addressed) -> Algorithm:
+        return Algorithm.MIX128 if self.device.type == "cuda" else Algorithm.SHA256
 
     def raw(self: _Addressed, address: int, size_bytes: int) -> torch.Tensor:
         return self.tensor(address, (size_bytes,), torch.uint8)
@@ -33,12 +49,8 @@ class TensorOperations:
         target.index_copy_(0, torch.tensor(to, device=target.device), source)
 
     def contents(self: _Addressed, tensor: torch.Tensor) -> Iterator[memoryview]:
-        """A GPU copies beside what it computes: behind what it has been given to do by now, and before nothing."""
-        stream = None
-        if self.device.type == "cuda":
-            stream = torch.cuda.Stream(self.device)
-            stream.wait_stream(torch.cuda.current_stream(self.device))
+        on_its_own = beside(self.device)
         for part in tensor.split(_PART_BYTES):
-            with nullcontext() if stream is None else torch.cuda.stream(stream):
+            with on_its_own():
                 here = part.cpu()
             yield here.numpy().data

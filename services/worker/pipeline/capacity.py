@@ -56,9 +56,11 @@ class Capacities:
         return RoomSizes.of(self._memory, self._context.core.swap_block_count)
 
     @property
-    def smallest_home(self) -> int:
-        """What every member of the group has when it holds all layers."""
-        return min(size.home for size in (self.sizes or {self._role.me: self.own_sizes}).values())
+    def homes(self) -> Mapping[WorkerId, int]:
+        """Blocks of each member of the group when it holds all layers. Until all are known those of this one."""
+        own, sizes = self.own_sizes, self.sizes or {}
+        names = [stage.worker_id for stage in self._role.stages] or [self._role.me]
+        return {name: sizes.get(name, own).home for name in names}
 
     @property
     def smallest_leaving(self) -> int:
@@ -71,7 +73,7 @@ class Capacities:
         A batch in flight may still add a token to it, and the next batch wants room for one more.
         """
         longest = self._context.group_scheduler.longest_token_count
-        home = self.smallest_home * self._memory.kv.shape.block_tokens
+        home = min(self.homes.values()) * self._memory.kv.shape.block_tokens
         if longest + 2 <= home:
             return ""
         return f"a request has {longest} tokens, and a member has room for {home} without its group"

@@ -483,8 +483,8 @@ class TransitionDriver:
         self._layer_loading.end()
         if role.leads:
             progress.victim_count = progress.victims_waiting = len(context.group_scheduler.sequence_ids)
-        home_blocks = self._capacities.smallest_home
-        targets = [MemberView(stage.worker_id, home_blocks, context.core.max_running_count) for stage in role.stages]
+        homes, places = self._capacities.homes, context.core.max_running_count
+        targets = [MemberView(stage.worker_id, homes[stage.worker_id], places) for stage in role.stages]
         old_context, stage = self._second(context, copy.copy(role))
         self.leaving = Leaving(
             old_context,

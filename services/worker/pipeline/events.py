@@ -19,6 +19,7 @@ from services.worker.core.spans import Piece
 from services.worker.core.transition_messages import Event as TransitionEvent
 from services.worker.core.transition_messages import RosterReceived
 from services.worker.links.transfer import Outcome, TransferReport
+from services.worker.memory.backend import Algorithm
 from services.worker.shell import MemberEvent
 
 if TYPE_CHECKING:
@@ -161,6 +162,7 @@ class LayerArrived(MemberEvent):
     peer: WorkerId | None  # None: read from the checkpoint
     checksum: bytes
     failure: str = ""
+    by: Algorithm | None = None  # how the checksum has been computed
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import members_of
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.batch import SequenceId
-from services.worker.core.events import Adopted, HandedOver, HandOver, OfLeaving
+from services.worker.core.blocks import blocks_for
+from services.worker.core.events import Adopted, HandedOver, HandOver, OfLeaving, RoomWanted
 from services.worker.core.plan import Victim
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.transition import Transition
@@ -121,7 +122,9 @@ class Handover:
         )
         leading = self._leading = Leading(self._role.me, transition.plan, transition.part, group_scheduler, size)
         if transition.part.dissolves:
-            # What has left the group holds its blocks until the next batch.
+            # What has left the group holds its blocks until the next batch. Retained prefixes make way.
+            wanted = sum(blocks_for(victim.computed_tokens, size) for victim in victims)
+            self._tell(RoomWanted(now_s, wanted))
             free_blocks = -1 if transition.lost else min(group_scheduler.free_block_count, book.free_count)
             decision = leading.lead_alone(now_s, victims, self._coming, free_blocks)
             progress.halted_at_s = now_s

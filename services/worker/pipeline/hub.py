@@ -22,6 +22,7 @@ from services.worker.core.transition_messages import (
     WaveDone,
 )
 from services.worker.links.transfer import Outcome, Refusal
+from services.worker.memory.backend import Algorithm
 from services.worker.pipeline.destinations import Destinations, layer_key
 from services.worker.pipeline.events import (
     BatchArrived,
@@ -181,7 +182,10 @@ class Hub:
             return
         wanted = pb.LayerWanted.FromString(opening.meta)
         failure = "" if delivered else f"{peer}: {outcome.value}"
-        self.post(LayerArrived(epoch, wanted.layer, peer, wanted.checksum, failure))
+        by = next((known for known in Algorithm if known.value == wanted.algorithm), None)
+        if by is None:
+            failure = failure or f"{peer} has a checksum by {wanted.algorithm!r}, which is not known here"
+        self.post(LayerArrived(epoch, wanted.layer, peer, wanted.checksum, failure, by))
 
     def on_link_end(self, link: Link, ending: LinkEnding) -> None:
         self._heads.pop(link, None)

@@ -99,7 +99,9 @@ class LayerServer:
             link.send(TrafficClass.CONTROL, Topic.LAYER_REFUSED, meta=why.encode(), stream=layer)
 
     def _send(self, link: Link, epoch: Epoch, layer: int, pieces: Sequence[torch.Tensor]) -> None:
-        meta = pb.LayerWanted(epoch=epoch, layer=layer, checksum=self.checksum(layer)).SerializeToString()
+        wanted = pb.LayerWanted(epoch=epoch, layer=layer, checksum=self.checksum(layer))
+        wanted.algorithm = self.parameters.checksums_by.value
+        meta = wanted.SerializeToString()
         try:
             transfer = link.transfer(TrafficClass.PARAMETERS, pieces, topic=Topic.LAYER, meta=meta, stream=layer)
         except BallastError as error:
@@ -202,13 +204,14 @@ class LayerPull:
         if event.failure or self._cancelled:
             self._again(event.layer, event.failure)
             return
-        wanted = self._server.known_checksum(event.layer) or event.checksum
+        known = self._server.known_checksum(event.layer)
+        wanted, by = (known, None) if known else (event.checksum, event.by)
         if event.peer is None and not wanted:  # this worker has never had the layer: there is nothing to compare with
             self.checked(LayerChecked(event.epoch, event.layer, True))
             return
         # The checkpoint too: it may have been replaced since, or have rotted, and all tokens would be wrong.
         between = self._workers.rest(lambda: self._cancelled, self._hurried)
-        future = self._workers.submit(self._parameters.layer_checksum, event.layer, between)
+        future = self._workers.submit(self._parameters.layer_checksum, event.layer, between, by)
         future.add_done_callback(lambda f, i=event.layer: self._post(_verdict(self._epoch, i, f, wanted)))
 
     def checked(self, event: LayerChecked) -> None:

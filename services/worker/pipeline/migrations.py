@@ -22,6 +22,7 @@ from services.worker.core.events import (
     HandOver,
     PrefillLimited,
     RoomExpected,
+    RoomWanted,
 )
 from services.worker.core.migration_messages import (
     Adopt,
@@ -77,7 +78,7 @@ class Migrations:
         self._links = context.links
         self._totals = context.published.migrations
         self._published = context.published
-        self._core = core = context.core
+        self._core = context.core
         self._context = context
         shape = context.memory.kv.shape
         self._block_tokens = shape.block_tokens
@@ -86,12 +87,12 @@ class Migrations:
         self._now = context.now
         block_bytes = shape.layer_count * context.memory.kv.block_bytes
         self._departures = Departures(shape.block_tokens, max(1, _SPAN_BYTES // block_bytes))
-        self._arrivals = Arrivals(shape.block_tokens, lambda blocks, new: core.why_no_room(blocks, new=new))
+        self._arrivals = Arrivals(shape.block_tokens, self._why_no_room)
         self._mover = mover
         self._orders: dict[WorkerId, _Order] = {}
         self._epoch = Epoch(0)  # of the links between groups
         self._link: dict[WorkerId, Link] = {}  # to leaders of other groups, over which something is open or was last
-        self._last_id = core.first_sequence_id
+        self._last_id = self._core.first_sequence_id
         self._told_room = (0, 0)
         self._told_limit_blocks: int | None = None
 
@@ -146,6 +147,11 @@ class Migrations:
     def check(self) -> None:
         self._departures.check()
         self._arrivals.check()
+
+    def _why_no_room(self, block_count: int, new: bool) -> str:
+        """Retained prefixes give way, and the stages hear of it before they are asked for blocks."""
+        self._tell(RoomWanted(self._now(), block_count))
+        return self._core.why_no_room(block_count, new=new)
 
     # ------------------------------------------------------------ orders
 

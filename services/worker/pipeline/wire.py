@@ -10,7 +10,17 @@ from ballast.rpc.codec import SAMPLING
 from ballast.rpc.mapping import Mapper
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.worker.v1 import stage_pb2 as pb
-from services.worker.core.batch import Batch, NewSequence, Slice, StepResult, SwapCopy, TokenLogprobs
+from services.worker.core.batch import (
+    Batch,
+    NamedBlocks,
+    NewSequence,
+    NumberRuns,
+    Slice,
+    StepResult,
+    SwapCopy,
+    TakenBlocks,
+    TokenLogprobs,
+)
 from services.worker.core.migration_messages import (
     Give,
     Handed,
@@ -99,6 +109,9 @@ def batch_to_bytes(batch: Batch) -> bytes:
         memory_is_awaited=batch.memory_is_awaited,
         failure=batch.failure,
         copies=[_COPY.message(copy) for copy in batch.copies],
+        named=[pb.NamedBlocks(**named._asdict()) for named in batch.named],
+        forgotten=_runs_to_proto(batch.forgotten),
+        taken=[pb.TakenBlocks(sequence_id=s, runs=_runs_to_proto(runs)) for s, runs in batch.taken],
     ).SerializeToString()
 
 
@@ -113,7 +126,27 @@ def batch_from_bytes(data: bytes) -> Batch:
     added = tuple(_new_from_proto(new) for new in message.added)
     removed, awaited = tuple(message.removed), message.memory_is_awaited
     copies = tuple(_COPY.record(copy) for copy in message.copies)
-    return Batch(message.step_id, removed, added, tuple(slices), message.quiet_s, awaited, message.failure, copies)
+    return Batch(
+        message.step_id,
+        removed,
+        added,
+        tuple(slices),
+        message.quiet_s,
+        awaited,
+        message.failure,
+        copies,
+        tuple(NamedBlocks(n.sequence_id, n.first_block, n.first_number, n.block_count) for n in message.named),
+        _runs_from_proto(message.forgotten),
+        tuple(TakenBlocks(t.sequence_id, _runs_from_proto(t.runs)) for t in message.taken),
+    )
+
+
+def _runs_to_proto(runs: NumberRuns) -> list[pb.BlockRun]:
+    return [pb.BlockRun(first=first, count=count) for first, count in runs]
+
+
+def _runs_from_proto(runs: Iterable[pb.BlockRun]) -> NumberRuns:
+    return tuple((run.first, run.count) for run in runs)
 
 
 def grammar_to_bytes(grammar: Grammar) -> bytes:

@@ -85,6 +85,7 @@ class RankedMemory(DeviceMemory):
             parameter_bytes=own.parameter_bytes * count,
             kv_bytes=own.kv_bytes * count,
             free_bytes=own.free_bytes * count,
+            extent_bytes=own.extent_bytes * count,
         )
 
     def check(self) -> None:

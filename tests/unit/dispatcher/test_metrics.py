@@ -42,5 +42,8 @@ def test_gauges_totals_and_histograms_tell_the_story() -> None:
         "ballast_request_e2e_seconds_sum 0.86",
         'ballast_request_tpot_seconds_bucket{le="0.1"} 0.0',
         'ballast_request_tpot_seconds_bucket{le="0.15"} 1.0',
+        'ballast_inter_token_seconds_bucket{le="0.3"} 0.0',
+        'ballast_inter_token_seconds_bucket{le="0.4"} 1.0',
+        "ballast_inter_token_seconds_sum 0.36",
     }
     assert expected <= lines, expected - lines

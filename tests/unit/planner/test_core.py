@@ -1,5 +1,7 @@
 """Stories of the planner's core: events in, commands out."""
 
+from dataclasses import replace
+
 import pytest
 
 from ballast.common.ids import Epoch, Incarnation, WorkerId
@@ -304,6 +306,40 @@ def test_an_instance_with_another_model_stays_outside_until_it_is_the_only_one()
     layout = planner.settle_all()
     assert names(layout) == {"w2"}
     assert layout.layer_count == 6
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        replace(MODEL, layer_parameter_bytes=(999,) * 4, other_parameter_bytes=77),
+        replace(MODEL, extent_bytes=4096),
+        replace(MODEL, revision="abc"),
+    ],
+)
+def test_another_memory_or_a_worker_of_another_version_serves_the_same_model(own: ModelInfo) -> None:
+    planner = leader("w1")
+    assert not [c for c in planner.up("w2", model=own) if isinstance(c, RejectInstance)]
+    assert names(planner.settle_all()) == {"w1", "w2"}
+    assert planner.core.membership.model == (own if own.revision else MODEL), "what is told with a revision counts"
+
+
+def test_another_checkpoint_of_the_same_shape_is_another_model() -> None:
+    planner = Planner()
+    planner.lead()
+    planner.up("w1", model=replace(MODEL, revision="abc"))
+    [refused] = [c for c in planner.up("w2", model=replace(MODEL, revision="def")) if isinstance(c, RejectInstance)]
+    assert refused.why == "revision is def, the cluster has abc"
+
+
+def test_a_layout_that_an_older_version_has_stored_goes_on() -> None:
+    stored = StoredLayout(leader("w1", "w2").core.layout, replace(MODEL, extent_bytes=4096, other_parameter_bytes=4096))
+    planner = Planner()
+    planner.lead(stored)
+    for worker in ("w1", "w2"):
+        commands = planner.up(worker, model=replace(MODEL, revision="abc"))
+        assert not [c for c in commands if isinstance(c, (RejectInstance, WriteLayout))]
+    assert planner.core.membership.model == replace(MODEL, revision="abc")
+    assert planner.core.layout == stored.layout
 
 
 def test_a_drain_takes_the_worker_out_of_routing_and_asks_it() -> None:

@@ -93,7 +93,7 @@ def test_wheels_images_and_their_bonds_carry_the_version_of_the_code(sdk: Path, 
     assert sdk.name.startswith(f"ballast_serve-{ballast.__version__}-")
     assert cluster.name.startswith(f"ballast_serve_cluster-{ballast.__version__}-")
     bonds = [one for one in every_requirement() if _name(one) in FOLDERS and "==" in one]
-    assert len(bonds) == 7
+    assert len(bonds) == 6
     assert {one.split("==")[1] for one in bonds} == {ballast.__version__}
     assert f"ballast-worker:${{BALLAST_VERSION:-{ballast.__version__}}}" in (ROOT / "docker-compose.yml").read_text()
 

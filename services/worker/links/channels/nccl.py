@@ -161,9 +161,9 @@ class NcclTransport:
         make_stream: Callable[[torch.device], Stream] = CudaStream,
     ) -> None:
         if make_group is None and device.type != "cuda":
-            raise ConfigError("worker.transport", f"nccl moves memory of GPUs, not of {device}; use tcp or gloo")
+            raise ConfigError("worker.transport", f"nccl moves memory of GPUs, not of {device}; use tcp")
         if make_group is None and not torch.distributed.is_nccl_available():
-            raise ConfigError("worker.transport", "this build of torch has no NCCL; use tcp or gloo")
+            raise ConfigError("worker.transport", "this build of torch has no NCCL; use tcp")
         self._device = device
         self._make_group = make_group or partial(_nccl_group, device)
         self._make_stream = make_stream

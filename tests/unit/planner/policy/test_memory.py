@@ -25,13 +25,12 @@ def test_freed_bytes_and_blocks_come_true(first_layer: int, last_layer: int) -> 
         kv_shape=KvShape(layer_count=LAYERS, block_tokens=4, kv_heads=2, head_dim=8, dtype=torch.float32),
         extent_bytes=16 << 10,
     ) as memory:
-        sizes = tuple(memory.parameters.extents_of(i) * memory.pool.extent_bytes for i in range(LAYERS))
         model = ModelShape(
-            layer_parameter_bytes=sizes,
-            other_parameter_bytes=memory.report().parameter_bytes - sum(sizes),
+            layer_parameter_bytes=tuple(memory.parameters.size_bytes_of(i) for i in range(LAYERS)),
+            other_parameter_bytes=memory.parameters.other_bytes,
             block_tokens=4,
             block_bytes=memory.kv.shape.block_bytes,
-            extent_bytes=memory.pool.extent_bytes,
+            extent_bytes=memory.report().extent_bytes,
         )
         instance = InstanceState(WorkerId("w0"), budget_bytes, 0, LAYERS, tuple(range(LAYERS)))
         assert model.block_count(budget_bytes, 0, LAYERS) == memory.kv.block_count

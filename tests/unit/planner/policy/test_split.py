@@ -6,7 +6,7 @@ from services.planner.policy.split import Candidate, Splitter, SplitTolerance, S
 from tests.support.drop_plans import (
     acceptable_splits,
     all_splits,
-    extents_per_layer,
+    blocks_of,
     kept_bytes,
     longest,
     model,
@@ -99,7 +99,9 @@ def random_members(rng: random.Random, shape: ModelShape, count: int) -> list[Ca
             held |= {rng.randrange(shape.layer_count)}
         kv_bytes = rng.choice([2000, 2000, rng.randint(50, 8000)])
         budget_bytes = shape.copy_bytes + shape.other_parameter_bytes + kv_bytes
-        instance = InstanceState(WorkerId(f"w{i}"), budget_bytes, first, last, tuple(sorted(held)))
+        extent_bytes = rng.choice([0, 0, 32, 100])
+        budget_bytes += extent_bytes * (shape.layer_count + 1)
+        instance = InstanceState(WorkerId(f"w{i}"), budget_bytes, first, last, tuple(sorted(held)), extent_bytes)
         members.append(Candidate(instance, rng.choice([0, 5, rng.randint(0, 100)])))
     return members
 
@@ -125,7 +127,7 @@ def test_the_split_is_the_best_of_all() -> None:
             found_some += 1
             assert found in list(all_splits(candidates, shape))
             assert longest(found) <= max(longest(s) for s in acceptable)
-            assert extents_per_layer(found, shape) >= min(extents_per_layer(s, shape) for s in acceptable)
+            assert blocks_of(found, shape) >= min(blocks_of(s, shape) for s in acceptable)
             assert kept_bytes(found) == max(kept_bytes(s) for s in acceptable)
     assert found_some > 150
 

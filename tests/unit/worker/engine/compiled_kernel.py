@@ -27,7 +27,7 @@ def compiled(kernel: Any, given: Mapping[str, str], constants: Mapping[str, Any]
     """As the just-in-time compiler would: with what it sees of alignment. `given`: the arguments' types."""
     triton: Any = importlib.import_module("triton")
     names = kernel.arg_names
-    aligned = [names.index(name) for name in given if name.endswith(("_ptr", "_stride"))]
+    aligned = [names.index(name) for name in given if name.endswith(("_ptr", "_stride", "vocabulary"))]
     source = triton.compiler.ASTSource(
         fn=kernel,
         signature={name: given.get(name, "constexpr") for name in names},

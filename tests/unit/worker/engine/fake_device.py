@@ -29,7 +29,7 @@ from services.worker.engine.model_config import read_model_config
 from services.worker.engine.operations import FusedOperations, TorchOperations
 from services.worker.engine.parameters import Layout, end_parameters, layer_parameters, part_specs
 from services.worker.engine.runner import ModelRunner
-from services.worker.engine.sampler import Sampler
+from services.worker.engine.sampler_gpu import GpuSampler
 from services.worker.memory.backend import ExtentRun, MemoryBackend
 from services.worker.memory.device import DeviceMemory
 from services.worker.memory.kv_cache import KvShape
@@ -225,7 +225,8 @@ def run(model_dir: Path, dtype: torch.dtype) -> None:
     attention = CudaAttention(config.head_count, config.kv_head_count, config.head_dim, dtype, DEVICE)
     attention._kernel = kernel = FakeKernel()
     attention._join = FakeFusedKernels("paged_kernel").join_parts
-    sampler = Sampler(config.vocab_size, config.eos_token_ids, DEVICE)
+    sampler = GpuSampler(config.vocab_size, config.eos_token_ids, DEVICE)
+    sampler._kernels = choosing = FakeFusedKernels("sampling_kernels")
     model._operations = operations = FusedOperations(config, config.max_position, dtype, DEVICE)
     operations._kernels = fused = FakeFusedKernels()
     runner = ModelRunner(config, model, attention, sampler, memory.kv)
@@ -236,6 +237,7 @@ def run(model_dir: Path, dtype: torch.dtype) -> None:
         hidden = None if first == 0 else torch.empty(rows, config.hidden_size, dtype=dtype)
         before = kernel.launches
         fused.launches.clear()
+        choosing.launches.clear()
         try:
             out = runner.run_stage(batch, tables, hidden, first_layer=first, last_layer=last)
         except Exception as error:
@@ -248,6 +250,8 @@ def run(model_dir: Path, dtype: torch.dtype) -> None:
         if last == LAYERS:
             assert isinstance(out, StepResult)
             assert len(out.token_ids) == sum(part.samples for part in batch.slices)
+            assert choosing.launches["find_best"] == 1
+            assert choosing.launches.total() <= 5  # whatever the rows ask for
         else:
             assert isinstance(out, torch.Tensor)
             assert (out.device, tuple(out.shape)) == (DEVICE, (rows, config.hidden_size))

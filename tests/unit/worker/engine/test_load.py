@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from ballast.common.errors import ConfigError
 from services.worker.core.batch import Slice
+from services.worker.engine.checkpoint import revision_of
 from services.worker.engine.load import Engine, load_engine
 from services.worker.engine.model_config import read_model_config
 from services.worker.engine.native import library
@@ -50,6 +52,25 @@ def test_facts_and_memory(model_dir: Path) -> None:
         report = engine.memory_report()
         assert report.parameter_bytes >= info.parameter_count * 4
         assert engine.block_count * 8 * info.kv_bytes_per_token <= report.kv_bytes
+
+
+def test_a_revision_is_of_the_weights_and_of_what_makes_tokens(model_dir: Path, tmp_path: Path) -> None:
+    revision = revision_of(model_dir)
+    copy = Path(shutil.copytree(model_dir, tmp_path / "copy"))
+    said = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({"transformers_version": "9", **said}))
+    assert revision_of(copy) == revision
+    (copy / "config.json").write_text(json.dumps({**said, "rms_norm_eps": 0.5}))
+    assert revision_of(copy) != revision
+    (copy / "config.json").write_text(json.dumps(said))
+    rewrite(copy, SHARD_1, {name: tensor + 1 for name, tensor in load_file(copy / SHARD_1).items()})
+    assert revision_of(copy) != revision
+
+
+def test_what_is_told_of_the_model_does_not_depend_on_the_memory(model_dir: Path) -> None:
+    with load(model_dir) as engine, load(model_dir, device_memory_bytes=8 * MEMORY_BYTES + 4096) as large:
+        assert engine.info == large.info
+        assert engine.memory_report().extent_bytes == engine.memory.pool.extent_bytes
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

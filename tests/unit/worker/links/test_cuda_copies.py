@@ -1,5 +1,6 @@
 """The order in which copies and kernels go to a GPU, with a driver that notes it and does each when its turn comes."""
 
+import ctypes
 import threading
 import time
 from collections.abc import Generator
@@ -14,6 +15,9 @@ from torch.distributed import Work
 from services.worker.links.channels.nccl import CudaStream
 from services.worker.links.copies import HOST, HostCopies
 from services.worker.links.cuda_copies import CudaCopies, copies_for
+from services.worker.links.pieces import Pieces
+from services.worker.memory.backend import SLOT_BYTES
+from services.worker.memory.runs import RunKernel, Runs
 
 GPU = torch.device("cuda", 0)
 
@@ -159,6 +163,73 @@ def test_copies_wait_for_no_kernel_and_are_over_at_the_end_even_if_one_fails(dri
     assert len({id(stream) for stream in streams}) == 2, "one thread's copies wait for another's"
     assert all(event.on is not driver.engine for event in Event.made)
     assert not any(stream.waits_for for stream in streams)
+
+
+class Kernel:
+    """In the place of `RunKernel`: copies on the host, and notes where."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self.launches = list[tuple[str, int, Stream]]()
+
+    def gather(self, runs: Runs, slot: torch.Tensor) -> None:
+        self._copy(runs, slot, "gather")
+
+    def scatter(self, runs: Runs, slot: torch.Tensor) -> None:
+        self._copy(runs, slot, "scatter")
+
+    def _copy(self, runs: Runs, slot: torch.Tensor, which: str) -> None:
+        self.launches.append((which, len(runs.sizes), self._driver.current_stream(GPU)))
+        at = slot.data_ptr()
+        for address, size in zip(runs.addresses.tolist(), runs.sizes.tolist(), strict=True):
+            ctypes.memmove(*((at, address) if which == "gather" else (address, at)), size)
+            at += size
+
+
+def test_blocks_are_gathered_by_one_launch_for_a_slot_and_cross_the_bus_in_one_copy(driver: Driver) -> None:
+    copies, kernel = CudaCopies(GPU), Kernel(driver)
+    copies._kernel = cast(RunKernel, kernel)
+    empty = torch.empty
+
+    def on_device(size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        assert device == GPU
+        return empty(size, dtype=dtype)
+
+    memory = torch.arange(3 * SLOT_BYTES, dtype=torch.int64).to(torch.uint8)
+    blocks = list(memory.split(60 << 10))[::2]
+    pieces, size = Pieces(blocks, "blocks"), SLOT_BYTES + 1000
+    slot, wanted = torch.zeros(size, dtype=torch.uint8), memory.clone()
+    done = Future[None]()
+
+    def both() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "empty", on_device)
+            copies.gather(pieces, 777, slot)
+            for block in blocks:
+                block.zero_()
+            copies.scatter(pieces, 777, slot)
+        done.set_result(None)
+
+    threading.Thread(target=both, daemon=True).start()
+    for nth in (1, 2):
+        deadline_s = time.monotonic() + 20
+        while len(Event.made) < nth and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        assert not done.done()
+        Event.made[-1].come()
+    done.result(20)
+    assert [(which, count > 100) for which, count, _ in kernel.launches] == [
+        ("gather", True),
+        ("gather", False),
+        ("scatter", True),
+        ("scatter", False),
+    ]
+    assert {stream for _, _, stream in kernel.launches} == {event.on for event in Event.made} != {driver.engine}
+    assert torch.equal(slot, torch.cat(list(wanted.split(60 << 10))[::2])[777 : 777 + size])
+    left = torch.cat(blocks)
+    assert torch.equal(left[777 : 777 + size], slot)
+    assert not left[:777].any()
+    assert not left[777 + size :].any()
 
 
 def test_what_a_communicator_moves_is_waited_for_in_the_driver_and_nobody_is_asked_how_far_it_is(

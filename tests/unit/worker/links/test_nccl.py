@@ -119,7 +119,7 @@ def test_a_pair_has_one_communicator_and_it_is_made_with_the_link(ends: Ends) ->
 def test_a_failed_receive_breaks_its_link_and_delivers_nothing(ends: Ends) -> None:
     """The group says of it that it is completed."""
     broken, other = ends.link("w2"), ends.link("w3")
-    transfer = broken.transfer(TrafficClass.KV, [on_device(pattern(2048 * KB, seed=1))])
+    transfer = broken.transfer(TrafficClass.KV, [on_device(pattern(10_000 * KB, seed=1))])
     with pytest.raises(Unavailable):
         transfer.done.result(30)
     ends.recorders["w2"].wait("ended", 1)

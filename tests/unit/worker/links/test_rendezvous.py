@@ -354,12 +354,12 @@ def test_another_version_is_refused_by_both(rendezvous: Rendezvous) -> None:
 
 
 def test_links_that_are_carried_in_another_way_are_refused(rendezvous: Rendezvous) -> None:
-    other = replace(HIGH, terms=replace(TERMS, transport="gloo"))
+    other = replace(HIGH, terms=replace(TERMS, transport="nccl"))
     with ThreadPoolExecutor(1) as pool:
         calling = pool.submit(call, other, rendezvous.address, soon())
         with pytest.raises(DeadlineExceeded):
             rendezvous.meet(LOW, soon(0.5))
-        with pytest.raises(PeerViolation, match="carried by tcp, ours by gloo"):
+        with pytest.raises(PeerViolation, match="carried by tcp, ours by nccl"):
             calling.result(60)
 
 

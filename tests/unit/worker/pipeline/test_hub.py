@@ -6,14 +6,16 @@ from typing import cast
 import pytest
 import torch
 
-from ballast.common.ids import WorkerId
+from ballast.common.ids import Epoch, WorkerId
+from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.spans import Piece, Span, key_of
 from services.worker.links.connection import Link
 from services.worker.links.ports import Message
 from services.worker.links.traffic import TrafficClass
-from services.worker.links.transfer import Opening
-from services.worker.pipeline.destinations import whole
-from services.worker.pipeline.events import KvLanded
+from services.worker.links.transfer import Opening, Outcome
+from services.worker.memory.backend import Algorithm
+from services.worker.pipeline.destinations import layer_key, whole
+from services.worker.pipeline.events import KvLanded, LayerArrived
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.wire import Topic, pieces_to_bytes
 from services.worker.shell import MemberEvent
@@ -50,3 +52,18 @@ def test_kv_of_another_size_ends_the_link_and_is_waited_for_no_more(
     assert posted == [KvLanded(PEER, PIECE, delivered=False)]
     assert not hub.receives
     assert not hub.places.forget(key_of(PIECE, PEER)), "its place has been taken"
+
+
+def test_a_layer_whose_checksum_cannot_be_computed_here_is_not_taken() -> None:
+    posted: list[MemberEvent] = []
+    hub, link = Hub(posted.append, device="cpu"), cast("Link", FakeLink())
+    for algorithm in ("mix128", "of tomorrow"):
+        meta = pb.LayerWanted(epoch=3, layer=1, checksum=b"16", algorithm=algorithm).SerializeToString()
+        hub.places.put(layer_key(Epoch(3), 1, PEER), whole([PLACE]))
+        opening = Opening(1, TrafficClass.PARAMETERS, Topic.LAYER, 0, 64, meta)
+        assert hub.on_opening(link, opening) == [PLACE]
+        hub.on_transfer_end(link, opening, Outcome.DELIVERED)
+    known, unknown = posted
+    assert known == LayerArrived(Epoch(3), 1, PEER, b"16", by=Algorithm.MIX128)
+    assert isinstance(unknown, LayerArrived)
+    assert "'of tomorrow', which is not known here" in unknown.failure

@@ -8,10 +8,12 @@ from typing import Any, cast
 
 import pytest
 
-from ballast.common.ids import Epoch
+from ballast.common.ids import Epoch, WorkerId
 from services.worker.engine.load import load_engine
+from services.worker.memory.backend import Algorithm
 from services.worker.memory.host import HostBackend
 from services.worker.pipeline.background import Threads
+from services.worker.pipeline.destinations import Destinations
 from services.worker.pipeline.events import LayerArrived, LayerAsked, LayerChecked
 from services.worker.pipeline.layer_loading import LayerLoading
 from services.worker.pipeline.layers import LayerPull, LayerServer
@@ -62,6 +64,44 @@ def test_a_layer_from_the_checkpoint_is_compared_with_what_is_known(changed: boo
     wrong = changed and known
     assert bool(pull.failure) == wrong
     assert (pull.repulled > 0) == wrong
+
+
+@pytest.mark.parametrize("by", Algorithm)
+def test_a_layer_from_a_peer_is_read_as_the_peer_has_read_it(by: Algorithm) -> None:
+    """One may compute on a GPU and the other on a processor."""
+    events: queue.SimpleQueue[MemberEvent] = queue.SimpleQueue()
+    asked: list[WorkerId] = []
+    peers = [WorkerId("w2"), WorkerId("w3")]
+    with open_small(HostBackend()) as memory, open_small(HostBackend()) as there:
+        fill_layer(there, 1)
+        right = there.parameters.layer_checksum(1, by=by)
+        workers = Threads(lambda layer: None)
+
+        def ask(peer: WorkerId, layer: int) -> bool:
+            asked.append(peer)
+            fill_layer(memory, layer)
+            if peer == "w2":
+                memory.parameters.layer(layer)["down"][-1, -1] += 1.0
+            return True
+
+        pull = LayerPull(
+            Epoch(3),
+            [1],
+            {1: peers},
+            hub=cast(Any, SimpleNamespace(places=Destinations())),
+            ask=ask,
+            server=LayerServer(memory.parameters, workers, events.put),
+            hurried=lambda: True,
+        )
+        pull.go_on()
+        for peer in peers:
+            pull.arrived(LayerArrived(Epoch(3), 1, peer, right, by=by))
+            checked = events.get(timeout=30)
+            assert isinstance(checked, LayerChecked)
+            pull.checked(checked)
+        workers.shutdown()
+    assert asked == peers
+    assert (pull.repulled, pull.finished) == (1, True)
 
 
 class _Sent:

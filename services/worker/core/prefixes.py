@@ -1,0 +1,287 @@
+"""The index of a group's numbered KV blocks: which tokens each holds, which sequences read it, and which go first.
+
+A whole block whose tokens have their KV gets a number from the leader, which is never used again. A number means the
+same tokens behind the same tokens, whatever block each stage has for it. A sequence whose prompt begins with numbered
+blocks takes them and computes only what follows, at least its last token. A number that no sequence holds is
+*retained*: its block counts as free, and is given up when its room is needed, the tail of the least recently used
+first.
+
+Only the leader has this index. Stages hear of numbers in batches (`Batch.named`, `forgotten`, `taken`), so stages of
+different capacity cannot disagree.
+"""
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from hashlib import blake2b
+
+from ballast.common.errors import InvariantViolation
+from services.worker.core.batch import BlockNumber, NamedBlocks, NumberRuns, SequenceId, TakenBlocks
+from services.worker.core.limits import WorkerLimits
+from services.worker.core.sequence import Sequence
+
+BlockKey = bytes  # digest of a block's tokens and of all that comes before it
+
+_KEY_BYTES = 16
+
+
+def runs_of(numbers: Iterable[BlockNumber]) -> NumberRuns:
+    """(first, count) of each run of consecutive numbers."""
+    runs: list[tuple[BlockNumber, int]] = []
+    for number in numbers:
+        if runs and runs[-1][0] + runs[-1][1] == number:
+            runs[-1] = runs[-1][0], runs[-1][1] + 1
+        else:
+            runs.append((number, 1))
+    return tuple(runs)
+
+
+class PrefixIndex:
+    """Sequences that run, or are being swapped out, hold numbers; the others hold none.
+
+    A closed index finds nothing, names nothing and retains nothing.
+    """
+
+    def __init__(self, limits: WorkerLimits, first_number: BlockNumber) -> None:
+        """Numbers follow on `first_number`: the leader's own."""
+        self._block_tokens = limits.block_tokens
+        self._seed = limits.prefix_seed
+        self._closed = not limits.prefix_caching
+        self._last_number = first_number
+        self._numbers: dict[BlockKey, BlockNumber] = {}
+        self._keys: dict[BlockNumber, BlockKey] = {}
+        self._holders: dict[BlockNumber, int] = {}  # sequences that hold it, at least 1
+        self._retained: OrderedDict[BlockNumber, None] = OrderedDict()  # held by none; the first is given up first
+        self._held: dict[SequenceId, list[BlockNumber | None]] = {}  # of its first blocks; None: one without a number
+        self._begun: list[Sequence] = []  # have taken blocks, and are in no plan yet
+        self._displaced: set[SequenceId] = set()  # their KV is not on the stages that there are now
+        self.shared_count = 0  # blocks that would be needed besides, if each sequence had its own
+        self.queried_tokens_total = self.hit_tokens_total = 0  # of sequences let in for the first time
+        # For the next batch:
+        self._named: list[NamedBlocks] = []
+        self._taken: list[TakenBlocks] = []
+        self._forgotten: list[BlockNumber] = []
+
+    @property
+    def retained_count(self) -> int:
+        return len(self._retained)
+
+    @property
+    def must_tell(self) -> bool:
+        """Blocks have been given up, or taken, and no batch says so yet."""
+        return bool(self._forgotten or self._taken)
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._forgotten or self._taken or self._named)
+
+    def take_news(self) -> tuple[tuple[NamedBlocks, ...], NumberRuns, tuple[TakenBlocks, ...]]:
+        """What the next batch says: named, forgotten, taken."""
+        news = tuple(self._named), runs_of(sorted(self._forgotten)), tuple(self._taken)
+        self._named, self._forgotten, self._taken = [], [], []
+        return news
+
+    # ---------------------------------------------------------------- what a sequence would find
+
+    def _chain(self, sequence: Sequence, block_count: int) -> list[BlockKey]:
+        """Keys of its first blocks."""
+        chain, size = sequence.block_keys, self._block_tokens
+        for index in range(len(chain), block_count):
+            before = chain[-1] if chain else self._seed + sequence.cache_salt
+            token_ids = array("I", sequence.token_ids(index * size, size)).tobytes()
+            chain.append(blake2b(before + token_ids, digest_size=_KEY_BYTES).digest())
+        return chain[:block_count]
+
+    def match(self, sequence: Sequence) -> list[BlockNumber]:
+        """Numbers of its first blocks, as many as there are. Its last token is always computed: it gives the next."""
+        found: list[BlockNumber] = []
+        numbers = self._numbers
+        if self._closed or not numbers:
+            return found
+        for key in self._chain(sequence, (sequence.token_count - 1) // self._block_tokens):
+            number = numbers.get(key)
+            if number is None:
+                break
+            found.append(number)
+        return found
+
+    def held_count(self, numbers: list[BlockNumber], without: list[Sequence] | None = None) -> int:
+        """How many of these numbers are held by sequences other than those of `without`: their blocks are no cost."""
+        holders = self._holders
+        if not without:
+            return sum([number in holders for number in numbers])
+        leaving = self._holdings(without)
+        return sum([holders.get(number, 0) > leaving[number] for number in numbers])
+
+    def freed_count(self, sequences: list[Sequence]) -> int:
+        """Blocks that are free when all of these sequences have left."""
+        block_count = sum([s.reserved_block_count for s in sequences])
+        if self.shared_count and sequences:
+            holdings, holders = self._holdings(sequences), self._holders
+            block_count -= sum([n if holders[number] > n else n - 1 for number, n in holdings.items()])
+        return block_count
+
+    def _holdings(self, sequences: list[Sequence]) -> Counter[BlockNumber]:
+        return Counter(n for s in sequences for n in self._held.get(s.sequence_id, ()) if n is not None)
+
+    def wanted(self, waiting: Iterable[tuple[Sequence, int]]) -> tuple[int, int]:
+        """Blocks, and tokens to be computed, that sequences want which would need so many blocks alone: what several
+        share counts once, what is here costs no computing, and what is held costs no block.
+        """
+        size, block_count, token_count = self._block_tokens, 0, 0
+        keys = set[BlockKey]()
+        for sequence, need in waiting:
+            whole = 0 if self._closed else (sequence.token_count - 1) // size
+            keys.update(self._chain(sequence, whole) if whole else ())
+            block_count += need - whole
+            token_count += sequence.token_count - whole * size
+        if keys:
+            found = [number for key in keys if (number := self._numbers.get(key)) is not None]
+            block_count += len(keys) - self.held_count(found)
+            token_count += (len(keys) - len(found)) * size
+        return block_count, token_count
+
+    # ---------------------------------------------------------------- coming and going
+
+    def take(self, sequence: Sequence) -> int:
+        """It is let in, with the blocks that it finds. Returns how many of them others hold, which cost nothing."""
+        numbers = self.match(sequence)
+        hit_tokens = len(numbers) * self._block_tokens
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = hit_tokens
+            self.queried_tokens_total += sequence.token_count
+            self.hit_tokens_total += hit_tokens
+        self._held[sequence.sequence_id] = [*numbers]
+        shared_count = 0
+        for number in numbers:
+            held = self._holders.get(number, 0)
+            self._holders[number] = held + 1
+            if held:
+                shared_count += 1
+            else:
+                del self._retained[number]
+        if numbers:
+            self._begun.append(sequence)
+            sequence.dispatched_tokens = hit_tokens  # counted as computed from now on; it is when a batch says so
+        self.shared_count += shared_count
+        return shared_count
+
+    def begin(self) -> None:
+        """A batch is being formed: it tells the stages what has been taken since the last one."""
+        for sequence in self._begun:
+            held = self._held[sequence.sequence_id]
+            sequence.computed_tokens = sequence.dispatched_tokens
+            sequence.on_stages = True
+            self._taken.append(TakenBlocks(sequence.sequence_id, runs_of(n for n in held if n is not None)))
+        self._begun.clear()
+
+    def name(self, sequence: Sequence) -> None:
+        """Its whole blocks with KV get numbers, unless others have the same tokens: then they stay its own."""
+        if self._closed or sequence.snapshot is not None or sequence.sequence_id in self._displaced:
+            return
+        end = sequence.computed_tokens // self._block_tokens
+        held = self._held.get(sequence.sequence_id)
+        if held is None:
+            held = self._held[sequence.sequence_id] = []
+        first = len(held)
+        if first >= end:
+            return
+        begin, count = first, 0  # of the run of blocks that is being named
+        for index, key in enumerate(self._chain(sequence, end)[first:], first):
+            if key in self._numbers:
+                self._note_named(sequence, begin, count)
+                begin, count = index + 1, 0
+                held.append(None)
+                continue
+            self._last_number = number = self._last_number + 1
+            self._numbers[key], self._keys[number], self._holders[number] = number, key, 1
+            held.append(number)
+            count += 1
+        self._note_named(sequence, begin, count)
+
+    def _note_named(self, sequence: Sequence, first: int, count: int) -> None:
+        """So many blocks of its table have got the last numbers."""
+        if count:
+            self._named.append(NamedBlocks(sequence.sequence_id, first, self._last_number - count + 1, count))
+
+    def leave(self, sequence: Sequence, *, kept: bool) -> int:
+        """It holds nothing any more. Returns how many of its blocks others hold. `kept`: its KV is good on all stages,
+        and stays until its room is needed.
+        """
+        self._displaced.discard(sequence.sequence_id)
+        held = self._held.pop(sequence.sequence_id, ())
+        if self._begun:
+            self._begun = [s for s in self._begun if s is not sequence]
+        shared_count = 0
+        for number in reversed(held):  # tail first: what follows on a block is given up before it
+            if number is None:
+                continue
+            holders = self._holders[number]
+            if holders > 1:
+                self._holders[number] = holders - 1
+                shared_count += 1
+                continue
+            del self._holders[number]
+            if kept and not self._closed:
+                self._retained[number] = None
+            else:
+                self._forget(number)
+        self.shared_count -= shared_count
+        return shared_count
+
+    def fit(self, free_block_count: int) -> None:
+        """No more blocks are retained than are free."""
+        for _ in range(len(self._retained) - max(0, free_block_count)):
+            number, _ = self._retained.popitem(last=False)
+            self._forget(number)
+
+    def _forget(self, number: BlockNumber) -> None:
+        del self._numbers[self._keys.pop(number)]
+        self._forgotten.append(number)
+
+    def forget_all(self, running: list[Sequence]) -> int:
+        """The group changes: stages forget all numbers, each by itself, and what runs gets none until its KV has come
+        to the new stages. Returns how many blocks more count as held.
+        """
+        shared_count, self.shared_count = self.shared_count, 0
+        self._displaced = {s.sequence_id for s in running if s.computed_tokens}
+        for sequence in self._begun:
+            sequence.dispatched_tokens = sequence.computed_tokens
+        for known in (self._numbers, self._keys, self._holders, self._retained, self._held):
+            known.clear()
+        for news in (self._begun, self._named, self._taken, self._forgotten):
+            news.clear()
+        return shared_count
+
+    def close(self) -> None:
+        """Nothing is taken, named or retained any more."""
+        self.fit(0)
+        self._closed = True
+
+    # ---------------------------------------------------------------- inspector
+
+    def check(self, stage_numbers: Iterable[BlockNumber] | None, reserved: dict[SequenceId, int]) -> None:
+        """Raise InvariantViolation unless references are the sum over the holders and the leader's own stage has the
+        same numbers, but for what the next batch says.
+
+        Args:
+            stage_numbers: Of the book of this stage. None: it is another group's.
+            reserved: Blocks of each sequence that may hold numbers.
+        """
+        holders = Counter(n for held in self._held.values() for n in held if n is not None)
+        if holders != self._holders:
+            raise InvariantViolation(f"holders of numbered blocks are {holders}, counted are {self._holders}")
+        if (shared := sum(holders.values()) - len(holders)) != self.shared_count:
+            raise InvariantViolation(f"{self.shared_count} blocks are shared, the sum is {shared}")
+        if holders.keys() & self._retained.keys() or holders.keys() | self._retained.keys() != self._keys.keys():
+            raise InvariantViolation("a number is neither held nor retained, or both")
+        if {key: number for number, key in self._keys.items()} != self._numbers:
+            raise InvariantViolation("numbers and keys are not each other's")
+        for sequence_id, held in self._held.items():
+            if len(held) > reserved.get(sequence_id, 0):
+                raise InvariantViolation(f"sequence {sequence_id} holds {len(held)} blocks and has not so many")
+        if stage_numbers is not None:
+            coming = {n for _, _, first, count in self._named for n in range(first, first + count)}
+            told = (self._keys.keys() | set(self._forgotten)) - coming
+            if told != set(stage_numbers):
+                raise InvariantViolation(f"the stage has numbers {set(stage_numbers)}, it has been told {told}")

@@ -1,0 +1,329 @@
+"""Chooses the next tokens on a GPU: a few launches for all rows, and one wait, for the tokens. The rules are those of
+`sampler`; draws are the same but for rounding, since sums over a vocabulary are of float32 terms here.
+
+Shapes: R rows that sample, V vocabulary, L rows with log-probabilities, H sequences that are penalised.
+"""
+
+import importlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ballast.common.extras import lacking
+from ballast.common.sampling import SamplingParams
+from ballast.service.grammar import Grammars
+from services.worker.core.batch import NewSequence, SequenceId, TokenLogprobs
+from services.worker.engine.grammar import GrammarState
+from services.worker.engine.random_numbers import uniforms
+from services.worker.engine.sampler import Sampled, SampleRow, forbidden_ends, require_new
+from services.worker.engine.upload import upload
+
+_TILE, _WARPS = 4096, 16  # logits that a program looks at at a time
+_LEAST, _ROOM = (
+    512,
+    1024,
+)  # of the best tokens of a filtered row, put aside by find_best; ties may be more than the first
+_EDITS = 128
+_ADJUSTED = 2048
+_RANKED_ROWS = 128  # whose log-probabilities are computed at a time
+_FIRST_HISTORIES, _FIRST_PLACES = 8, 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    place: int  # in the sampler's tables
+    sampling: SamplingParams
+    forbidden: tuple[int, ...]
+    forbidden_until: int  # position from which they are allowed
+    grammar: GrammarState | None
+    history: int  # row of the counts; -1: not penalised
+
+    @property
+    def special(self) -> bool:
+        """Whether a step has to look at it by itself."""
+        sampling = self.sampling
+        known = sampling.logprobs is not None or self.grammar is not None
+        return known or bool(self.forbidden) or bool(sampling.logit_bias)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRows:
+    """What a step's rows need on the device: the arrays, and which of them there are."""
+
+    sampler: "GpuSampler"
+    sequences: Sequence[_Sequence]
+    arrays: list[np.ndarray]
+    draws: bool
+    masked: bool
+    penalised: bool
+    edit_count: int
+    ranked: tuple[int, ...]  # rows with log-probabilities
+
+    def launch(self, uploaded: Sequence[torch.Tensor], logits_RV: torch.Tensor) -> "GpuChoosing":
+        return self.sampler.launch(self, uploaded, logits_RV)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuChoosing:
+    """Tokens that the device is about to choose."""
+
+    token_ids_R: torch.Tensor  # there, int32
+    sequences: Sequence[_Sequence]
+    ranked: tuple[int, ...]
+    copies: Sequence[torch.Tensor]  # on the host, once the event is over
+    over: torch.cuda.Event | None
+
+    def collect(self) -> Sampled:
+        """Waits for them."""
+        if self.over is not None:
+            self.over.synchronize()
+        tokens, *ranked = (copy.tolist() for copy in self.copies)
+        errors: list[tuple[int, str]] = []
+        for i, sequence in enumerate(self.sequences):
+            if sequence.grammar is not None:
+                sequence.grammar.add(tokens[i])
+                if sequence.grammar.error:
+                    errors.append((i, sequence.grammar.error))
+        logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
+        if ranked:
+            own, values, indices = ranked
+            for i, logprob, top_values, top in zip(self.ranked, own, values, indices, strict=True):
+                count = self.sequences[i].sampling.logprobs or 0
+                best = tuple(zip(top[:count], top_values[:count], strict=True))
+                logprobs[i] = TokenLogprobs(tokens[i], logprob, best)
+        return Sampled(tuple(tokens), tuple(logprobs), tuple(errors))
+
+
+class GpuSampler:
+    """Keeps what sampling needs to know of each running sequence; what was seen of penalised ones, on the device."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        device: torch.device,
+        grammars: Grammars | None = None,
+    ) -> None:
+        """
+        Raises:
+            ConfigError: triton is not installed.
+        """
+        try:
+            self._kernels: Any = importlib.import_module("services.worker.engine.sampling_kernels")
+        except ImportError as error:
+            raise lacking("device cuda", "triton", "cuda") from error
+        self._grammars = grammars
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._device = device
+        self._sequences: dict[SequenceId, _Sequence] = {}
+        self._numbers = np.zeros((0, 8))  # of each place; columns as in the kernels
+        self._wholes = np.zeros((0, 4), np.int32)
+        self._seeds = np.zeros(0, np.int64)
+        self._special = np.zeros(0, np.bool_)
+        self._free_places: list[int] = []
+        self._counts_HV = torch.zeros(0, vocab_size, dtype=torch.int16, device=device)
+        self._free_histories: list[int] = []
+        self._scratch: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def sequence_ids(self) -> tuple[SequenceId, ...]:
+        return tuple(self._sequences)
+
+    def add(self, new: NewSequence) -> None:
+        require_new(new, self._sequences)
+        sampling = new.sampling
+        self._sequences[new.sequence_id] = sequence = _Sequence(
+            place=self._place(),
+            sampling=sampling,
+            forbidden=forbidden_ends(sampling, self._eos_token_ids, self._vocab_size),
+            forbidden_until=len(new.prompt_token_ids) + sampling.min_tokens,
+            grammar=GrammarState(self._grammars, new) if sampling.grammar is not None else None,
+            history=self._begin_history(new) if sampling.penalised else -1,
+        )
+        place = sequence.place
+        floor = abs(sampling.temperature * math.log(sampling.min_p)) if sampling.min_p > 0 else math.inf
+        penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
+        self._numbers[place] = (sampling.temperature, sampling.top_p, floor, 0.0, *penalties, 0.0)
+        self._wholes[place] = (min(sampling.top_k, self._vocab_size), sequence.history, -1, 0)
+        self._seeds[place] = sampling.seed or 0
+        self._special[place] = sequence.special
+
+    def _place(self) -> int:
+        if not self._free_places:
+            known = len(self._seeds)
+            count = max(_FIRST_PLACES, 2 * known)
+            self._numbers = np.resize(self._numbers, (count, 8))
+            self._wholes = np.resize(self._wholes, (count, 4))
+            self._seeds = np.resize(self._seeds, count)
+            self._special = np.resize(self._special, count)
+            self._free_places.extend(range(known, count))
+        return self._free_places.pop()
+
+    def remove(self, sequence_id: SequenceId) -> None:
+        """Forget a sequence, if it is known."""
+        sequence = self._sequences.pop(sequence_id, None)
+        if sequence is None:
+            return
+        self._free_places.append(sequence.place)
+        if sequence.history >= 0:
+            self._free_histories.append(sequence.history)
+
+    @torch.inference_mode()
+    def _begin_history(self, new: NewSequence) -> int:
+        if not self._free_histories:
+            known = len(self._counts_HV)
+            count = max(_FIRST_HISTORIES, 2 * known)
+            grown_HV = self._counts_HV.new_zeros(count, self._vocab_size)
+            grown_HV[:known] = self._counts_HV
+            self._counts_HV = grown_HV
+            self._free_histories.extend(range(known, count))
+        history = self._free_histories.pop()
+        prompt = np.unique(np.array(new.prompt_token_ids, np.int64))
+        output, counts = np.unique(np.array(new.output_token_ids, np.int64), return_counts=True)
+        tokens = np.concatenate([prompt, output])
+        values = np.concatenate([np.ones(len(prompt), np.int16), np.minimum(counts + 1, 32767).astype(np.int16)])
+        last = len(tokens) - 1 - np.unique(tokens[::-1], return_index=True)[1]  # the output's count where both have it
+        tokens_there, values_there = upload([tokens[last], values[last]], self._device)
+        counts_V = self._counts_HV[history]
+        counts_V.zero_()
+        counts_V[tokens_there] = values_there
+        return history
+
+    def prepare(self, rows: Sequence[SampleRow]) -> GpuRows:
+        """Arrays for the step's upload."""
+        sequences = [self._sequences[row.sequence_id] for row in rows]
+        places_R = np.array([sequence.place for sequence in sequences], np.int64)
+        numbers, wholes = self._numbers[places_R], self._wholes[places_R]
+        draws = bool(numbers[:, 0].any())
+        if draws:
+            positions_R = np.array([row.position for row in rows], np.int64)
+            numbers[:, 3] = uniforms(self._seeds[places_R], positions_R)
+        masks: list[np.ndarray] = []
+        places: list[tuple[int, int]] = []
+        values: list[float] = []
+        ranked: list[int] = []
+        for i in np.flatnonzero(self._special[places_R]).tolist():
+            row, sequence = rows[i], sequences[i]
+            if sequence.sampling.logprobs is not None:
+                ranked.append(i)
+            if sequence.grammar is not None and (bits := sequence.grammar.allowed()) is not None:
+                wholes[i, 2] = len(masks)
+                masks.append(_words(bits, self._vocab_size))
+            forbidden = sequence.forbidden if row.position < sequence.forbidden_until else ()
+            if forbidden or sequence.sampling.logit_bias:
+                edits = dict(sequence.sampling.logit_bias) | dict.fromkeys(forbidden, -math.inf)
+                places.extend((i, token) for token in edits)
+                values.extend(edits.values())
+        arrays: list[np.ndarray] = [numbers, wholes]
+        if masks:
+            arrays.append(np.stack(masks))
+        if places:
+            arrays += [np.array(places, np.int32), np.array(values, np.float32)]
+        if ranked:
+            arrays.append(np.array(ranked, np.int64))
+        return GpuRows(
+            self,
+            sequences,
+            arrays,
+            draws=draws,
+            masked=bool(masks),
+            penalised=bool((wholes[:, 1] >= 0).any()),
+            edit_count=len(places),
+            ranked=tuple(ranked),
+        )
+
+    def launch(self, rows: GpuRows, uploaded: Sequence[torch.Tensor], logits_RV: torch.Tensor) -> GpuChoosing:
+        row_count, vocabulary = logits_RV.shape
+        there = iter(uploaded)
+        numbers, wholes = next(there), next(there)
+        masks = next(there) if rows.masked else wholes
+        kernels, stride = self._kernels, logits_RV.stride(0)
+        edits = (next(there), next(there)) if rows.edit_count else None
+        ranked_L = next(there) if rows.ranked else None
+        raw_LV = None if ranked_L is None else logits_RV.index_select(0, ranked_L)  # before anything is changed
+        if edits is not None:
+            count = rows.edit_count
+            kernels.edit[(-(-count // _EDITS),)](logits_RV, *edits, stride, count, TILE=_EDITS)
+        if rows.masked or rows.penalised:
+            kernels.adjust[(row_count, -(-vocabulary // _ADJUSTED))](
+                logits_RV,
+                numbers,
+                wholes,
+                masks,
+                self._counts_HV,
+                stride,
+                masks.stride(0),
+                vocabulary,
+                **adjust_constants(),
+            )
+        chosen_R = torch.empty(row_count, dtype=torch.int32, device=self._device)
+        given = (logits_RV, numbers, wholes, chosen_R, *self._found(row_count), stride, vocabulary)
+        kernels.find_best[(row_count,)](*given, **find_constants())
+        if rows.draws:
+            kernels.draw[(row_count,)](*given, **draw_constants())
+        if rows.penalised:
+            kernels.take_in[(row_count,)](wholes, chosen_R, self._counts_HV, vocabulary)
+        results = [chosen_R]
+        if raw_LV is not None:
+            assert ranked_L is not None
+            most = max(rows.sequences[i].sampling.logprobs or 0 for i in rows.ranked)
+            results += _rank(raw_LV, chosen_R.index_select(0, ranked_L).long(), min(most, vocabulary))
+        copies, over = _to_host(results)
+        return GpuChoosing(chosen_R, rows.sequences, rows.ranked, copies, over)
+
+    def _found(self, rows: int) -> tuple[torch.Tensor, ...]:
+        """What find_best leaves for draw; one step's at a time."""
+        if not self._scratch or len(self._scratch[0]) < rows:
+            floats, ints = torch.float32, torch.int32
+            kinds = ((floats, ()), (ints, (4,)), (torch.float64, ()), (floats, (_ROOM,)), (ints, (_ROOM,)))
+            self._scratch = tuple(torch.empty(rows, *shape, dtype=dtype, device=self._device) for dtype, shape in kinds)
+        return self._scratch
+
+
+def find_constants() -> dict[str, int]:
+    """What the kernel is compiled for."""
+    return {"TILE": _TILE, "LEAST": _LEAST, "ROOM": _ROOM, "num_warps": _WARPS}
+
+
+def draw_constants() -> dict[str, int]:
+    return {"TILE": _TILE, "ROOM": _ROOM, "num_warps": _WARPS}
+
+
+def adjust_constants() -> dict[str, int]:
+    return {"TILE": _ADJUSTED}
+
+
+def _rank(raw_LV: torch.Tensor, chosen_L: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """Log-probabilities of the chosen tokens and of the best, with those."""
+    parts: list[tuple[torch.Tensor, ...]] = []
+    for part_LV, chosen in zip(raw_LV.split(_RANKED_ROWS), chosen_L.split(_RANKED_ROWS), strict=True):
+        wide_LV = part_LV.float()
+        total_L1 = wide_LV.logsumexp(-1, keepdim=True)
+        top = wide_LV.topk(count)
+        parts.append(((wide_LV.gather(1, chosen[:, None]) - total_L1)[:, 0], top.values - total_L1, top.indices))
+    return list(parts[0]) if len(parts) == 1 else [torch.cat(each) for each in zip(*parts, strict=True)]
+
+
+def _to_host(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
+    """Copies that are there once the event is over."""
+    if tensors[0].device.type != "cuda":
+        return list(tensors), None
+    copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors]
+    for copy, each in zip(copies, tensors, strict=True):
+        copy.copy_(each, non_blocking=True)
+    over = torch.cuda.Event()
+    over.record()
+    return copies, over
+
+
+def _words(bits: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Bytes of bits as whole words of 32, no fewer than the vocabulary needs."""
+    words = np.zeros(-(-vocab_size // 32), np.int32)
+    count = min(len(bits), words.nbytes)
+    words.view(np.uint8)[:count] = bits[:count]
+    return words

@@ -1,0 +1,341 @@
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
+"""The Triton kernels behind `GpuSampler`. Importing this module needs triton; nothing else may import it eagerly.
+
+A program is a row. All filters are borders on how far a logit lies below the row's best: a distance, float32, not
+negative, so that its bits are in the order of its value. Sums over a vocabulary are of float32 terms, added in float64;
+what is drawn from few tokens is computed in float64 from the start.
+
+Shapes: R rows, V vocabulary.
+"""
+
+import triton
+import triton.language as tl
+
+IMPOSSIBLE = tl.constexpr(0x7F800000)  # the bits of an infinite distance
+ABSENT = tl.constexpr(0x7FFFFFFF)  # behind the end of the vocabulary
+PIVOTS = tl.constexpr(4)
+
+# Columns of a row's numbers.
+TEMPERATURE = tl.constexpr(0)  # 0: the best token
+TOP_P = tl.constexpr(1)
+FLOOR = tl.constexpr(2)  # the largest distance that min-p lets in
+UNIFORM = tl.constexpr(3)
+REPETITION = tl.constexpr(4)
+FREQUENCY = tl.constexpr(5)
+PRESENCE = tl.constexpr(6)
+NUMBERS = tl.constexpr(8)
+
+# Columns of a row's whole numbers.
+TOP_K = tl.constexpr(0)  # 0: all
+HISTORY = tl.constexpr(1)  # row of the counts of tokens; -1: none
+MASK = tl.constexpr(2)  # row of the bit masks; -1: none
+WHOLES = tl.constexpr(4)
+
+# Columns of what `find_best` has found.
+BEST_TOKEN = tl.constexpr(0)
+FOUND = tl.constexpr(1)  # how many tokens it has put aside; -1: none, or more than there is room for
+LIMIT = tl.constexpr(2)  # the bits of the largest distance among them
+SEEN = tl.constexpr(4)
+
+
+@triton.jit
+def _logits(logits_ptr, at, vocabulary):
+    """What is no number is impossible."""
+    logits = tl.load(logits_ptr + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32)
+    return tl.where(logits == logits, logits, float("-inf"))
+
+
+@triton.jit
+def _distances(logits_ptr, at, vocabulary, best):
+    logits = _logits(logits_ptr, at, vocabulary)
+    return tl.where(at < vocabulary, tl.where(logits == best, 0.0, best - logits), float("inf"))
+
+
+@triton.jit
+def _bits(distances, present):
+    return tl.where(present, distances.to(tl.int32, bitcast=True), ABSENT)
+
+
+@triton.jit
+def find_best(
+    logits_ptr,  # [R, V], rows row_stride apart
+    numbers_ptr,  # [R, NUMBERS] float64
+    wholes_ptr,  # [R, WHOLES] int32
+    chosen_ptr,  # [R] int32: the best token
+    best_ptr,  # [R] float32: its logit
+    seen_ptr,  # [R, SEEN] int32
+    total_ptr,  # [R] float64: the mass of all tokens that min-p lets in, where that of the best is 1
+    near_ptr,  # [R, ROOM] float32: distances of tokens put aside, in the order of the vocabulary
+    near_tokens_ptr,  # [R, ROOM] int32
+    row_stride,
+    vocabulary,
+    TILE: tl.constexpr,
+    LEAST: tl.constexpr,  # so many of the best tokens at least are put aside where a row is filtered, if there are
+    ROOM: tl.constexpr,
+):
+    """The best token of each row and, where others are filtered out, some of the best."""
+    row = tl.program_id(0)
+    logits_ptr += row.to(tl.int64) * row_stride
+    lanes = tl.arange(0, TILE)
+    highest = tl.full([TILE], float("-inf"), tl.float32)
+    tokens = lanes
+    for start in tl.range(0, vocabulary, TILE, num_stages=3):
+        at = start + lanes
+        logits = _logits(logits_ptr, at, vocabulary)
+        tokens = tl.where(logits > highest, at, tokens)
+        highest = tl.maximum(highest, logits)
+    best = tl.max(highest, 0)
+    token = tl.min(tl.where(highest == best, tokens, vocabulary), 0)  # the first of equals
+    tl.store(chosen_ptr + row, token)
+    tl.store(best_ptr + row, best)
+    temperature = tl.load(numbers_ptr + row * NUMBERS + TEMPERATURE)
+    floor = tl.load(numbers_ptr + row * NUMBERS + FLOOR).to(tl.float32)
+    top_p = tl.load(numbers_ptr + row * NUMBERS + TOP_P)
+    top_k = tl.load(wholes_ptr + row * WHOLES + TOP_K)
+    found = -1
+    limit = 0
+    if (temperature > 0) & ((floor < float("inf")) | (top_p < 1) | ((top_k > 0) & (top_k < vocabulary))):
+        # As many lanes as LEAST have one at least that is as near as this.
+        near = _bits(tl.where(highest == best, 0.0, best - highest), lanes < vocabulary)
+        low = 0
+        limit = IMPOSSIBLE - 1
+        while low < limit:
+            middle = low + (limit - low) // 2
+            enough = tl.sum((near <= middle).to(tl.int32), 0) >= LEAST
+            limit = tl.where(enough, middle, limit)
+            low = tl.where(enough, low, middle + 1)
+        scale = tl.minimum(1.0 / temperature, 1e30).to(tl.float32)
+        masses = tl.zeros([TILE], tl.float32)
+        found = 0
+        for start in tl.range(0, vocabulary, TILE, num_stages=3):
+            at = start + lanes
+            distances = _distances(logits_ptr, at, vocabulary, best)
+            masses += tl.where(distances <= floor, tl.exp(-distances * scale), 0.0)
+            taken = _bits(distances, at < vocabulary) <= limit
+            places = found + tl.cumsum(taken.to(tl.int32), 0) - 1
+            fits = taken & (places < ROOM)
+            tl.store(near_ptr + row * ROOM + places, distances, mask=fits)
+            tl.store(near_tokens_ptr + row * ROOM + places, at, mask=fits)
+            found += tl.sum(taken.to(tl.int32), 0)
+        tl.store(total_ptr + row, tl.sum(masses.to(tl.float64), 0))
+        if found > ROOM:
+            found = -1
+    tl.store(seen_ptr + row * SEEN + FOUND, found)
+    tl.store(seen_ptr + row * SEEN + LIMIT, limit)
+
+
+@triton.jit
+def _border(logits_ptr, vocabulary, best, scale, high, target, COUNTS: tl.constexpr, TILE: tl.constexpr):
+    """The least bits up to which the tokens' mass, or their number, reaches the target. That up to high does."""
+    low = 0
+    lanes = tl.arange(0, TILE)
+    steps = tl.arange(0, PIVOTS)
+    while low < high:
+        span = high - low
+        pivots = low + (span // PIVOTS) * steps + (span % PIVOTS) * steps // PIVOTS
+        reached = tl.zeros([PIVOTS, TILE], tl.float32)
+        for start in tl.range(0, vocabulary, TILE, num_stages=3):
+            at = start + lanes
+            distances = _distances(logits_ptr, at, vocabulary, best)
+            bits = _bits(distances, at < vocabulary)
+            masses = (at < vocabulary).to(tl.float32) if COUNTS else tl.exp(-distances * scale)
+            reached += tl.where(bits[None, :] <= pivots[:, None], masses[None, :], 0.0)
+        enough = tl.sum(reached.to(tl.float64), 1) >= target
+        high = tl.min(tl.where(enough, pivots, high), 0)
+        low = tl.max(tl.where(enough, low, pivots + 1), 0)
+    return high
+
+
+@triton.jit
+def _mass(logits_ptr, vocabulary, best, scale, last, TILE: tl.constexpr):
+    """Of the tokens up to these bits, summed as `_border` does."""
+    lanes = tl.arange(0, TILE)
+    masses = tl.zeros([TILE], tl.float32)
+    for start in tl.range(0, vocabulary, TILE, num_stages=3):
+        at = start + lanes
+        distances = _distances(logits_ptr, at, vocabulary, best)
+        kept = _bits(distances, at < vocabulary) <= last
+        masses += tl.where(kept, tl.exp(-distances * scale), 0.0)
+    return tl.sum(masses.to(tl.float64), 0)
+
+
+@triton.jit
+def _drawn(logits_ptr, vocabulary, best, scale, last, uniform, token, TILE: tl.constexpr):
+    """The token of those up to these bits at which the mass, in the order of the vocabulary, exceeds the draw."""
+    lanes = tl.arange(0, TILE)
+    total = tl.full((), 0.0, tl.float64)
+    for start in tl.range(0, vocabulary, TILE, num_stages=3):
+        at = start + lanes
+        distances = _distances(logits_ptr, at, vocabulary, best)
+        kept = _bits(distances, at < vocabulary) <= last
+        total += tl.sum(tl.where(kept, tl.exp(-distances * scale), 0.0).to(tl.float64), 0)
+    target = uniform * total
+    passed = tl.full((), 0.0, tl.float64)
+    start = 0
+    searching = 1
+    while (searching > 0) & (start < vocabulary):
+        at = start + lanes
+        distances = _distances(logits_ptr, at, vocabulary, best)
+        kept = _bits(distances, at < vocabulary) <= last
+        masses = tl.where(kept, tl.exp(-distances * scale), 0.0).to(tl.float64)
+        reached = passed + tl.sum(masses, 0)
+        if reached > target:
+            beyond = (passed + tl.cumsum(masses, 0) > target) & (masses > 0)
+            first = tl.min(tl.where(beyond, at, vocabulary), 0)
+            # Where both sums round otherwise, the last token of the tile is it.
+            token = tl.where(first < vocabulary, first, tl.max(tl.where(masses > 0, at, 0), 0))
+            searching = 0
+        passed = reached
+        start += TILE
+    return token
+
+
+@triton.jit
+def draw(
+    logits_ptr,  # as of find_best
+    numbers_ptr,
+    wholes_ptr,
+    chosen_ptr,  # [R] int32: the token drawn, where the temperature is not 0
+    best_ptr,
+    seen_ptr,
+    total_ptr,
+    near_ptr,
+    near_tokens_ptr,
+    row_stride,
+    vocabulary,
+    TILE: tl.constexpr,
+    ROOM: tl.constexpr,
+):
+    row = tl.program_id(0)
+    logits_ptr += row.to(tl.int64) * row_stride
+    temperature = tl.load(numbers_ptr + row * NUMBERS + TEMPERATURE)
+    if temperature > 0:
+        best = tl.load(best_ptr + row)
+        token = tl.load(chosen_ptr + row)
+        top_p = tl.load(numbers_ptr + row * NUMBERS + TOP_P)
+        floor = tl.load(numbers_ptr + row * NUMBERS + FLOOR).to(tl.float32)
+        uniform = tl.load(numbers_ptr + row * NUMBERS + UNIFORM)
+        top_k = tl.load(wholes_ptr + row * WHOLES + TOP_K)
+        found = tl.load(seen_ptr + row * SEEN + FOUND)
+        limit = tl.load(seen_ptr + row * SEEN + LIMIT)
+        whole = limit == IMPOSSIBLE - 1  # all that is possible was put aside
+        has_top_k = (top_k > 0) & (top_k < vocabulary)
+        last = floor.to(tl.int32, bitcast=True)
+        done = 0
+        if (found >= 0) & ((top_k <= found) | whole | (has_top_k == 0)):
+            places = tl.arange(0, ROOM)
+            present = places < found
+            distances = tl.load(near_ptr + row * ROOM + places, mask=present, other=float("inf"))
+            tokens = tl.load(near_tokens_ptr + row * ROOM + places, mask=present, other=0)
+            bits = _bits(distances, present)
+            if has_top_k & (top_k <= found):
+                low = 0
+                high = limit
+                while low < high:
+                    middle = low + (high - low) // 2
+                    enough = tl.sum((bits <= middle).to(tl.int32), 0) >= top_k
+                    high = tl.where(enough, middle, high)
+                    low = tl.where(enough, low, middle + 1)
+                last = tl.minimum(last, high)
+            masses = tl.where(bits <= last, tl.exp(-distances.to(tl.float64) / temperature), 0.0)
+            mass = tl.sum(masses, 0)
+            all_there = whole | (last <= limit)
+            total = tl.where(all_there, mass, tl.load(total_ptr + row))
+            if all_there | ((top_p < 1) & (mass >= top_p * total)):
+                if top_p < 1:
+                    low = 0
+                    high = tl.minimum(last, limit)
+                    while low < high:
+                        middle = low + (high - low) // 2
+                        enough = tl.sum(tl.where(bits <= middle, masses, 0.0), 0) >= top_p * total
+                        high = tl.where(enough, middle, high)
+                        low = tl.where(enough, low, middle + 1)
+                    masses = tl.where(bits <= high, masses, 0.0)
+                reached = tl.cumsum(masses, 0)
+                beyond = (reached > uniform * tl.max(reached, 0)) & (masses > 0)
+                place = tl.min(tl.where(beyond, places, ROOM), 0)
+                token = tl.where(place < ROOM, tl.sum(tl.where(places == place, tokens, 0), 0), token)
+                done = 1
+        if done == 0:
+            scale = tl.minimum(1.0 / temperature, 1e30).to(tl.float32)
+            if has_top_k:
+                high = tl.full((), IMPOSSIBLE, tl.int32)
+                high = _border(logits_ptr, vocabulary, best, scale, high, top_k.to(tl.float64), True, TILE)
+                last = tl.minimum(last, high)
+            if top_p < 1:
+                target = top_p * _mass(logits_ptr, vocabulary, best, scale, last, TILE)
+                last = _border(logits_ptr, vocabulary, best, scale, last, target, False, TILE)
+            token = _drawn(logits_ptr, vocabulary, best, scale, last, uniform, token, TILE)
+        tl.store(chosen_ptr + row, token)
+
+
+# Every value of a specialised argument may cost a compilation in the middle of a step.
+@triton.jit(do_not_specialize=["count"])
+def edit(
+    logits_ptr,  # [R, V], rows row_stride apart
+    places_ptr,  # [N, 2] int32: row and token, each pair once
+    values_ptr,  # [N] float32
+    row_stride,
+    count,
+    TILE: tl.constexpr,
+):
+    """Adds to single logits: what a request wants, or minus infinity."""
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    present = at < count
+    rows = tl.load(places_ptr + at * 2, mask=present, other=0).to(tl.int64)
+    tokens = tl.load(places_ptr + at * 2 + 1, mask=present, other=0)
+    values = tl.load(values_ptr + at, mask=present, other=0.0)
+    logits = tl.load(logits_ptr + rows * row_stride + tokens, mask=present, other=0.0)
+    tl.store(logits_ptr + rows * row_stride + tokens, (logits.to(tl.float32) + values).to(logits.dtype), mask=present)
+
+
+@triton.jit(do_not_specialize=["mask_stride"])
+def adjust(
+    logits_ptr,  # [R, V], rows row_stride apart
+    numbers_ptr,
+    wholes_ptr,
+    masks_ptr,  # [M, mask_stride] int32: a bit for each token that may follow
+    counts_ptr,  # [H, V] int16: 0 for a token that was not seen; 1 and how often it was generated
+    row_stride,
+    mask_stride,
+    vocabulary,
+    TILE: tl.constexpr,
+):
+    """What a grammar does not allow becomes impossible; what was seen is penalised. A program is a part of a row."""
+    row = tl.program_id(0)
+    history = tl.load(wholes_ptr + row * WHOLES + HISTORY).to(tl.int64)
+    mask = tl.load(wholes_ptr + row * WHOLES + MASK).to(tl.int64)
+    if (history >= 0) | (mask >= 0):
+        at = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        present = at < vocabulary
+        logits_ptr += row.to(tl.int64) * row_stride
+        stored = tl.load(logits_ptr + at, mask=present, other=0.0)
+        logits = stored.to(tl.float32)
+        if mask >= 0:
+            words = tl.load(masks_ptr + mask * mask_stride + at // 32, mask=present, other=0)
+            logits = tl.where((words >> (at % 32)) & 1 != 0, logits, float("-inf"))
+        if history >= 0:
+            repetition = tl.load(numbers_ptr + row * NUMBERS + REPETITION).to(tl.float32)
+            frequency = tl.load(numbers_ptr + row * NUMBERS + FREQUENCY).to(tl.float32)
+            presence = tl.load(numbers_ptr + row * NUMBERS + PRESENCE).to(tl.float32)
+            counts = tl.load(counts_ptr + history * vocabulary + at, mask=present, other=0).to(tl.int32)
+            repeated = tl.where(logits > 0, logits / repetition, logits * repetition)
+            logits = tl.where(counts > 0, repeated, logits)
+            logits -= tl.where(counts > 1, (counts - 1).to(tl.float32) * frequency + presence, 0.0)
+        tl.store(logits_ptr + at, logits.to(stored.dtype), mask=present)
+
+
+@triton.jit
+def take_in(
+    wholes_ptr,
+    chosen_ptr,  # [R] int32
+    counts_ptr,
+    vocabulary,
+):
+    """Takes in what was chosen for rows that are penalised. A program is a row."""
+    row = tl.program_id(0)
+    history = tl.load(wholes_ptr + row * WHOLES + HISTORY).to(tl.int64)
+    if history >= 0:
+        at = counts_ptr + history * vocabulary + tl.load(chosen_ptr + row)
+        so_far = tl.load(at).to(tl.int32)
+        tl.store(at, tl.minimum(tl.maximum(so_far, 1) + 1, 32767).to(tl.int16))

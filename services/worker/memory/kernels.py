@@ -1,0 +1,58 @@
+# pyright: basic, reportMissingImports=false
+"""The Triton kernels behind `runs` and `mixing`. Importing it needs triton; nothing else may import it eagerly."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def copy_runs(
+    parts_ptr,  # [P, 3] int64: address, place in the slot, size; in units of 16 bytes, or of one
+    slot_ptr,  # int32, or int8 unless WIDE
+    GATHERS: tl.constexpr,  # into the slot; else out of it
+    SIZE: tl.constexpr,  # elements of a part at most
+    WIDE: tl.constexpr,
+):
+    """Copies between memory at any address and a slot. A program is a part."""
+    part_ptr = parts_ptr + 3 * tl.program_id(0)
+    address, place, size = tl.load(part_ptr), tl.load(part_ptr + 1), tl.load(part_ptr + 2).to(tl.int32)
+    lanes = tl.arange(0, SIZE)
+    if WIDE:
+        there = tl.multiple_of((address * 16).to(tl.pointer_type(tl.int32)), 16) + lanes
+        here = slot_ptr + place * 4 + lanes
+        inside = lanes < size * 4
+    else:
+        there = address.to(tl.pointer_type(tl.int8)) + lanes
+        here = slot_ptr + place + lanes
+        inside = lanes < size
+    if GATHERS:
+        tl.store(here, tl.load(there, mask=inside), mask=inside)
+    else:
+        tl.store(there, tl.load(here, mask=inside), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def mix_words(
+    sums_ptr,  # [2] uint64, zeros
+    words_ptr,  # [N] uint64
+    count,  # N
+    ADDED: tl.constexpr,  # of a word's place, see `mixing`
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    THIRD: tl.constexpr,
+    SIZE: tl.constexpr,  # words at a time
+    ROUNDS: tl.constexpr,
+):
+    """Adds the terms of all words to two sums, modulo 2**64: in any order. A program takes `SIZE * ROUNDS` words."""
+    begin = tl.program_id(0).to(tl.int64) * (SIZE * ROUNDS)
+    low = tl.zeros((SIZE,), tl.uint64)
+    high = tl.zeros((SIZE,), tl.uint64)
+    for nth in range(ROUNDS):
+        at = begin + nth * SIZE + tl.arange(0, SIZE)
+        inside = at < count
+        term = tl.load(words_ptr + at, mask=inside, other=0) * FIRST + (at + 1).to(tl.uint64) * ADDED
+        term = (term ^ (term >> 32)) * SECOND
+        low += tl.where(inside, term, 0)
+        high += tl.where(inside, (term ^ (term >> 29)) * THIRD, 0)
+    tl.atomic_add(sums_ptr, tl.sum(low, 0))
+    tl.atomic_add(sums_ptr + 1, tl.sum(high, 0))

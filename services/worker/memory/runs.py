@@ -1,0 +1,82 @@
+"""Bytes that lie in many places, as one run of bytes: copied to and from a slot by one launch, however many they are.
+
+A GPU copies a block of KV at a time no faster than Python asks for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ballast.common.extras import lacking
+
+_PART_BYTES = {True: 16 << 10, False: 4 << 10}  # that one program copies: 16 bytes at a time, or one
+_WIDE_BYTES = 16
+
+
+class Runs(NamedTuple):
+    """Contiguous memory, one run after the other: [n] int64 each."""
+
+    addresses: np.ndarray
+    sizes: np.ndarray
+
+    @classmethod
+    def of(cls, tensors: Iterable[torch.Tensor]) -> Runs:
+        """Of contiguous ones."""
+        lies = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+        return cls(*np.array(lies, np.int64).reshape(-1, 2).T)
+
+
+def parts_of(runs: Runs, slot: torch.Tensor) -> tuple[np.ndarray, bool]:
+    """[parts, 3]: address, place in the slot, size; and whether they are counted in 16 bytes, as all are aligned."""
+    addresses, sizes = runs
+    wide = not (int(np.bitwise_or.reduce(addresses | sizes)) | slot.data_ptr()) % _WIDE_BYTES
+    most = _PART_BYTES[wide]
+    counts = -(-sizes // most)
+    run = np.repeat(np.arange(len(sizes)), counts)
+    starts = (np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)) * most
+    places = (np.cumsum(sizes) - sizes)[run] + starts
+    parts = np.stack([addresses[run] + starts, places, np.minimum(sizes[run] - starts, most)], 1)
+    return parts // _WIDE_BYTES if wide else parts, wide
+
+
+def constants(*, gathers: bool, wide: bool) -> dict[str, Any]:
+    """What the kernel is compiled for."""
+    size = _PART_BYTES[wide] // (4 if wide else 1)
+    return {"GATHERS": gathers, "SIZE": size, "WIDE": wide}
+
+
+class RunKernel:
+    """Copies between runs of a device's memory and a slot of flat bytes there, on the current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        """
+        Raises:
+            ConfigError: triton is not installed.
+        """
+        try:
+            self._kernel: Any = importlib.import_module("services.worker.memory.kernels").copy_runs
+        except ImportError as error:
+            raise lacking("device cuda", "triton", "cuda") from error
+        self._device = device
+
+    def gather(self, runs: Runs, slot: torch.Tensor) -> None:
+        """Into the first bytes of the slot."""
+        self._launch(runs, slot, gathers=True)
+
+    def scatter(self, runs: Runs, slot: torch.Tensor) -> None:
+        """Out of the first bytes of the slot."""
+        self._launch(runs, slot, gathers=False)
+
+    def _launch(self, runs: Runs, slot: torch.Tensor, *, gathers: bool) -> None:
+        if not len(runs.sizes):
+            return
+        parts, wide = parts_of(runs, slot)
+        there = torch.from_numpy(parts).to(self._device, non_blocking=True)
+        width = torch.int32 if wide else torch.int8
+        flat = slot[: slot.numel() // width.itemsize * width.itemsize].view(width)
+        self._kernel[(len(parts),)](there, flat, **constants(gathers=gathers, wide=wide))

@@ -1,0 +1,34 @@
+import pytest
+
+from services.worker.policy.step_limits import StepLimits, step_limits, what_limits
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("gpu_bytes", "expected"),
+    [
+        (None, StepLimits(64, 512, 64)),
+        (24 * GIB, StepLimits(256, 2048, 256)),
+        (79 * GIB, StepLimits(512, 4096, 512)),
+        (180 * GIB, StepLimits(512, 8192, 512)),
+    ],
+)
+def test_what_is_left_open_follows_from_the_device(gpu_bytes: int | None, expected: StepLimits) -> None:
+    assert step_limits(gpu_bytes) == expected
+
+
+def test_what_is_given_holds_and_the_rest_fits_to_it() -> None:
+    assert step_limits(None, sequences=700) == StepLimits(700, 700, 64)
+    assert step_limits(79 * GIB, tokens=100) == StepLimits(100, 100, 100)
+    assert step_limits(79 * GIB, sequences=8, tokens=9000, queued=3) == StepLimits(8, 9000, 3)
+
+
+def test_the_log_says_what_limits() -> None:
+    limits = StepLimits(256, 2048, 256)
+    said = what_limits(limits, 300_000, 8192)
+    assert said == (
+        "up to contexts of 1171 tokens on average --max-num-seqs, 256; above that KV memory, 300000 tokens;"
+        " a step computes at most 2048 tokens"
+    )
+    assert "holds that many of the longest contexts" in what_limits(limits, 300_000, 1024)
