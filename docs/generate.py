@@ -79,6 +79,11 @@ monitor:
 """
 
 
+_DEV_HEAD = """Nobody who runs a cluster has a reason to choose these. They are given as `--dev NAME=VALUE`, as
+`BALLAST_WORKER__DEV={NAME: VALUE}`, or below `dev` of the file, for tests and comparisons.
+"""
+
+
 def configure_page() -> str:
     shared = {"every service": set(GuardedSettings.model_fields)}
     shared["every service but the gateway"] = set(ServiceSettings.model_fields) - shared["every service"]
@@ -91,9 +96,15 @@ def configure_page() -> str:
         lines += [
             f"## {name.capitalize()}\n",
             f"{settings.summary} `python -m services.{name}`, `BALLAST_{name.upper()}__...`\n",
-            *_table(f for f in settings.model_fields.items() if f[0] not in said),
+            *_table(f for f in settings.model_fields.items() if f[0] not in said | settings.developer),
         ]
-    return "\n".join(lines)
+    lines += ["## For developers\n", _DEV_HEAD, "| service | name | values | default | |", "|---|---|---|---|---|"]
+    for settings in SERVICES:
+        for name in sorted(settings.developer):
+            field = settings.model_fields[name]
+            cells = (settings.service, f"`{name}`", _values(field.annotation), _default(field), _text(field))
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
 
 
 def _table(fields: Iterable[tuple[str, FieldInfo]]) -> Iterator[str]:

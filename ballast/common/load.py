@@ -60,6 +60,8 @@ class LoadReport:
     offline_tokens_total: int = 0  # computed for offline requests, of prompts and answers
     offline_lost_tokens_total: int = 0  # computed for offline requests that yielded, and computed anew
     offline_yields_total: int = 0  # times an offline request gave its blocks or its place to online work
+    parked: bool = False  # it serves nobody until it is woken: its device memory is given back, or about to be
+    wake_s: float = 0.0  # that waking takes, as measured lately or estimated; 0: it cannot be parked
 
     @property
     def kv_usage_fraction(self) -> float:

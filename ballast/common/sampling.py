@@ -10,6 +10,7 @@ from ballast.common.errors import InvalidRequest
 
 MAX_LOGIT_BIAS = 1024
 MAX_GRAMMAR_CHARS = 1 << 18
+MAX_TAG_CHARS = 64
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
@@ -55,7 +56,13 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The text that may be generated: the whole of it, from its first token to the end of the sequence.
+    """The text that may be generated: from the first token, or from the end of a thought, to the end of the sequence.
+
+    Attributes:
+        kind: How it is written.
+        text: Itself.
+        thought_end: What ends a thought, such as `</think>`: up to it all is allowed. Empty: there is none.
+        thought_begin: What begins a thought that need not be there. Empty: the prompt has begun it.
 
     Raises:
         InvalidRequest: on construction, if it is too long. Whether it can be understood is seen by a dispatcher.
@@ -63,8 +70,12 @@ class Grammar:
 
     kind: GrammarKind
     text: str
+    thought_end: str = ""
+    thought_begin: str = ""
 
     def __post_init__(self) -> None:
+        if max(len(self.thought_end), len(self.thought_begin)) > MAX_TAG_CHARS:
+            raise InvalidRequest("sampling.grammar", f"tags of thoughts have at most {MAX_TAG_CHARS} characters")
         if len(self.text) > MAX_GRAMMAR_CHARS:
             why = f"at most {MAX_GRAMMAR_CHARS} characters, got {len(self.text)}"
             raise InvalidRequest(f"sampling.grammar.{self.kind}", why)

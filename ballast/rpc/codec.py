@@ -30,7 +30,7 @@ def finish_from_proto(number: int) -> FinishReason | None:
 
 
 def _grammar_to_proto(grammar: Grammar) -> pb.Grammar:
-    message = pb.Grammar()
+    message = pb.Grammar(thought_end=grammar.thought_end, thought_begin=grammar.thought_begin)
     setattr(message, grammar.kind, grammar.text)
     return message
 
@@ -39,7 +39,7 @@ def _grammar_from_proto(message: pb.Grammar) -> Grammar:
     kind = message.WhichOneof("kind")
     if kind is None:
         raise InvalidRequest("sampling.grammar", "is of no kind that is known here")
-    return Grammar(GrammarKind(kind), getattr(message, kind))
+    return Grammar(GrammarKind(kind), getattr(message, kind), message.thought_end, message.thought_begin)
 
 
 map_specially(Grammar, pb.Grammar, _grammar_to_proto, _grammar_from_proto)
@@ -111,6 +111,8 @@ def _check_load(report: pb.LoadReport) -> None:
         raise InvalidRequest("load", f"counts must not be negative, and a block has tokens: {report}")
     if report.newest_epoch > border.MAX_EPOCH:
         raise InvalidRequest("load.newest_epoch", f"must be at most {border.MAX_EPOCH}, got {report.newest_epoch}")
+    if not 0.0 <= report.wake_s <= border.MAX_SECONDS:
+        raise InvalidRequest("load.wake_s", f"must be a number of seconds, got {report.wake_s}")
     if not 0.0 <= report.step_age_s <= border.MAX_SECONDS:
         raise InvalidRequest("load.step_age_s", f"must be a number of seconds, got {report.step_age_s}")
 

@@ -3,6 +3,7 @@
 The state of a grammar follows from the tokens alone, so that a replay or a move goes on where the sequence was.
 """
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ _TRIED_TOKENS = 4  # some grammars compile, and are too large from their second 
 _MAX_WHY_CHARS = 300
 _DEAD_END = "NoExtensionBias"
 # Between two tokens of JSON. Without a bound a model may write nothing but blanks to the end of its length.
+_GAP = r"/[ \t\r\n]{0,8}/"  # around a thought
 _JSON_DEFAULTS: "JsonCompileOptions" = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,20}"}
 
 
@@ -120,10 +122,32 @@ class Grammars:
 
     def _compiled(self, grammar: Grammar) -> LLMatcher:
         check_bounds(grammar)
-        matcher = LLMatcher(self._tokenizer, _text(grammar), log_level=_SILENT)
+        text = _text(grammar) if not grammar.thought_end else self._behind_thought(grammar)
+        matcher = LLMatcher(self._tokenizer, text, log_level=_SILENT)
         if matcher.is_error():
             raise InvalidRequest(f"sampling.grammar.{grammar.kind}", why_given_up(matcher))
         return matcher
+
+    def _behind_thought(self, grammar: Grammar) -> str:
+        """The grammar as the second part of one that begins with a thought."""
+        text = _text(grammar)
+        answer = {"lark_grammar": text} if grammar.kind is GrammarKind.LARK else json.loads(text)["grammars"][0]
+        if (special := self._special(grammar.thought_end)) is None:
+            thought = f"thought[suffix={json.dumps(grammar.thought_end)}]: /(.|\\n)*/"
+        else:
+            thought = f"thought: ANYTHING <[{special}]>\nANYTHING: /(.|\\n)*/"
+        begin = "thought GAP"
+        if grammar.thought_begin:
+            special = self._special(grammar.thought_begin)
+            tag = json.dumps(grammar.thought_begin) if special is None else f"<[{special}]>"
+            begin = f"(GAP {tag} thought GAP)?"
+        rules = f"start: {begin} @answer\nGAP: {_GAP}\n{thought}"
+        return json.dumps({"grammars": [{"lark_grammar": rules}, {**answer, "name": "answer"}]})
+
+    def _special(self, tag: str) -> int | None:
+        """The token that a tag is, if it is one that no text is made of."""
+        token_ids = self._tokenizer.tokenize_str(tag)
+        return token_ids[0] if len(token_ids) == 1 and self._tokenizer.is_special_token(token_ids[0]) else None
 
 
 def why_given_up(matcher: LLMatcher) -> str:

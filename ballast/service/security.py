@@ -114,13 +114,19 @@ MAY_CALL: Mapping[str, frozenset[Role]] = {
     f"{_MONITOR}GetClusterStatus": _WATCHING,
     **{
         f"{_PLANNER}{name}": _CONTROL
-        for name in ("GetLayout", "WatchLayout", "DrainWorker", "ExplainPlan", "Drop", "Restore", "ListTransitions")
+        for name in (
+            *("GetLayout", "WatchLayout", "DrainWorker", "ParkWorker", "WakeWorker"),
+            *("ExplainPlan", "Drop", "Restore", "ListTransitions"),
+        )
     },
     f"{_WORKER}Attach": frozenset({Role.DISPATCHER}),
     f"{_WORKER}GetStatus": _WATCHING | {Role.GATEWAY},  # whose page shows each member's memory
     f"{_WORKER}GetTrace": frozenset({Role.OPERATOR}),
     f"{_WORKER}GetTransition": frozenset({Role.PLANNER, Role.OPERATOR}),
-    **{f"{_WORKER}{name}": _ORDERS for name in ("Prepare", "Commit", "Abort", "Migrate", "NamePartners", "Drain")},
+    **{
+        f"{_WORKER}{name}": _ORDERS
+        for name in ("Prepare", "Commit", "Abort", "Migrate", "NamePartners", "Drain", "Park")
+    },
 }
 # What a token for inference is good for, at a dispatcher. For everything else the other role is needed.
 _INFERENCE = "/ballastpb.inference.v1.InferenceService/"

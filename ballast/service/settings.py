@@ -1,7 +1,7 @@
 """Configuration: defaults < YAML file < BALLAST_<SERVICE>__* environment < flags. Frozen; unknown keys are errors.
 
 Each service declares one `Settings` subclass in its `config.py`. Every field is a flag, a variable and a line of the
-file; the string under a field is its help.
+file; the string under a field is its help. Fields that only developers want are given as `--dev NAME=VALUE`.
 """
 
 import argparse
@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic_settings import BaseSettings, CliSettingsSource, EnvSettingsSource
 
 from ballast.common.errors import ConfigError
 from ballast.service.redact import redact
+
+_DEV = "dev"
 
 
 class Settings(BaseModel):
@@ -25,12 +27,14 @@ class Settings(BaseModel):
         service: Names the section of the file and of the environment.
         summary: What the service does, in one line of its help.
         short_flags: Full flag -> a shorter or older one that means the same, both without the dashes.
+        developer: Names of fields that are given as `--dev NAME=VALUE`, or below `dev` of the file.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
     service: ClassVar[str]
     summary: ClassVar[str] = ""
     short_flags: ClassVar[Mapping[str, str]] = {}
+    developer: ClassVar[frozenset[str]] = frozenset()
 
 
 S = TypeVar("S", bound=Settings)
@@ -49,7 +53,27 @@ def load_settings(settings: type[S], argv: Sequence[str], environ: Mapping[str, 
     given = read_flags(settings, others)
     file = found.config or environ.get("BALLAST_CONFIG")
     in_file = _read_file(Path(file), settings.service) if file else {}
-    return build(settings, {**in_file, **_read_environment(settings, environ), **given})
+    return build(settings, _merged(settings, [in_file, _read_environment(settings, environ), given]))
+
+
+def _merged(settings: type[Settings], sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the sources give, the last of them first, with what is below `dev` beside the rest."""
+    merged: dict[str, Any] = {}
+    for source in sources:
+        public = {name: value for name, value in source.items() if name != _DEV}
+        for name in public:
+            if name in settings.developer:
+                why = f"is for developers: give it as --dev {name}=VALUE, or below {_DEV}"
+                raise ConfigError(f"{settings.service}.{name}", why)
+        hidden: object = source.get(_DEV, {})
+        if not isinstance(hidden, dict):
+            raise ConfigError(f"{settings.service}.{_DEV}", "must be a mapping of names to values")
+        for name in cast(dict[str, Any], hidden):
+            if name not in settings.developer:
+                known = ", ".join(sorted(settings.developer)) or "none"
+                raise ConfigError(f"{settings.service}.{_DEV}.{name}", f"unknown setting; there are {known}")
+        merged |= {**public, **cast(dict[str, Any], hidden)}
+    return merged
 
 
 def read_flags(settings: type[Settings], argv: Sequence[str]) -> dict[str, Any]:
@@ -63,7 +87,7 @@ def read_flags(settings: type[Settings], argv: Sequence[str]) -> dict[str, Any]:
         f" {prefix}LOG_LEVEL=debug. Flags beat variables, which beat the file.",
     )
     source = CliSettingsSource[argparse.ArgumentParser](
-        cast(type[BaseSettings], settings),
+        cast(type[BaseSettings], _with_flags(settings)),
         cli_parse_args=list(argv),
         cli_kebab_case=True,
         cli_avoid_json=True,
@@ -72,6 +96,20 @@ def read_flags(settings: type[Settings], argv: Sequence[str]) -> dict[str, Any]:
         root_parser=parser,
     )
     return source()
+
+
+def _with_flags(settings: type[Settings]) -> type[BaseModel]:
+    """The fields that are flags, with `dev` for the others."""
+    fields: dict[str, Any] = {
+        n: (f.annotation, f) for n, f in settings.model_fields.items() if n not in settings.developer
+    }
+    if settings.developer:
+        names = ", ".join(sorted(settings.developer))
+        fields[_DEV] = (
+            dict[str, str],
+            Field(default_factory=dict[str, str], description=f"For developers, NAME=VALUE, several times: {names}."),
+        )
+    return create_model(settings.__name__, __config__=settings.model_config, **fields)
 
 
 def build(settings: type[S], values: Mapping[str, Any]) -> S:
@@ -122,6 +160,8 @@ def _read_environment(settings: type[Settings], environ: Mapping[str, str]) -> d
 
 def _parse(settings: type[BaseModel], name: str, text: str) -> object:
     """Lists and mappings are written as JSON/YAML; everything else is left to the field's own type."""
+    if name == _DEV:
+        return cast(object, yaml.safe_load(text))
     field = settings.model_fields.get(name)
     if field is None:
         return text

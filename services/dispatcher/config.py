@@ -12,6 +12,18 @@ from ballast.service.security import ServiceSettings
 class DispatcherSettings(ServiceSettings):
     service: ClassVar[str] = "dispatcher"
     summary: ClassVar[str] = "Accepts requests, keeps the backlog, picks workers and relays tokens."
+    developer: ClassVar[frozenset[str]] = frozenset(
+        {
+            "worker_queue_count",
+            "large_fraction",
+            "large_patience_s",
+            "recall_after_s",
+            "growth_tokens",
+            "move_wait_s",
+            "layout_poll_s",
+            "connect_timeout_s",
+        }
+    )
     short_flags: ClassVar[Mapping[str, str]] = {
         "no-worker-timeout-s": "no-worker-timeout",
         "client-stall-timeout-s": "client-stall-timeout",

@@ -1,6 +1,6 @@
 """A process that checks grammars for a dispatcher, which kills it if one takes too long.
 
-Reads lines of JSON, [kind, text, token_ids], and answers each with [] or with [field, why] of what is wrong.
+Reads lines of JSON, [grammar, token_ids], and answers each with [] or with [field, why] of what is wrong.
 """
 
 import json
@@ -23,10 +23,10 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
     grammars = Grammars(Path(sys.argv[1]), most_kept=_MOST_KEPT)
     for line in sys.stdin.buffer:
-        kind, text, token_ids = json.loads(line)
+        (kind, *rest), token_ids = json.loads(line)
         fault: list[str] = []
         try:
-            grammars.check(Grammar(GrammarKind(kind), text), token_ids)
+            grammars.check(Grammar(GrammarKind(kind), *rest), token_ids)
         except InvalidRequest as error:
             fault = [error.field, error.why]
         except (MemoryError, RecursionError) as error:

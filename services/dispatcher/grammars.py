@@ -6,6 +6,7 @@ remembered. Processes begin when they are needed, and end with this one: their i
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -115,7 +116,7 @@ class GrammarChecks:
         return fault
 
     async def _ask(self, grammar: Grammar, token_ids: Sequence[int]) -> InvalidRequest | None:
-        question = json.dumps([grammar.kind, grammar.text, list(token_ids)]).encode() + b"\n"
+        question = json.dumps([dataclasses.astuple(grammar), list(token_ids)]).encode() + b"\n"
         process = self._free.pop() if self._free else await self._start()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -156,7 +157,7 @@ class GrammarChecks:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            process.stdin.write(b'["regex", "", []]\n')  # answered when it is ready
+            process.stdin.write(b'[["regex", ""], []]\n')  # answered when it is ready
             async with asyncio.timeout(_START_S):
                 ready = await process.stdout.readline()
         except (OSError, RuntimeError):  # too late, or its pipe is closed, which uvloop says by a RuntimeError

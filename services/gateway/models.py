@@ -43,6 +43,7 @@ class ServedModel:
         self._known: Served | None = None
         self._fresh_until_s = 0.0
         self._asking = asyncio.Lock()
+        self._single_tokens: dict[str, int | None] = {}
         self._admitted_until_s: OrderedDict[bytes, float] = OrderedDict()  # by the hash of what callers show
 
     @property
@@ -91,6 +92,16 @@ class ServedModel:
         self._known = Served(self._names[0] if self._names else info.name, info, template, defaults)
         self._fresh_until_s = time.monotonic() + self._refresh_s
         return self._known
+
+    async def single_token(self, text: str, metadata: Metadata | None) -> int | None:
+        """The token that stands for a text by itself; None: it takes several, or dispatchers do not say."""
+        if text not in self._single_tokens:
+            try:
+                ids = await self._client.tokenize(text, add_special_tokens=False, metadata=metadata)
+            except BallastError:
+                return None
+            self._single_tokens[text] = ids[0] if len(ids) == 1 else None
+        return self._single_tokens[text]
 
     def names(self, served: Served) -> tuple[str, ...]:
         """What clients may call it."""

@@ -13,6 +13,7 @@ from ballast.service.security import ServiceSettings
 class PlannerSettings(ServiceSettings):
     service: ClassVar[str] = "planner"
     summary: ClassVar[str] = "Decides which instances serve together."
+    developer: ClassVar[frozenset[str]] = frozenset({"migrate_below_tokens", "migrate_above_tokens"})
     short_flags: ClassVar[Mapping[str, str]] = {"shutdown-timeout-s": "shutdown-timeout"}
 
     port: int = Field(default=50053, ge=0, le=65535)

@@ -14,6 +14,18 @@ from ballast.service.security import ServiceSettings
 class WorkerSettings(ServiceSettings):
     service: ClassVar[str] = "worker"
     summary: ClassVar[str] = "One instance of the model: holds its parameters and generates tokens."
+    developer: ClassVar[frozenset[str]] = frozenset(
+        {
+            "admission_reserve_fraction",
+            "microbatching",
+            "transfers",
+            "check_every_steps",
+            "swap_blocks_per_step",
+            "self_profile_s",
+            "report_interval_s",
+            "link_bytes_per_s",
+        }
+    )
     short_flags: ClassVar[Mapping[str, str]] = {"shutdown-timeout-s": "shutdown-timeout"}
 
     # Where it listens and whom it knows.

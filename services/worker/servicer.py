@@ -57,6 +57,8 @@ class TransitionPort(Protocol):
 
     async def when_taken_up(self, epoch: int) -> pb.TransitionStatus: ...
 
+    def park(self, incarnation: int, *, park: bool) -> None: ...
+
     def name_partners(self, request: pb.NamePartnersRequest) -> int:
         """Returns the highest epoch that this worker has heard of."""
         ...
@@ -192,6 +194,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 raise StaleEpoch("worker incarnation", party.incarnation, self._incarnation)
         self._transitions.migrate(request)
         return pb.MigrateResponse()
+
+    async def Park(self, request: pb.ParkRequest, context: Context) -> pb.ParkResponse:
+        self._fence.admit(context)
+        self._transitions.park(request.incarnation, park=not request.wake)
+        return pb.ParkResponse()
 
     async def NamePartners(self, request: pb.NamePartnersRequest, context: Context) -> pb.NamePartnersResponse:
         self._fence.admit(context)

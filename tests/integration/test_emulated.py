@@ -86,7 +86,7 @@ def test_migrations_of_what_is_not_there(tmp_path: Path) -> None:
     made = stand_in(tmp_path / "stand-in", catalogue_machine("A800", "Qwen2.5-14B", VOCABULARY))
     flags = {
         "worker": [*made.worker_flags, "--overload-policy", "migrate"],
-        "planner": ["--overload-policy", "migrate", "--migrate-below-tokens", "1000000", "--migrate-above-tokens", "0"],
+        "planner": ["--overload-policy", "migrate", "--dev", "migrate_below_tokens=1000000,migrate_above_tokens=0"],
     }
     with running_cluster(made.model, workers=2, flags=flags) as running:
 

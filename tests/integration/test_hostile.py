@@ -55,7 +55,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
         "device_memory_bytes": 16 << 20,
     }
     arguments |= {"gateways": 1, "metrics_port": 0, "flags": {"dispatcher": ["--max-connections", "64"]}}
-    with running_cluster(Path(model), environ={"BALLAST_WORKER__CHECK_EVERY_STEPS": "0"}, **arguments) as cluster:
+    with running_cluster(
+        Path(model), environ={"BALLAST_WORKER__DEV": "{check_every_steps: 0}"}, **arguments
+    ) as cluster:
         yield cluster
 
 

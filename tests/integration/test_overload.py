@@ -34,7 +34,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
         workers=2,
         device_memory_bytes=2 << 20,
         flags=flags,
-        environ={"BALLAST_WORKER__CHECK_EVERY_STEPS": "16"},
+        environ={"BALLAST_WORKER__DEV": "{check_every_steps: 16}"},
     ) as cluster:
         yield cluster
 

@@ -55,10 +55,10 @@ def undisturbed(model: Path) -> Tokens:
     ("policy", "worker_flags", "planner_flags"),
     [
         ("recompute", [], []),
-        ("recompute", ["--admission-reserve-fraction", "0.2"], []),
-        ("swap", ["--swap-blocks-per-step", "2"], []),
-        ("migrate", [], ["--migrate-below-tokens", "60", "--migrate-above-tokens", "70"]),
-        ("static-pipeline", ["--microbatching", "token-count"], ["--pipeline-degree", "2"]),
+        ("recompute", ["--dev", "admission_reserve_fraction=0.2"], []),
+        ("swap", ["--dev", "swap_blocks_per_step=2"], []),
+        ("migrate", [], ["--dev", "migrate_below_tokens=60", "--dev", "migrate_above_tokens=70"]),
+        ("static-pipeline", ["--dev", "microbatching=token-count"], ["--pipeline-degree", "2"]),
         ("drop", ["--fallback-policy", "swap"], ["--restore", "off"]),
     ],
 )

@@ -64,7 +64,7 @@ def arguments(model_dir: Path, redis_url: str, name: str) -> list[str]:
 
 def start(folder: Path, model_dir: Path, redis_url: str, *flags: str, name: str = "w1") -> ChildProcess:
     command = [sys.executable, "-m", "services.worker", *arguments(model_dir, redis_url, name), *flags]
-    environ = {**os.environ, "BALLAST_WORKER__CHECK_EVERY_STEPS": "1", "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, "BALLAST_WORKER__DEV": "{check_every_steps: 1}", "OMP_NUM_THREADS": "1"}
     return ChildProcess(name, command, log_path=folder / f"{name}.log", environ=environ)
 
 

@@ -34,7 +34,7 @@ class RunningCluster:
 def running_cluster(model: Path, **arguments: Any) -> Generator[RunningCluster]:
     """`arguments` as for LocalCluster. A service that crashed meanwhile fails the test that leaves the block."""
     # Every step of every worker checks all invariants: slow, and the point of a test.
-    environ = {"BALLAST_WORKER__CHECK_EVERY_STEPS": "1", **canaries.DEBUG, **arguments.pop("environ", {})}
+    environ = {"BALLAST_WORKER__DEV": "{check_every_steps: 1}", **canaries.DEBUG, **arguments.pop("environ", {})}
     with asyncio.Runner() as runner:
         cluster = LocalCluster(model, environ=environ, **arguments)
         runner.run(cluster.__aenter__())

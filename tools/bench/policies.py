@@ -38,25 +38,29 @@ SWEEP = (
 @dataclass(frozen=True, slots=True)
 class _Knob:
     service: Service
-    flag: str
+    flag: str  # or dev.NAME
     of: tuple[str, ...]  # the policies that have it
     what: str
 
+    def words(self, value: str) -> list[str]:
+        name = self.flag.removeprefix("dev.")
+        return [self.flag, value] if name == self.flag else ["--dev", f"{name}={value}"]
+
 
 KNOBS: dict[str, _Knob] = {
-    "watermark": _Knob("worker", "--admission-reserve-fraction", _EVERY, "KV kept free for the growth of what runs"),
+    "watermark": _Knob("worker", "dev.admission_reserve_fraction", _EVERY, "KV kept free for the growth of what runs"),
     "max-num-seqs": _Knob("worker", "--max-num-seqs", _EVERY, "requests that run at once in a worker"),
     "tpot-target-s": _Knob("worker", "--tpot-target-s", _EVERY, "seconds that a token may take: more requests wait"),
     "max-num-batched-tokens": _Knob("worker", "--max-num-batched-tokens", _EVERY, "tokens of one engine step"),
     "block-size": _Knob("worker", "--block-size", _EVERY, "tokens of a KV block"),
     "swap-space": _Knob("worker", "--swap-space-bytes", _SWAPPING, "host memory for swapped KV"),
-    "swap-blocks-per-step": _Knob("worker", "--swap-blocks-per-step", _SWAPPING, "0: as many as hide behind a step"),
+    "swap-blocks-per-step": _Knob("worker", "dev.swap_blocks_per_step", _SWAPPING, "0: as many as hide behind a step"),
     "fallback": _Knob("worker", "--fallback-policy", ("drop",), "recompute or swap, where no drop helps"),
-    "microbatching": _Knob("worker", "--microbatching", ("static-pipeline", "drop"), "token-count or lookahead"),
+    "microbatching": _Knob("worker", "dev.microbatching", ("static-pipeline", "drop"), "token-count or lookahead"),
     "queue-order": _Knob("dispatcher", "--queue-order", _EVERY, "first-come, shortest-first or deadline"),
-    "migrate-below": _Knob("planner", "--migrate-below-tokens", ("migrate",), "freeness of who gives requests away"),
-    "migrate-above": _Knob("planner", "--migrate-above-tokens", ("migrate",), "freeness of who takes them"),
-    "transfers": _Knob("worker", "--transfers", ("drop",), "coordinated, or naive: one queue for KV and activations"),
+    "migrate-below": _Knob("planner", "dev.migrate_below_tokens", ("migrate",), "freeness of who gives requests away"),
+    "migrate-above": _Knob("planner", "dev.migrate_above_tokens", ("migrate",), "freeness of who takes them"),
+    "transfers": _Knob("worker", "dev.transfers", ("drop",), "coordinated, or naive: one queue for KV and activations"),
     "degree": _Knob("planner", "--pipeline-degree", ("static-pipeline",), "instances of a pipeline"),
     "ttft-target-s": _Knob("planner", "--ttft-target-s", ("drop",), "seconds until a first token is late"),
     "restore": _Knob("planner", "--restore", ("drop",), "on or off: whether parameters come back"),
@@ -80,10 +84,10 @@ class PolicySpec:
         policy = ["--overload-policy", self.policy]
         flags: dict[Service, list[str]] = {"planner": [*policy], "worker": [*policy]}
         if self.policy == OverloadPolicy.STATIC_PIPELINE and "microbatching" not in self.knobs:
-            flags["worker"] += ["--microbatching", "token-count"]  # as the rival that it stands for
+            flags["worker"] += ["--dev", "microbatching=token-count"]  # as the rival that it stands for
         for name, value in self.knobs.items():
             knob = KNOBS[name]
-            flags.setdefault(knob.service, []).extend([knob.flag, value])
+            flags.setdefault(knob.service, []).extend(knob.words(value))
         return flags
 
 

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ballast.client import ClusterStatus, GroupStatus, WorkerStatus
-from ballast.common.layout import Member
+from ballast.common.layout import Member, Standing
 from ballast.common.load import LoadReport
 
 _BAR_CELLS = 8
@@ -70,6 +70,8 @@ def _state(worker: WorkerStatus | None, member: Member | None) -> Text:
         return Text("not connected", style="red")
     if (member is not None and member.draining) or (worker.load is not None and worker.load.draining):
         return Text("draining", style="yellow")
+    if member is not None and not member.takes_new:
+        return Text(member.standing, style="dim" if member.standing is Standing.PARKED else "yellow")
     return Text("serving", style="green")
 
 

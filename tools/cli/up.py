@@ -57,14 +57,11 @@ _WORKER_FLAGS = {
     "--seed": "of the engine",
     "--fallback-policy": "with drop, where no drop helps: recompute (default) or swap",
     "--swap-space-bytes": "host memory for swapped KV, of each worker",
-    "--swap-blocks-per-step": "0: as many as hide behind a step",
 }
 _WORKER_SWITCHES = {"--enforce-eager": "on a GPU: record no CUDA graphs"}
 _POLICY_FLAG = {"--overload-policy": f"when KV memory runs short: {', '.join(OverloadPolicy)} (default: drop)"}
 _PLANNER_FLAGS = {
     "--pipeline-degree": "instances of a pipeline, with static-pipeline",
-    "--migrate-below-tokens": "with migrate: a worker with room for fewer tokens per request gives requests away",
-    "--migrate-above-tokens": "with migrate: a worker with room for more tokens per request takes them",
     "--ttft-target-s": "with drop: seconds within which a first token is soon enough (default: 0.5)",
     "--restore": "on or off: whether dropped parameters come back",
 }

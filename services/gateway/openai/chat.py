@@ -46,9 +46,10 @@ class Wishes:
     token_ids: bool
     format: Format = plain
     most_calls: int | None = None
+    thought_end_id: int | None = None
 
     def parser(self) -> AnswerParser:
-        return AnswerParser(self.format, self.most_calls)
+        return AnswerParser(self.format, self.most_calls, self.thought_end_id)
 
 
 class ChatWriter:
@@ -71,10 +72,11 @@ class ChatWriter:
 
     def complete(self, generations: Sequence[Generation]) -> dict[str, object]:
         usages = [generation.usage for generation in generations]
+        self._parsers = {index: self._wishes.parser() for index in range(len(generations))}
         return {
             **self._head.begin("chat.completion"),
             "choices": [self._choice(index, generation) for index, generation in enumerate(generations)],
-            "usage": usage_of(usages[:1], usages),
+            "usage": usage_of(usages[:1], usages, self._reasoning_token_count()),
         }
 
     def chunk(self, index: int, chunk: GenerationChunk) -> bytes:
@@ -89,7 +91,7 @@ class ChatWriter:
         if parser.passes_text:
             events: Sequence[Event] = (Text(chunk.text),) if chunk.text else ()
         else:
-            events = parser.feed(chunk.text)
+            events = parser.feed(chunk.text, chunk.token_ids)
             if chunk.finish_reason is not None:
                 events = [*events, *parser.finish(cut=chunk.finish_reason is FinishReason.LENGTH)]
         parts += self._deltas(index, events, chunk)
@@ -108,9 +110,12 @@ class ChatWriter:
         last: dict[str, object] = {
             **self._head.begin("chat.completion.chunk"),
             "choices": [],
-            "usage": usage_of(usages[:1], usages),
+            "usage": usage_of(usages[:1], usages, self._reasoning_token_count()),
         }
         return event(last) + DONE
+
+    def _reasoning_token_count(self) -> int:
+        return sum(parser.reasoning_token_count for parser in self._parsers.values())
 
     def _deltas(self, index: int, events: Sequence[Event], chunk: GenerationChunk) -> list[bytes]:
         """What a chunk brings. Its logprobs and token ids go with the first delta, or with an empty one."""
@@ -144,7 +149,7 @@ class ChatWriter:
                 return None
 
     def _choice(self, index: int, generation: Generation) -> dict[str, object]:
-        read = read_answer(self._wishes.parser(), generation)
+        read = read_answer(self._parsers[index], generation)
         content = read.text or (None if read.calls else "")
         message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
         if read.reasoning:
@@ -186,7 +191,9 @@ def read_answer(parser: AnswerParser, generation: Generation) -> Answer:
     """Calls that were cut off are left out: they are none."""
     answer = Answer()
     name, arguments = "", ""
-    events = parser.feed(generation.text) + parser.finish(cut=generation.finish_reason is FinishReason.LENGTH)
+    events = parser.feed(generation.text, generation.token_ids) + parser.finish(
+        cut=generation.finish_reason is FinishReason.LENGTH
+    )
     for each in events:
         match each:
             case Text(text):

@@ -79,5 +79,5 @@ class CompletionWriter:
         usage = self._usage([usage for _, usage in sorted(self._usages.items())])
         return event({**self._head.begin(_KIND), "choices": [], "usage": usage}) + DONE
 
-    def _usage(self, usages: Sequence[Usage]) -> dict[str, int]:
+    def _usage(self, usages: Sequence[Usage]) -> dict[str, object]:
         return usage_of(usages[:: self._choices_per_prompt], usages)

@@ -8,10 +8,11 @@ import ast
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, cast
 
+from ballast.common.sampling import Grammar
 from services.gateway.openai.scanner import (
     Arguments,
     Body,
@@ -60,11 +61,20 @@ class ReasoningParser(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Thoughts:
-    """The tags around a thought. `open`: the prompt has the first one already, so the answer begins inside."""
+    """The tags around a thought. `open`: the prompt has the first one already, so the answer begins inside. `likely`:
+    the model may begin it, since it has learnt to think and is not told not to.
+    """
 
     begin: str = "<think>"
     end: str = "</think>"
     open: bool = False
+    likely: bool = False
+
+    def before(self, grammar: Grammar) -> Grammar:
+        """The grammar of an answer that may begin with a thought, which no grammar binds."""
+        if not (self.open or self.likely):
+            return grammar
+        return replace(grammar, thought_end=self.end, thought_begin="" if self.open else self.begin)
 
 
 def format_by_template(template: str) -> ToolFormat:
@@ -84,15 +94,17 @@ def thoughts_of(parser: ReasoningParser, template: str, variables: Mapping[str, 
         case ReasoningParser.NONE:
             return None
         case ReasoningParser.MISTRAL:
-            return Thoughts("[THINK]", "[/THINK]")
+            return Thoughts("[THINK]", "[/THINK]", likely=True)
         case ReasoningParser.DEEPSEEK_R1:
             return Thoughts(open=True)
         case ReasoningParser.AUTO if "[THINK]" in template:
-            return Thoughts("[THINK]", "[/THINK]")
+            return Thoughts("[THINK]", "[/THINK]", likely=True)
         case _:
             _, _, prompt = template.rpartition("add_generation_prompt")
             ends_inside = "<think>" in prompt and "</think>" not in prompt
-            return Thoughts(open=ends_inside and variables.get("enable_thinking") is not False)
+            wanted = variables.get("enable_thinking") is not False
+            knows = "<think>" in template or parser is ReasoningParser.QWEN3
+            return Thoughts(open=ends_inside and wanted, likely=knows and wanted and not ends_inside)
 
 
 _MARKS = (

@@ -30,6 +30,9 @@ def _message(field: str, message: Message) -> Message:
     if content is None and not calls and role != "assistant":
         raise invalid(f"{field}.content", "is missing")
     result["content"] = "" if content is None else text_of(f"{field}.content", content)
+    thought = message.get("reasoning_content") or message.get("reasoning")
+    if role == "assistant" and isinstance(thought, str):  # under the names that templates look for
+        result |= {"reasoning_content": thought, "reasoning": thought, "thinking": thought}
     if calls:
         result["tool_calls"] = [_call(f"{field}.tool_calls[{i}]", call) for i, call in enumerate(_list(field, calls))]
     return result

@@ -74,6 +74,7 @@ def _messages(instructions: str | None, given: str | list[Item]) -> list[Message
     messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
+    thought = ""  # of the assistant, before what it says next
     for index, item in enumerate(given):
         match item.get("type", "message"):
             case "message":
@@ -89,9 +90,14 @@ def _messages(instructions: str | None, given: str | list[Item]) -> list[Message
                 output = item.get("output", "")
                 messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
             case "reasoning":
-                pass  # what a model has thought is not shown to it again
+                parts: list[Any] = item.get("content") or item.get("summary") or []
+                thought = "\n".join(str(part.get("text", "")) for part in parts)
+                continue
             case other:
                 raise invalid(f"input[{index}]", f"items of type {other!r} are not supported", code="unsupported_value")
+        if thought and messages[-1]["role"] == "assistant":
+            messages[-1]["reasoning_content"] = thought
+        thought = ""
     return messages
 
 
@@ -119,7 +125,7 @@ class ResponsesWriter:
 
     def complete(self, generations: Sequence[Generation]) -> Mapping[str, object]:
         [generation] = generations
-        self._write(generation.text, generation.finish_reason)
+        self._write(generation.text, generation.finish_reason, generation.token_ids)
         self._finish_reason, self._usage = generation.finish_reason, generation.usage
         return self._response()
 
@@ -129,7 +135,7 @@ class ResponsesWriter:
         if self._sequence_number == 0:
             events = [self._event(f"response.{kind}", response=self._response()) for kind in ("created", "in_progress")]
         is_last = chunk.finish_reason is not None
-        events += self._write(chunk.text, chunk.finish_reason)
+        events += self._write(chunk.text, chunk.finish_reason, chunk.token_ids)
         if is_last:
             self._finish_reason, self._usage = chunk.finish_reason, chunk.usage
             events.append(self._event(f"response.{self._status()}", response=self._response()))
@@ -139,8 +145,8 @@ class ResponsesWriter:
         """The last event has been the end."""
         return b""
 
-    def _write(self, text: str, finish_reason: FinishReason | None) -> list[bytes]:
-        events = self._parser.feed(text)
+    def _write(self, text: str, finish_reason: FinishReason | None, token_ids: Sequence[int]) -> list[bytes]:
+        events = self._parser.feed(text, token_ids)
         if finish_reason is not None:
             events += self._parser.finish(cut=finish_reason is FinishReason.LENGTH)
         written = [part for event in events for part in self._take(event)]
@@ -264,7 +270,7 @@ class ResponsesWriter:
             "tool_choice": request.tool_choice or "auto",
             "tools": request.tools or [],
             "top_p": request.top_p if request.top_p is not None else 1.0,
-            "usage": None if self._usage is None else _usage(self._usage),
+            "usage": None if self._usage is None else _usage(self._usage, self._parser.reasoning_token_count),
         }
 
 
@@ -272,11 +278,11 @@ def _part(text: str) -> Item:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _usage(usage: Usage) -> dict[str, object]:
+def _usage(usage: Usage, reasoning_token_count: int) -> dict[str, object]:
     return {
         "input_tokens": usage.prompt_token_count,
         "input_tokens_details": {"cached_tokens": 0},
         "output_tokens": usage.completion_token_count,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": reasoning_token_count},
         "total_tokens": usage.prompt_token_count + usage.completion_token_count,
     }

@@ -85,21 +85,42 @@ class AnswerParser:
     Args:
         parse: The format.
         most_calls: Further calls are dropped; None: there is no bound.
+        thought_end_id: The token that ends a thought; None: it is not one token.
     """
 
-    def __init__(self, parse: Format, most_calls: int | None = None) -> None:
+    def __init__(self, parse: Format, most_calls: int | None = None, thought_end_id: int | None = None) -> None:
         self._scanner = Scanner()
         self._events = parse(self._scanner)
         self._is_over = False
         self._most_calls = most_calls
         self._call_count = 0
+        self._thought_end_id = thought_end_id
+        self._token_count = 0
+        self._thought_chars = 0
+        self._thought_count = 0
+        self._is_thinking = False
+        self._thought_ends: list[int] = []  # tokens through each of these tokens
+
+    @property
+    def reasoning_token_count(self) -> int:
+        """Tokens of thoughts so far. Where no single token ends them: by the thoughts' share of the text."""
+        if not self._thought_chars:
+            return 0
+        if self._thought_end_id is not None:  # there may be more of them, as text
+            ended = len(self._thought_ends) >= self._thought_count
+            return self._thought_ends[self._thought_count - 1] if ended else self._token_count
+        return round(self._token_count * min(1.0, self._thought_chars / len(self._scanner.text)))
 
     @property
     def passes_text(self) -> bool:
         """All that is still to come is text, so that it need not be fed any more."""
         return self._scanner.passes_text
 
-    def feed(self, text: str) -> list[Event]:
+    def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Event]:
+        if self._thought_end_id in token_ids:
+            ends = (at for at, token_id in enumerate(token_ids, 1) if token_id == self._thought_end_id)
+            self._thought_ends += [self._token_count + at for at in ends]
+        self._token_count += len(token_ids)
         self._scanner.text += text
         return self._run()
 
@@ -119,6 +140,10 @@ class AnswerParser:
             if event is None:
                 break
             self._call_count += isinstance(event, CallBegin)
+            is_thought = isinstance(event, Reasoning)
+            self._thought_chars += len(event.text) if is_thought else 0
+            self._thought_count += is_thought and not self._is_thinking
+            self._is_thinking = is_thought
             is_of_call = isinstance(event, (CallBegin, Arguments, CallEnd))
             if not (is_of_call and self._most_calls is not None and self._call_count > self._most_calls):
                 _add(found, event)

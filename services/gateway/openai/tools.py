@@ -9,6 +9,7 @@ from services.gateway.errors import invalid
 from services.gateway.openai.formats import (
     Thoughts,
     ToolFormat,
+    answer,
     arguments_of,
     array_of_calls,
     format_by_template,
@@ -44,8 +45,10 @@ class ToolUse:
     def format(self, thoughts: Thoughts | None) -> Format:
         """How the answer is taken apart."""
         if self.named is not None:
-            return arguments_of(self.named)
-        return array_of_calls if self.grammar is not None else format_of(self.kind, self.tools, thoughts)
+            return answer(thoughts, arguments_of(self.named))
+        if self.grammar is not None:
+            return answer(thoughts, array_of_calls)
+        return format_of(self.kind, self.tools, thoughts)
 
 
 def tool_use_of(

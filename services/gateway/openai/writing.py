@@ -22,11 +22,20 @@ def event(value: object) -> bytes:
     return b"data: " + dumps(value).encode() + b"\n\n"
 
 
-def usage_of(prompts: Iterable[Usage], usages: Iterable[Usage]) -> dict[str, int]:
+def usage_of(
+    prompts: Iterable[Usage], usages: Iterable[Usage], reasoning_token_count: int | None = None
+) -> dict[str, object]:
     """`prompts`: one for each different prompt, since choices share theirs."""
     prompt = sum(usage.prompt_token_count for usage in prompts)
     completion = sum(usage.completion_token_count for usage in usages)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    found: dict[str, object] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+    if reasoning_token_count is not None:
+        found["completion_tokens_details"] = {"reasoning_tokens": reasoning_token_count}
+    return found
 
 
 def chat_logprobs(logprobs: Sequence[Logprobs]) -> dict[str, object]:

@@ -20,7 +20,7 @@ from services.worker.core.sequence import NOBODY, Sequence, SequenceState
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.stop import StopRule, StopText
 
-ANOTHER_LEADS = "another worker leads this group"
+ANOTHER_LEADS = "another worker leads this group, or this one is parked"
 _CLASSES = tuple(PriorityClass)  # in order of rank
 
 

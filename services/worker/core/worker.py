@@ -57,7 +57,7 @@ from services.worker.core.intake import fault_of, with_seed
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.line import OFFLINE_RANK
 from services.worker.core.plain import PlainSteps, foresee, take
-from services.worker.core.report import ReportTotals, load_of
+from services.worker.core.report import IN_SERVICE, Parks, ReportTotals, load_of
 from services.worker.core.request_table import RequestTable, Stream
 from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.policy.harvest import Harvest
@@ -261,8 +261,13 @@ class WorkerCore:
     @property
     def is_drained(self) -> bool:
         """It takes nothing new, and no request wants anything of it any more."""
+        return self._draining and self.is_empty
+
+    @property
+    def is_empty(self) -> bool:
+        """No request is here, and nothing that one may come for."""
         request_table = self._request_table
-        return self._draining and not (
+        return not (
             request_table.live
             or request_table.kept
             or any(group_scheduler.is_occupied for group_scheduler in self._group_schedulers)
@@ -351,7 +356,7 @@ class WorkerCore:
             self._handovers.moved_total,
         )
 
-    def load(self, at_s: float, memory: MemoryReport, newest_epoch: int = 0) -> LoadReport:
+    def load(self, at_s: float, memory: MemoryReport, newest_epoch: int = 0, parks: Parks = IN_SERVICE) -> LoadReport:
         """`newest_epoch`: of a transition that this worker has heard of."""
         totals = ReportTotals(
             self._steps_total,
@@ -364,7 +369,7 @@ class WorkerCore:
         )
         step_age_s = max(0.0, at_s - self._progress_at_s) if self._is_busy else 0.0
         groups = [group_scheduler.scheduler for group_scheduler in self._group_schedulers]
-        return load_of(groups, totals, step_age_s, memory, newest_epoch, draining=self._draining)
+        return load_of(groups, totals, step_age_s, memory, newest_epoch, parks, draining=self._draining)
 
     def story(self, sequence_id: SequenceId) -> list[str]:
         """What has happened to a live sequence; nothing about others."""

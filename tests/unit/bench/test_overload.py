@@ -40,12 +40,12 @@ def test_policies_carry_knobs_as_flags() -> None:
     plain, tuned, named = parse_policies("recompute,recompute:watermark=0.1,drop:max-num-seqs=8:label=ours")
     assert plain.flags() == {service: ["--overload-policy", "recompute"] for service in ("planner", "worker")}
     assert tuned.label == "recompute:watermark=0.1"
-    assert tuned.flags()["worker"][2:] == ["--admission-reserve-fraction", "0.1"]
+    assert tuned.flags()["worker"][2:] == ["--dev", "admission_reserve_fraction=0.1"]
     assert (named.label, named.policy, named.flags()["worker"][2:]) == ("ours", "drop", ["--max-num-seqs", "8"])
     (pipeline,) = parse_policies("static-pipeline:degree=4")
     assert (pipeline.pipeline_degree, plain.pipeline_degree) == (4, 1)
     assert pipeline.flags()["planner"][2:] == ["--pipeline-degree", "4"]
-    assert pipeline.flags()["worker"][2:] == ["--microbatching", "token-count"], "no lookahead"
+    assert pipeline.flags()["worker"][2:] == ["--dev", "microbatching=token-count"], "no lookahead"
     (ordered,) = parse_policies("drop:queue-order=deadline")
     assert ordered.flags()["dispatcher"] == ["--queue-order", "deadline"]
 

@@ -38,7 +38,7 @@ def test_every_flag_has_its_setting() -> None:
 
 
 def test_the_environment_reaches_settings_without_a_flag() -> None:
-    assert load(BALLAST_DISPATCHER__LARGE_PATIENCE_S="0.5").large_patience_s == 0.5
+    assert load(BALLAST_DISPATCHER__DEV="{large_patience_s: 0.5}").large_patience_s == 0.5
 
 
 @pytest.mark.parametrize(

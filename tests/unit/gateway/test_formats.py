@@ -244,6 +244,25 @@ def test_answers_that_are_bound_to_be_calls() -> None:
     assert heard(arguments_of("clock"), "{   ", cut=True) == ("", "", [])
 
 
+def test_tokens_of_thoughts_are_counted() -> None:
+    exact = AnswerParser(answer(THINK, plain), None, 9)
+    exact.feed("<think>", [1])
+    assert exact.reasoning_token_count == 0
+    exact.feed("well</think>", [2, 3, 9])
+    exact.feed("yes </think>", [4, 5, 9])
+    assert exact.reasoning_token_count == 4
+    cut = AnswerParser(answer(THINK, plain), None, 9)
+    cut.feed("<think>well", [1, 2, 3])
+    assert cut.reasoning_token_count == 3
+    by_share = AnswerParser(answer(THINK, plain))
+    by_share.feed("<think>12345</think>1234", [1] * 8)
+    by_share.finish()
+    assert by_share.reasoning_token_count == 2
+    none = AnswerParser(answer(THINK, plain), None, 9)
+    none.feed("yes", [4, 9])
+    assert none.reasoning_token_count == 0
+
+
 def test_arguments_stream() -> None:
     parser = AnswerParser(of("hermes"))
     begin = '<tool_call>{"name": "weather", "arguments": {"city": "'

@@ -11,6 +11,7 @@ from ballast.common.sampling import GrammarKind, PriorityClass
 from services.gateway.errors import Failure, failure_of
 from services.gateway.openai.messages import messages_for_template
 from services.gateway.openai.requests import UNSUPPORTED, ChatRequest, CompletionRequest, parse, refuse_unsupported
+from services.gateway.openai.responses import ResponsesRequest
 from services.gateway.openai.sampling import priority_of
 from services.gateway.openai.structure import form_of
 
@@ -50,6 +51,21 @@ def test_older_names_of_structured_outputs_are_followed() -> None:
     assert chat(guided_json={"type": "object"}).structured == {"json": {"type": "object"}}
     with pytest.raises(Failure):
         _ = chat(guided_regex="a", structured_outputs={"regex": "a"}).structured
+
+
+def test_thoughts_in_history_go_to_the_template_under_all_their_names() -> None:
+    asked = {"role": "user", "content": "?"}
+    for name in ("reasoning", "reasoning_content"):
+        [_, said] = messages_for_template([asked, {"role": "assistant", "content": "a", name: "hm"}])
+        assert [said[key] for key in ("reasoning", "reasoning_content", "thinking")] == ["hm"] * 3
+    items = [
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}], "summary": []},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "x"},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "lost"}]},
+    ]
+    chat = parse(ResponsesRequest, json.dumps({"input": items}).encode()).as_chat()
+    assert [message.get("reasoning_content") for message in chat.messages] == ["hm", None]
 
 
 def test_numbers_as_priorities_are_vllms() -> None:

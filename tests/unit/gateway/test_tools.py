@@ -1,13 +1,16 @@
 """What the template is given of tools, and what an answer is bound to."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher
 
+from ballast.common.sampling import Grammar, GrammarKind
 from services.gateway.errors import Failure
 from services.gateway.openai.formats import ReasoningParser, Thoughts, ToolFormat, thoughts_of
+from services.gateway.openai.scanner import AnswerParser, Arguments, CallBegin, CallEnd, Reasoning
 from services.gateway.openai.tools import tool_use_of
 
 TOOLS: Any = [
@@ -57,10 +60,28 @@ def test_a_template_may_begin_the_thought() -> None:
     asked = "{% if add_generation_prompt %}{% if enable_thinking is false %}<think>\n\n</think>{% endif %}{% endif %}"
     assert thoughts_of(ReasoningParser.AUTO, open_, {}) == Thoughts(open=True)
     assert thoughts_of(ReasoningParser.AUTO, open_, {"enable_thinking": False}) == Thoughts()
-    assert thoughts_of(ReasoningParser.AUTO, asked, {}) == Thoughts()
+    assert thoughts_of(ReasoningParser.AUTO, asked, {}) == Thoughts(likely=True)
+    assert thoughts_of(ReasoningParser.AUTO, asked, {"enable_thinking": False}) == Thoughts()
     assert thoughts_of(ReasoningParser.DEEPSEEK_R1, "", {}) == Thoughts(open=True)
-    assert thoughts_of(ReasoningParser.AUTO, "[THINK]", {}) == Thoughts("[THINK]", "[/THINK]")
+    assert thoughts_of(ReasoningParser.AUTO, "[THINK]", {}) == Thoughts("[THINK]", "[/THINK]", likely=True)
     assert thoughts_of(ReasoningParser.NONE, open_, {}) is None
+
+
+def test_a_grammar_begins_behind_the_thought_of_a_model_that_thinks() -> None:
+    grammar = Grammar(GrammarKind.REGEX, "a")
+    assert Thoughts().before(grammar) == grammar
+    assert Thoughts(open=True).before(grammar) == replace(grammar, thought_end="</think>")
+    likely = Thoughts("[THINK]", "[/THINK]", likely=True).before(grammar)
+    assert (likely.thought_begin, likely.thought_end) == ("[THINK]", "[/THINK]")
+
+
+def test_calls_that_are_demanded_may_follow_a_thought() -> None:
+    for choice, text in (("required", '[{"name": "clock", "arguments": {}}]'), ({"function": {"name": "clock"}}, "{}")):
+        tools = tool_use_of(TOOLS, choice, parallel=True, template=HERMES, kind=None)
+        assert tools is not None
+        parser = AnswerParser(tools.format(Thoughts(open=True)))
+        events = [*parser.feed("hm <tool_call></think>\n\n" + text), *parser.finish()]
+        assert events == [Reasoning("hm <tool_call>"), CallBegin("clock"), Arguments("{}"), CallEnd(complete=True)]
 
 
 def test_references_within_a_tool_hold_below_the_array_of_calls() -> None:

@@ -21,6 +21,8 @@ SCHEMA = Grammar(
     ),
 )
 
+LARK = 'start: "{" "\\"a\\": " ("1" | "23") "}"'
+
 
 @pytest.fixture(scope="module")
 def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -44,6 +46,39 @@ def walk(grammars: Grammars, grammar: Grammar, seed: int) -> list[int]:
         tokens.append(int(rng.choice(allowed)))
         assert len(tokens) < 500
     return tokens[:-1]
+
+
+@pytest.mark.parametrize("kind", GrammarKind)
+def test_a_grammar_may_begin_behind_a_thought(grammars: Grammars, kind: GrammarKind) -> None:
+    text = {GrammarKind.JSON_SCHEMA: SCHEMA.text, GrammarKind.REGEX: '\\{"a": (1|23)\\}', GrammarKind.LARK: LARK}[kind]
+    tokenizer = train_tokenizer(VOCAB, qwen=False)
+
+    def follows(grammar: Grammar, answer: str) -> bool:
+        tokens = tokenizer.encode(answer, add_special_tokens=False).ids
+        matcher = grammars.start(grammar, ())
+        if matcher.validate_tokens(tokens) < len(tokens):
+            return False
+        return grammars.start(grammar, tokens).is_accepting()
+
+    inside = Grammar(kind, text, "</think>")
+    assert follows(inside, '{"a": 5} </x>\n</think>\n\n{"a": 23}')
+    assert follows(inside, '</think>{"a": 1}')
+    assert not follows(inside, '{"a": 1}')
+    assert not follows(inside, 'a</think>{"a": 2}')
+    perhaps = Grammar(kind, text, "</think>", "<think>")
+    assert follows(perhaps, '<think>a</think>{"a": 23}')
+    assert follows(perhaps, '{"a": 1}')
+    assert not follows(perhaps, 'a</think>{"a": 1}')
+    grammars.check(inside)
+
+
+def test_tags_of_thoughts_may_be_special_tokens(grammars: Grammars) -> None:
+    tokenizer = train_tokenizer(VOCAB, qwen=False)
+    tag = tokenizer.id_to_token(TURN_END_ID)
+    grammar = Grammar(GrammarKind.REGEX, "(ab)+", tag or "")
+    thought, tail = (tokenizer.encode(part, add_special_tokens=False).ids for part in ("well", "abab"))
+    assert grammars.start(grammar, [*thought, TURN_END_ID, *tail]).is_accepting()
+    assert not grammars.start(grammar, [*thought, *tail]).is_accepting()
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -87,9 +87,42 @@ def test_every_setting_is_a_flag_with_help(settings: type[Settings], capsys: pyt
     shown = " ".join(capsys.readouterr().out.split())
     assert ended.value.code == 0
     for path, field in settings.model_fields.items():
-        assert re.search(rf"--{path.replace('_', '-')}[ ,]", shown), path
         assert field.description, f"{path} lacks the string under it that is its help"
+        if path in settings.developer:
+            assert path in shown.partition("For developers")[2], path
+            continue
+        assert re.search(rf"--{path.replace('_', '-')}[ ,]", shown), path
         assert field.description.split()[0] in shown, path
+
+
+def test_settings_for_developers_are_given_apart(tmp_path: Path) -> None:
+    file = tmp_path / "ballast.yaml"
+    file.write_text("dispatcher: {dev: {growth_tokens: 5, large_fraction: 0.5}}")
+    environ = {"BALLAST_CONFIG": str(file), "BALLAST_DISPATCHER__DEV": "{growth_tokens: 6}"}
+    given = load_settings(DispatcherSettings, ["--model", "m", "--dev", "move_wait_s=2"], environ)
+    assert (given.large_fraction, given.growth_tokens, given.move_wait_s) == (0.5, 6, 2.0)
+    with pytest.raises(SystemExit):
+        load_settings(DispatcherSettings, ["--model", "m", "--growth-tokens", "5"], {})
+
+
+@pytest.mark.parametrize(
+    ("environ", "why"),
+    [
+        (
+            {"BALLAST_DISPATCHER__GROWTH_TOKENS": "5"},
+            "growth_tokens: is for developers: give it as --dev growth_tokens=",
+        ),
+        (
+            {"BALLAST_DISPATCHER__DEV": "{grow: 5}"},
+            "dev.grow: unknown setting; there are connect_timeout_s, growth_tok",
+        ),
+        ({"BALLAST_DISPATCHER__DEV": "7"}, "dev: must be a mapping"),
+        ({"BALLAST_DISPATCHER__DEV": "{growth_tokens: -5}"}, "growth_tokens: Input should be greater"),
+    ],
+)
+def test_wrong_settings_for_developers_are_named(environ: dict[str, str], why: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"dispatcher.{why}")):
+        load_settings(DispatcherSettings, ["--model", "m"], environ)
 
 
 @pytest.mark.parametrize("settings", [DispatcherSettings, WorkerSettings])
