@@ -132,6 +132,7 @@ def load(settings: WorkerSettings, devices: Sequence[str] = ()) -> Kit:
         links_bytes=links_bytes,
         enforce_eager=settings.enforce_eager,
         attention_backend=settings.attention_backend,
+        model_impl=settings.model_impl,
     )
     devices = devices or (settings.device,)
     log = RankLog(settings.worker_id or "worker", settings.log_level, settings.log_format)
@@ -150,10 +151,10 @@ def load(settings: WorkerSettings, devices: Sequence[str] = ()) -> Kit:
         raise
     compile_grammar = engine.grammars.ahead if engine.grammars is not None else None
     device = describe(engine.memory.pool.backend.device)
-    if ranked is None:
-        return Kit(engine, costs.current, costs, copier, compile_grammar, device=device, swap_blocks=swap_blocks)
-    device = f"{len(devices)} ranks from {device} on"
     kit = Kit(engine, costs.current, costs, copier, compile_grammar, device=device, swap_blocks=swap_blocks)
+    if ranked is None:
+        return replace(kit, joins=engine.implementation.pipelines)
+    kit = replace(kit, device=f"{len(devices)} ranks from {device} on")
     return replace(kit, lost_rank=ranked.lost, joins=ranked.exchanges)
 
 
