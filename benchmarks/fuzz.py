@@ -43,7 +43,7 @@ from tools.model.tiny import make_tiny
 
 _FILES = {"dispatcher": (inference_pb2, planner_pb2), "planner": (planner_pb2,), "monitor": (monitor_pb2,)}
 _FILES["worker"] = (worker_pb2,)
-_ON_PURPOSE = {"Drain", "DrainWorker"}  # whatever is in the message, it ends somebody's service
+_ON_PURPOSE = {"Drain", "DrainWorker", "Park"}  # whatever is in the message, it ends somebody's service
 _TELL_EVERY_S = 10.0
 _CALL_S = 1.0
 _RAW_SHARE = 0.02  # of messages, raw bytes for a port

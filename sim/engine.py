@@ -164,9 +164,18 @@ class SimBackground:
     """See `services.worker.pipeline.context.Background`. What is known of layers when the world begins took no time."""
 
     def __init__(
-        self, me: WorkerId, memory: SimMemory, clock: Clock, network: Network, checksum_bytes_per_s: float
+        self,
+        me: WorkerId,
+        memory: SimMemory,
+        clock: Clock,
+        network: Network,
+        checksum_bytes_per_s: float,
+        host_bytes_per_s: float,
     ) -> None:
-        """`checksum_bytes_per_s`: 0: what layers are is known."""
+        """`checksum_bytes_per_s`: 0: what layers are is known. `host_bytes_per_s`: to host memory, and from it."""
+        self._host_bytes_per_s = host_bytes_per_s
+        self._host_free_at_s = 0.0
+        self._kept: set[int] = set()  # layers that are in host memory
         self._me = me
         self._memory = memory
         self._clock = clock
@@ -198,8 +207,27 @@ class SimBackground:
             done.set_result(None)
 
         weights = self._memory.parameters.layer(layer)[WEIGHTS]
+        if layer in self._kept:
+            self._copy(weights.nbytes, came)
+            return done
         self._network.transfer(disk_of(self._me), self._me, weights.nbytes, Bulk.PARAMETERS, came)
         return done
+
+    def keep(self, layer: int) -> Future[None]:
+        """What never changes is copied once."""
+        done: Future[None] = Future()
+        done.set_running_or_notify_cancel()
+        if layer in self._kept:
+            done.set_result(None)
+        else:
+            self._kept.add(layer)
+            self._copy(self._memory.parameters.layer(layer)[WEIGHTS].nbytes, lambda: done.set_result(None))
+        return done
+
+    def _copy(self, size_bytes: int, done: Callable[[], None]) -> None:
+        """One copy after the other."""
+        self._host_free_at_s = max(self._clock.now_s, self._host_free_at_s) + size_bytes / self._host_bytes_per_s
+        self._clock.at(self._host_free_at_s, self._label, done)
 
     def rest(self, stopped: Callable[[], bool], hurried: Callable[[], bool] = never) -> None:
         """Nobody waits here for anything that is done at once."""

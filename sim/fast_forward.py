@@ -62,6 +62,7 @@ class Pace:
             offline_tokens_total=before.offline_tokens_total,
             offline_yields_total=before.offline_yields_total,
             offline_lost_tokens_total=before.offline_lost_tokens_total,
+            wake_s=before.wake_s,
         )
 
 

@@ -427,7 +427,7 @@ class Instance:
 
     def _load(self) -> LoadReport:
         member = self.member
-        return self.core.load(self._clock.now_s, member.memory.report(), member.newest_epoch)
+        return self.core.load(self._clock.now_s, member.memory.report(), member.newest_epoch, member.parks)
 
     def _token_count(self, batch: Batch) -> int:
         """New tokens that the batch gives; 0 where no processors are shared, as they do not matter there."""

@@ -134,6 +134,10 @@ class SimMemory(DeviceMemory):
         self.takes_s(self.remap_s)
         return super().drop_layers(layers)
 
+    def park(self) -> None:
+        self.takes_s(self.remap_s)
+        super().park()
+
     def make_room_for_layers(self, layers: Sequence[int], *, block_count: int) -> int:
         self.takes_s(self.remap_s)
         return super().make_room_for_layers(layers, block_count=block_count)

@@ -87,7 +87,7 @@ class PlannerNode:
             clock.every(_LOOK_UP_S, b"planner looks", lambda: self.process.run_due("look", self._look_for_monitor))
         else:
             self._lead(lead_for_ever(state, "planner", name))
-        if migrations.balances:
+        if migrations.balances or rules.parks:
             clock.every(INTERVAL_S, b"planner balances", lambda: self.process.run_due("balance", self._balance))
 
     def _lead(self, token: int | None) -> None:
@@ -118,6 +118,10 @@ class PlannerNode:
                 self._clock.after(self._delays.rpc_s, b"planner asks loads", partial(self._read_loads, cause_id))
             case p.CallMember():
                 self._call(command)
+            case p.OrderStanding():
+                self._clock.after(
+                    self._delays.rpc_s, b"planner orders", partial(self._tell_standing, command, self._token)
+                )
             case p.ProbeInstance():
                 self._probe(command)
             case p.TransitionMoved(record, _):
@@ -275,6 +279,19 @@ class PlannerNode:
 
         self._lines.bring(self.name, member.worker_id, take)
 
+    def _tell_standing(self, command: p.OrderStanding, token: int) -> None:
+        """What is ordered and not heard is ordered anew."""
+        member = command.member
+        peer = self._members[member.worker_id]
+
+        def take() -> None:
+            if not peer.crashed:
+                with contextlib.suppress(StaleEpoch):
+                    peer.fence.take(token)
+                    peer.transitions.park(member.incarnation, park=command.park)
+
+        self._lines.bring(self.name, member.worker_id, take)
+
     # ------------------------------------------------------------ members
 
     def _probe(self, command: p.ProbeInstance) -> None:
@@ -387,9 +404,18 @@ def _translate(change: m.Change | None, at_s: float, cause_id: str) -> p.Monitor
             return p.SnapshotBegan(at_s, cause_id)
         case m.SnapshotEnd():
             return p.SnapshotEnded(at_s, cause_id)
-        case m.InstanceUp(i, draining, place):
+        case m.InstanceUp(i, draining, place, parked):
             return p.InstanceUp(
-                at_s, cause_id, i.worker_id, i.incarnation, i.address, i.model, draining, i.data_address, place
+                at_s,
+                cause_id,
+                i.worker_id,
+                i.incarnation,
+                i.address,
+                i.model,
+                draining,
+                i.data_address,
+                place,
+                parked=parked,
             )
         case m.InstanceLost(worker_id, incarnation, why, silent):
             return p.InstanceLost(at_s, cause_id, worker_id, incarnation, why, silent)

@@ -1,9 +1,19 @@
 """The cluster layout: which instances serve together and who holds which layers."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
+
+
+class Standing(StrEnum):
+    """Whether an instance that lives has a part in serving."""
+
+    SERVING = "serving"
+    LEAVING = "leaving"  # takes nothing new and gives its requests away, to be parked; undone at once, at no cost
+    PARKED = "parked"  # takes nothing, holds no request; its device memory is given back, or just about to be
+    WAKING = "waking"  # gets its layers back, to serve again
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +27,12 @@ class Member:
     last_layer: int
     draining: bool = False  # finishes what it has, takes nothing new
     data_address: str = ""  # host:port where links to it are made
+    standing: Standing = Standing.SERVING  # another one only of an instance alone
+
+    @property
+    def takes_new(self) -> bool:
+        """Whether requests may be sent to it."""
+        return self.standing is Standing.SERVING and not self.draining
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +78,8 @@ class Layout:
                 if member.worker_id in seen:
                     raise InvariantViolation(f"epoch {self.epoch}: {member.worker_id} stands in two places")
                 seen.add(member.worker_id)
+                if member.standing is not Standing.SERVING and len(group.members) > 1:
+                    raise InvariantViolation(f"epoch {self.epoch}: {member.worker_id} is {member.standing} in a group")
                 if member.first_layer != next_layer or member.last_layer <= member.first_layer:
                     raise InvariantViolation(
                         f"epoch {self.epoch}: {member.worker_id} executes [{member.first_layer}, {member.last_layer}),"

@@ -106,11 +106,16 @@ def _check_load(report: pb.LoadReport) -> None:
         report.offline_tokens_total,
         report.offline_yields_total,
         report.offline_lost_tokens_total,
+        report.retained_block_count,
+        report.prefix_queries_total,
+        report.prefix_hits_total,
     )
     if min(counts) < 0:
         raise InvalidRequest("load", f"counts must not be negative, and a block has tokens: {report}")
     if report.newest_epoch > border.MAX_EPOCH:
         raise InvalidRequest("load.newest_epoch", f"must be at most {border.MAX_EPOCH}, got {report.newest_epoch}")
+    if not 0.0 <= report.wake_s <= border.MAX_SECONDS:
+        raise InvalidRequest("load.wake_s", f"must be a number of seconds, got {report.wake_s}")
     if not 0.0 <= report.step_age_s <= border.MAX_SECONDS:
         raise InvalidRequest("load.step_age_s", f"must be a number of seconds, got {report.step_age_s}")
 

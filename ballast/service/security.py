@@ -114,13 +114,19 @@ MAY_CALL: Mapping[str, frozenset[Role]] = {
     f"{_MONITOR}GetClusterStatus": _WATCHING,
     **{
         f"{_PLANNER}{name}": _CONTROL
-        for name in ("GetLayout", "WatchLayout", "DrainWorker", "ExplainPlan", "Drop", "Restore", "ListTransitions")
+        for name in (
+            *("GetLayout", "WatchLayout", "DrainWorker", "ParkWorker", "WakeWorker"),
+            *("ExplainPlan", "Drop", "Restore", "ListTransitions"),
+        )
     },
     f"{_WORKER}Attach": frozenset({Role.DISPATCHER}),
     f"{_WORKER}GetStatus": _WATCHING | {Role.GATEWAY},  # whose page shows each member's memory
     f"{_WORKER}GetTrace": frozenset({Role.OPERATOR}),
     f"{_WORKER}GetTransition": frozenset({Role.PLANNER, Role.OPERATOR}),
-    **{f"{_WORKER}{name}": _ORDERS for name in ("Prepare", "Commit", "Abort", "Migrate", "NamePartners", "Drain")},
+    **{
+        f"{_WORKER}{name}": _ORDERS
+        for name in ("Prepare", "Commit", "Abort", "Migrate", "NamePartners", "Drain", "Park")
+    },
 }
 # What a token for inference is good for, at a dispatcher. For everything else the other role is needed.
 _INFERENCE = "/ballastpb.inference.v1.InferenceService/"
@@ -307,7 +313,7 @@ class TokenAuthority:
         if not operates and method not in INFERS:
             what = method.rpartition("/")[2]
             refuse("role", PermissionDenied(f"{what} needs a token with the role operate; {token.name} may only infer"))
-        return Caller(token.name, operates=operates, classes=token.classes)
+        return Caller(token.name, operates=operates, classes=token.classes, has_token=True)
 
 
 def _bearer(context: _Context) -> str | None:

@@ -47,6 +47,16 @@ class OperatorServicer(planner_pb2_grpc.PlannerServiceServicer):
             lambda planner, left_s: planner.DrainWorker(request, timeout=left_s), _left_s(context)
         )
 
+    async def ParkWorker(self, request: pb.ParkWorkerRequest, context: Context) -> pb.ParkWorkerResponse:
+        return await self._planner.ask(
+            lambda planner, left_s: planner.ParkWorker(request, timeout=left_s), _left_s(context)
+        )
+
+    async def WakeWorker(self, request: pb.WakeWorkerRequest, context: Context) -> pb.WakeWorkerResponse:
+        return await self._planner.ask(
+            lambda planner, left_s: planner.WakeWorker(request, timeout=left_s), _left_s(context)
+        )
+
     async def GetLayout(self, request: pb.GetLayoutRequest, context: Context) -> pb.GetLayoutResponse:
         return await self._planner.ask(
             lambda planner, left_s: planner.GetLayout(request, timeout=left_s), _left_s(context)

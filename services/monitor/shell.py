@@ -340,7 +340,7 @@ class MonitorShell:
     def _publish(self, change: Change, cause_id: str) -> None:
         log = get_logger().bind(cause_id=cause_id)
         match change:
-            case InstanceUp(instance, draining, place):
+            case InstanceUp(instance, draining, place, parked):
                 log.info(
                     "instance up",
                     worker=instance.worker_id,
@@ -348,6 +348,7 @@ class MonitorShell:
                     address=instance.address,
                     model=instance.model.name,
                     draining=draining,
+                    parked=parked,
                     group=" ".join(m.worker_id for m in place.group.members) if place is not None else "",
                 )
             case InstanceLost(worker_id, incarnation, why):

@@ -161,7 +161,7 @@ class MonitorEvents:
 
 
 _WHEN = ("at_s", "cause_id")
-_UP = Mapper(InstanceUp, pb.Announce, given=(*_WHEN, "draining", "place"), check=check_announce)
+_UP = Mapper(InstanceUp, pb.Announce, given=(*_WHEN, "draining", "place", "parked"), check=check_announce)
 _EVENT = Choice(
     pb.WatchEventsResponse,
     "event",
@@ -183,7 +183,7 @@ def _event_from_proto(message: pb.WatchEventsResponse) -> MonitorEvent | None:
     if message.HasField("instance_up"):
         up = message.instance_up
         place = codec.place_from_proto(up.place)
-        return _UP.record(up.instance, **when, draining=up.draining, place=place)
+        return _UP.record(up.instance, **when, draining=up.draining, place=place, parked=up.parked)
     return _EVENT.record(message, **when)
 
 
@@ -219,6 +219,12 @@ class Members:
                 drain = stub.Drain(worker_pb2.DrainRequest(), timeout=timeout_s, metadata=self._orders)
                 answer = answered(await drain, address)
         return answer.running_request_count
+
+    async def order_standing(self, member: Member, timeout_s: float, *, park: bool) -> None:
+        """Tells that life of a worker to give its device memory back, or to take it again."""
+        request = worker_pb2.ParkRequest(incarnation=member.incarnation, wake=not park)
+        with self._asking(member.worker_id):
+            await self._stub(member.address).Park(request, timeout=timeout_s, metadata=self._orders)
 
     async def probe(self, address: str, worker_id: WorkerId, incarnation: Incarnation) -> Probed:
         """Whether that life of a worker is at its address."""

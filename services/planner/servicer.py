@@ -7,14 +7,20 @@ from typing import Any
 import grpc.aio
 
 from ballast.common.errors import InvalidRequest, NotActive, NotPossible
-from ballast.common.ids import WorkerId
+from ballast.common.ids import Epoch, WorkerId
 from ballast.rpc import codec
 from ballast.rpc.deadline import remaining_s
 from ballast.rpc.server import when_done
 from ballastpb.planner.v1 import planner_pb2 as pb
 from ballastpb.planner.v1 import planner_pb2_grpc
 from services.planner.core.change_requests import explain_now
-from services.planner.core.messages import AnswerChange, ChangeRequest, DropRequested, RestoreRequested
+from services.planner.core.messages import (
+    AnswerChange,
+    ChangeRequest,
+    DropRequested,
+    RestoreRequested,
+    StandingRequested,
+)
 from services.planner.core.prediction_log import Predicted
 from services.planner.core.record import TransitionRecord
 from services.planner.core.stages import Stage
@@ -60,6 +66,26 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
             raise InvalidRequest("request_id", "must not be empty; any unique name will do")
         epoch = await self._shell.drain(request.request_id, WorkerId(request.worker_id), self._timeout_s(context))
         return pb.DrainWorkerResponse(epoch=epoch)
+
+    async def ParkWorker(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, request: pb.ParkWorkerRequest, context: _Context
+    ) -> pb.ParkWorkerResponse:
+        return pb.ParkWorkerResponse(epoch=await self._stand(request, context, away=True))
+
+    async def WakeWorker(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, request: pb.WakeWorkerRequest, context: _Context
+    ) -> pb.WakeWorkerResponse:
+        return pb.WakeWorkerResponse(epoch=await self._stand(request, context, away=False))
+
+    async def _stand(
+        self, request: pb.ParkWorkerRequest | pb.WakeWorkerRequest, context: _Context, *, away: bool
+    ) -> Epoch:
+        if not request.worker_id:
+            raise InvalidRequest("worker_id", "must not be empty")
+        cause_id = f"{self._shell.planner_id}/{request.request_id}"
+        worker_id = WorkerId(request.worker_id)
+        event = StandingRequested(time.monotonic(), cause_id, request.request_id, worker_id, away)
+        return (await self._change(event, context)).epoch
 
     # ------------------------------------------------------------ transitions
 
@@ -127,7 +153,7 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
     def _kept_out(self) -> list[tuple[str, str]]:
         return list(self._shell.core.kept_out.why(time.monotonic()).items())
 
-    async def _change(self, event: ChangeRequest, context: _Context) -> AnswerChange:
+    async def _change(self, event: ChangeRequest | StandingRequested, context: _Context) -> AnswerChange:
         if not event.request_id:
             raise InvalidRequest("request_id", "must not be empty; any unique name will do")
         return await self._shell.change(event, self._timeout_s(context))

@@ -57,6 +57,8 @@ class TransitionPort(Protocol):
 
     async def when_taken_up(self, epoch: int) -> pb.TransitionStatus: ...
 
+    def park(self, incarnation: int, *, park: bool) -> None: ...
+
     def name_partners(self, request: pb.NamePartnersRequest) -> int:
         """Returns the highest epoch that this worker has heard of."""
         ...
@@ -193,6 +195,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._transitions.migrate(request)
         return pb.MigrateResponse()
 
+    async def Park(self, request: pb.ParkRequest, context: Context) -> pb.ParkResponse:
+        self._fence.admit(context)
+        self._transitions.park(request.incarnation, park=not request.wake)
+        return pb.ParkResponse()
+
     async def NamePartners(self, request: pb.NamePartnersRequest, context: Context) -> pb.NamePartnersResponse:
         self._fence.admit(context)
         return pb.NamePartnersResponse(newest_epoch=self._transitions.name_partners(request))
@@ -310,6 +317,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             deadline_at_s=now_s + submit.deadline_s if submit.HasField("deadline_s") else None,
             wants_text=not submit.omit_text,
             expects_handover=submit.expects_handover,
+            cache_salt=submit.cache_salt,
         )
 
     async def _write(self, stream: OutputStream, context: Context) -> None:

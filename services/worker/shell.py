@@ -37,6 +37,7 @@ from services.worker.core.events import (
     Submitted,
     Tick,
 )
+from services.worker.core.report import Parks
 from services.worker.core.worker import WorkerCore
 from services.worker.output_stream import OutputStream
 from services.worker.policy.ending import may_end
@@ -87,6 +88,9 @@ class Member(Protocol):
     def newest_epoch(self) -> int:
         """The newest epoch of a transition that this worker has heard of."""
         ...
+
+    @property
+    def parks(self) -> Parks: ...
 
     @property
     def may_form(self) -> bool:
@@ -344,8 +348,10 @@ class WorkerShell:
         return may_end(count, now_s - self._idle_since_s)
 
     def _load(self) -> LoadReport:
-        newest = 0 if self._member is None else self._member.newest_epoch
-        return self._core.load(time.monotonic(), self._engine.memory_report(), newest)
+        now_s, memory, member = time.monotonic(), self._engine.memory_report(), self._member
+        if member is None:
+            return self._core.load(now_s, memory)
+        return self._core.load(now_s, memory, member.newest_epoch, member.parks)
 
     @property
     def _may_step(self) -> bool:

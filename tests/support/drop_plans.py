@@ -32,7 +32,7 @@ def stage(name: str, first_layer: int, last_layer: int, shape: ModelShape, kv_by
 
 
 def group(shape: ModelShape, *members: InstanceState, used: int = 0, waiting: int = 0) -> GroupState:
-    blocks = min(shape.block_count(m.budget_bytes, m.first_layer, m.last_layer) for m in members)
+    blocks = min(shape.at(m.extent_bytes).block_count(m.budget_bytes, m.first_layer, m.last_layer) for m in members)
     return GroupState(GroupId(members[0].worker_id), members, blocks, used, waiting)
 
 
@@ -54,15 +54,12 @@ def after(snapshot: Snapshot, done: DropPlan) -> Snapshot:
 
 
 def _as_state(planned: GroupPlan) -> GroupState:
-    budgets = {m.worker_id: m.budget_bytes for merged in planned.merged for m in merged.members}
-    held = {m.worker_id: m.held_layers for merged in planned.merged for m in merged.members}
+    before = {m.worker_id: m for merged in planned.merged for m in merged.members}
     members = tuple(
-        InstanceState(
-            m.worker_id,
-            budgets[m.worker_id],
-            m.first_layer,
-            m.last_layer,
-            tuple(layer for layer in held[m.worker_id] if layer not in m.dropped_layers),
+        before[m.worker_id]._replace(
+            first_layer=m.first_layer,
+            last_layer=m.last_layer,
+            held_layers=tuple(layer for layer in before[m.worker_id].held_layers if layer not in m.dropped_layers),
         )
         for m in planned.members
     )

@@ -236,6 +236,7 @@ class Watched:
                     "running": lead.running_count if lead is not None else 0,
                     "waiting": lead.waiting_count if lead is not None else 0,
                     "draining": member.draining,
+                    "standing": member.standing,
                 }
         return [shown[name] for name in sorted(shown, key=_by_number)]
 

@@ -19,6 +19,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Standing:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StandingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Standing.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STANDING_UNSPECIFIED: _Standing.ValueType  # 0
+    STANDING_SERVING: _Standing.ValueType  # 1
+    STANDING_LEAVING: _Standing.ValueType  # 2
+    """Takes nothing new and gives its requests away, to be parked."""
+    STANDING_PARKED: _Standing.ValueType  # 3
+    """Holds no request and no layer: its device memory is given back."""
+    STANDING_WAKING: _Standing.ValueType  # 4
+    """Gets its layers back."""
+
+class Standing(_Standing, metaclass=_StandingEnumTypeWrapper):
+    """Closed. Whether an instance that lives has a part in serving."""
+
+STANDING_UNSPECIFIED: Standing.ValueType  # 0
+STANDING_SERVING: Standing.ValueType  # 1
+STANDING_LEAVING: Standing.ValueType  # 2
+"""Takes nothing new and gives its requests away, to be parked."""
+STANDING_PARKED: Standing.ValueType  # 3
+"""Holds no request and no layer: its device memory is given back."""
+STANDING_WAKING: Standing.ValueType  # 4
+"""Gets its layers back."""
+Global___Standing: _TypeAlias = Standing  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -80,6 +108,7 @@ class Member(_message.Message):
     LAST_LAYER_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     DATA_ADDRESS_FIELD_NUMBER: _builtins.int
+    STANDING_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     """Grows with every start of the worker's process; a message of an earlier life is refused."""
@@ -91,6 +120,8 @@ class Member(_message.Message):
     """Finishes what it has, takes nothing new."""
     data_address: _builtins.str
     """host:port of its data plane's rendezvous, as the other members reach it."""
+    standing: Global___Standing.ValueType
+    """Absent: serving."""
     def __init__(
         self,
         *,
@@ -101,12 +132,15 @@ class Member(_message.Message):
         last_layer: _builtins.int = ...,
         draining: _builtins.bool = ...,
         data_address: _builtins.str = ...,
+        standing: Global___Standing.ValueType | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_standing", b"_standing", "standing", b"standing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "data_address", b"data_address", "draining", b"draining", "first_layer", b"first_layer", "incarnation", b"incarnation", "last_layer", b"last_layer", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_standing", b"_standing", "address", b"address", "data_address", b"data_address", "draining", b"draining", "first_layer", b"first_layer", "incarnation", b"incarnation", "last_layer", b"last_layer", "standing", b"standing", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__standing: _TypeAlias = _typing.Literal["standing"]  # noqa: Y015
+    _WhichOneofArgType__standing: _TypeAlias = _typing.Literal["_standing", b"_standing"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__standing) -> _WhichOneofReturnType__standing | None: ...
 
 Global___Member: _TypeAlias = Member  # noqa: Y015
 
@@ -258,6 +292,11 @@ class LoadReport(_message.Message):
     OFFLINE_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
     OFFLINE_YIELDS_TOTAL_FIELD_NUMBER: _builtins.int
     OFFLINE_LOST_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
+    PARKED_FIELD_NUMBER: _builtins.int
+    WAKE_S_FIELD_NUMBER: _builtins.int
+    RETAINED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    PREFIX_QUERIES_TOTAL_FIELD_NUMBER: _builtins.int
+    PREFIX_HITS_TOTAL_FIELD_NUMBER: _builtins.int
     block_tokens: _builtins.int
     block_count: _builtins.int
     used_block_count: _builtins.int
@@ -294,6 +333,15 @@ class LoadReport(_message.Message):
     offline_yields_total: _builtins.int
     offline_lost_tokens_total: _builtins.int
     """Computed for offline requests that gave way, and computed anew."""
+    parked: _builtins.bool
+    """It serves nobody until it is woken."""
+    wake_s: _builtins.float
+    """Seconds that waking takes, as measured lately or estimated. 0: it cannot be parked."""
+    retained_block_count: _builtins.int
+    """Free blocks whose KV is kept for prompts that begin so. They are given up before anything else."""
+    prefix_queries_total: _builtins.int
+    """Of requests let in for the first time: their tokens, and those of them whose KV was there."""
+    prefix_hits_total: _builtins.int
     @_builtins.property
     def memory(self) -> Global___MemoryReport: ...
     def __init__(
@@ -325,10 +373,15 @@ class LoadReport(_message.Message):
         offline_tokens_total: _builtins.int = ...,
         offline_yields_total: _builtins.int = ...,
         offline_lost_tokens_total: _builtins.int = ...,
+        parked: _builtins.bool = ...,
+        wake_s: _builtins.float = ...,
+        retained_block_count: _builtins.int = ...,
+        prefix_queries_total: _builtins.int = ...,
+        prefix_hits_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_tokens", b"block_tokens", "draining", b"draining", "generation_tokens_total", b"generation_tokens_total", "kept_block_count", b"kept_block_count", "max_prompt_token_count", b"max_prompt_token_count", "max_running_count", b"max_running_count", "memory", b"memory", "newest_epoch", b"newest_epoch", "offline_block_count", b"offline_block_count", "offline_lost_tokens_total", b"offline_lost_tokens_total", "offline_running_count", b"offline_running_count", "offline_tokens_total", b"offline_tokens_total", "offline_waiting_count", b"offline_waiting_count", "offline_wanted_tokens", b"offline_wanted_tokens", "offline_yields_total", b"offline_yields_total", "preemptions_total", b"preemptions_total", "prompt_token_count", b"prompt_token_count", "prompt_tokens_total", b"prompt_tokens_total", "running_count", b"running_count", "spare_block_count", b"spare_block_count", "step_age_s", b"step_age_s", "steps_total", b"steps_total", "used_block_count", b"used_block_count", "waiting_block_count", b"waiting_block_count", "waiting_count", b"waiting_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_tokens", b"block_tokens", "draining", b"draining", "generation_tokens_total", b"generation_tokens_total", "kept_block_count", b"kept_block_count", "max_prompt_token_count", b"max_prompt_token_count", "max_running_count", b"max_running_count", "memory", b"memory", "newest_epoch", b"newest_epoch", "offline_block_count", b"offline_block_count", "offline_lost_tokens_total", b"offline_lost_tokens_total", "offline_running_count", b"offline_running_count", "offline_tokens_total", b"offline_tokens_total", "offline_waiting_count", b"offline_waiting_count", "offline_wanted_tokens", b"offline_wanted_tokens", "offline_yields_total", b"offline_yields_total", "parked", b"parked", "preemptions_total", b"preemptions_total", "prefix_hits_total", b"prefix_hits_total", "prefix_queries_total", b"prefix_queries_total", "prompt_token_count", b"prompt_token_count", "prompt_tokens_total", b"prompt_tokens_total", "retained_block_count", b"retained_block_count", "running_count", b"running_count", "spare_block_count", b"spare_block_count", "step_age_s", b"step_age_s", "steps_total", b"steps_total", "used_block_count", b"used_block_count", "waiting_block_count", b"waiting_block_count", "waiting_count", b"waiting_count", "wake_s", b"wake_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

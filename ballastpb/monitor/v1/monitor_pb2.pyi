@@ -197,7 +197,10 @@ class InstanceUp(_message.Message):
     INSTANCE_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     PLACE_FIELD_NUMBER: _builtins.int
+    PARKED_FIELD_NUMBER: _builtins.int
     draining: _builtins.bool
+    parked: _builtins.bool
+    """See LoadReport."""
     @_builtins.property
     def instance(self) -> Global___Announce: ...
     @_builtins.property
@@ -210,10 +213,11 @@ class InstanceUp(_message.Message):
         instance: Global___Announce | None = ...,
         draining: _builtins.bool = ...,
         place: _cluster_pb2.Place | None = ...,
+        parked: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "place", b"place"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "instance", b"instance", "place", b"place"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "instance", b"instance", "parked", b"parked", "place", b"place"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

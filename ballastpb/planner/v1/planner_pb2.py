@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from ballastpb.cluster.v1 import cluster_pb2 as ballastpb_dot_cluster_dot_v1_dot_cluster__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"ballastpb/planner/v1/planner.proto\x12\x14\x62\x61llastpb.planner.v1\x1a\"ballastpb/cluster/v1/cluster.proto\"\x12\n\x10GetLayoutRequest\"\xdd\x01\n\x11GetLayoutResponse\x12,\n\x06layout\x18\x01 \x01(\x0b\x32\x1c.ballastpb.cluster.v1.Layout\x12\x12\n\nplanner_id\x18\x02 \x01(\t\x12\x0e\n\x06\x61\x63tive\x18\x03 \x01(\x08\x12\x46\n\x08kept_out\x18\x04 \x03(\x0b\x32\x34.ballastpb.planner.v1.GetLayoutResponse.KeptOutEntry\x1a.\n\x0cKeptOutEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x14\n\x12WatchLayoutRequest\"C\n\x13WatchLayoutResponse\x12,\n\x06layout\x18\x01 \x01(\x0b\x32\x1c.ballastpb.cluster.v1.Layout\";\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"$\n\x13\x44rainWorkerResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\"T\n\x12\x45xplainPlanRequest\x12\x1b\n\x0erequired_bytes\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x0e\n\x06method\x18\x02 \x01(\tB\x11\n\x0f_required_bytes\"\xcf\x01\n\x13\x45xplainPlanResponse\x12\r\n\x05lines\x18\x01 \x03(\t\x12\x16\n\x0erequired_bytes\x18\x02 \x01(\x03\x12\x13\n\x0b\x66reed_bytes\x18\x03 \x01(\x03\x12\x17\n\x0fshortfall_bytes\x18\x04 \x01(\x03\x12,\n\x06layout\x18\x05 \x01(\x0b\x32\x1c.ballastpb.cluster.v1.Layout\x12\x35\n\x0bpredictions\x18\x06 \x03(\x0b\x32 .ballastpb.planner.v1.Prediction\"\x85\x01\n\x0b\x44ropRequest\x12\x1b\n\x0erequired_bytes\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x12\n\nworker_ids\x18\x03 \x03(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x0e\n\x06hold_s\x18\x05 \x01(\x01\x42\x11\n\x0f_required_bytes\",\n\x0c\x44ropResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\r\n\x05lines\x18\x02 \x03(\t\"$\n\x0eRestoreRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\" \n\x0fRestoreResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\"\x18\n\x16ListTransitionsRequest\"\xcc\x03\n\nTransition\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\r\n\x05phase\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0f\n\x07summary\x18\x05 \x01(\t\x12\r\n\x05\x61ge_s\x18\x06 \x01(\x01\x12\x11\n\tprepare_s\x18\x07 \x01(\x01\x12\x10\n\x08\x63ommit_s\x18\x08 \x01(\x01\x12\x12\n\nexchange_s\x18\t \x01(\x01\x12\x0f\n\x07remap_s\x18\n \x01(\x01\x12\x1d\n\x15\x66reed_parameter_bytes\x18\x0b \x01(\x03\x12\x1a\n\x12kv_bytes_exchanged\x18\x0c \x01(\x03\x12\x1e\n\x16parameter_bytes_pulled\x18\r \x01(\x03\x12\x14\n\x0cvictim_count\x18\x0e \x01(\x05\x12\x1a\n\x12victims_recomputed\x18\x0f \x01(\x05\x12\x13\n\x0bmax_stall_s\x18\x10 \x01(\x01\x12\x13\n\x0bp99_stall_s\x18\x13 \x01(\x01\x12\r\n\x05waves\x18\x14 \x01(\x05\x12\x10\n\x08layers_s\x18\x15 \x01(\x01\x12\x34\n\nprediction\x18\x16 \x01(\x0b\x32 .ballastpb.planner.v1.PredictionJ\x04\x08\x11\x10\x12J\x04\x08\x12\x10\x13\"\xa5\x01\n\nPrediction\x12\x10\n\x08\x64\x65\x63ision\x18\x01 \x01(\t\x12\r\n\x05\x61ge_s\x18\x02 \x01(\x01\x12\x11\n\thorizon_s\x18\x03 \x01(\x01\x12\x12\n\nttft_p99_s\x18\x04 \x01(\x01\x12\x0e\n\x06tpot_s\x18\x05 \x01(\x01\x12.\n\x07outcome\x18\x06 \x01(\x0b\x32\x1d.ballastpb.planner.v1.Outcome\x12\x0f\n\x07summary\x18\x07 \x01(\t\"\xa3\x01\n\x07Outcome\x12\x0f\n\x07\x61\x66ter_s\x18\x01 \x01(\x01\x12\x13\n\x0b\x66irst_count\x18\x02 \x01(\x03\x12\x17\n\nttft_p99_s\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x06tpot_s\x18\x04 \x01(\x01H\x01\x88\x01\x01\x12\x19\n\x0ctokens_per_s\x18\x05 \x01(\x01H\x02\x88\x01\x01\x42\r\n\x0b_ttft_p99_sB\t\n\x07_tpot_sB\x0f\n\r_tokens_per_s\"y\n\x17ListTransitionsResponse\x12\x35\n\x0btransitions\x18\x01 \x03(\x0b\x32 .ballastpb.planner.v1.Transition\x12\x17\n\x0foverload_policy\x18\x02 \x01(\t\x12\x0e\n\x06held_s\x18\x03 \x01(\x01\x32\xb3\x05\n\x0ePlannerService\x12\\\n\tGetLayout\x12&.ballastpb.planner.v1.GetLayoutRequest\x1a\'.ballastpb.planner.v1.GetLayoutResponse\x12\x64\n\x0bWatchLayout\x12(.ballastpb.planner.v1.WatchLayoutRequest\x1a).ballastpb.planner.v1.WatchLayoutResponse0\x01\x12\x62\n\x0b\x44rainWorker\x12(.ballastpb.planner.v1.DrainWorkerRequest\x1a).ballastpb.planner.v1.DrainWorkerResponse\x12\x62\n\x0b\x45xplainPlan\x12(.ballastpb.planner.v1.ExplainPlanRequest\x1a).ballastpb.planner.v1.ExplainPlanResponse\x12M\n\x04\x44rop\x12!.ballastpb.planner.v1.DropRequest\x1a\".ballastpb.planner.v1.DropResponse\x12V\n\x07Restore\x12$.ballastpb.planner.v1.RestoreRequest\x1a%.ballastpb.planner.v1.RestoreResponse\x12n\n\x0fListTransitions\x12,.ballastpb.planner.v1.ListTransitionsRequest\x1a-.ballastpb.planner.v1.ListTransitionsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"ballastpb/planner/v1/planner.proto\x12\x14\x62\x61llastpb.planner.v1\x1a\"ballastpb/cluster/v1/cluster.proto\"\x12\n\x10GetLayoutRequest\"\xdd\x01\n\x11GetLayoutResponse\x12,\n\x06layout\x18\x01 \x01(\x0b\x32\x1c.ballastpb.cluster.v1.Layout\x12\x12\n\nplanner_id\x18\x02 \x01(\t\x12\x0e\n\x06\x61\x63tive\x18\x03 \x01(\x08\x12\x46\n\x08kept_out\x18\x04 \x03(\x0b\x32\x34.ballastpb.planner.v1.GetLayoutResponse.KeptOutEntry\x1a.\n\x0cKeptOutEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x14\n\x12WatchLayoutRequest\"C\n\x13WatchLayoutResponse\x12,\n\x06layout\x18\x01 \x01(\x0b\x32\x1c.ballastpb.cluster.v1.Layout\";\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"$\n\x13\x44rainWorkerResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\":\n\x11ParkWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"#\n\x12ParkWorkerResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\":\n\x11WakeWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"#\n\x12WakeWorkerResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\"T\n\x12\x45xplainPlanRequest\x12\x1b\n\x0erequired_bytes\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x0e\n\x06method\x18\x02 \x01(\tB\x11\n\x0f_required_bytes\"\xcf\x01\n\x13\x45xplainPlanResponse\x12\r\n\x05lines\x18\x01 \x03(\t\x12\x16\n\x0erequired_bytes\x18\x02 \x01(\x03\x12\x13\n\x0b\x66reed_bytes\x18\x03 \x01(\x03\x12\x17\n\x0fshortfall_bytes\x18\x04 \x01(\x03\x12,\n\x06layout\x18\x05 \x01(\x0b\x32\x1c.ballastpb.cluster.v1.Layout\x12\x35\n\x0bpredictions\x18\x06 \x03(\x0b\x32 .ballastpb.planner.v1.Prediction\"\x85\x01\n\x0b\x44ropRequest\x12\x1b\n\x0erequired_bytes\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x12\n\nworker_ids\x18\x03 \x03(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x0e\n\x06hold_s\x18\x05 \x01(\x01\x42\x11\n\x0f_required_bytes\",\n\x0c\x44ropResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\r\n\x05lines\x18\x02 \x03(\t\"$\n\x0eRestoreRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\" \n\x0fRestoreResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\"\x18\n\x16ListTransitionsRequest\"\xcc\x03\n\nTransition\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\r\n\x05phase\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0f\n\x07summary\x18\x05 \x01(\t\x12\r\n\x05\x61ge_s\x18\x06 \x01(\x01\x12\x11\n\tprepare_s\x18\x07 \x01(\x01\x12\x10\n\x08\x63ommit_s\x18\x08 \x01(\x01\x12\x12\n\nexchange_s\x18\t \x01(\x01\x12\x0f\n\x07remap_s\x18\n \x01(\x01\x12\x1d\n\x15\x66reed_parameter_bytes\x18\x0b \x01(\x03\x12\x1a\n\x12kv_bytes_exchanged\x18\x0c \x01(\x03\x12\x1e\n\x16parameter_bytes_pulled\x18\r \x01(\x03\x12\x14\n\x0cvictim_count\x18\x0e \x01(\x05\x12\x1a\n\x12victims_recomputed\x18\x0f \x01(\x05\x12\x13\n\x0bmax_stall_s\x18\x10 \x01(\x01\x12\x13\n\x0bp99_stall_s\x18\x13 \x01(\x01\x12\r\n\x05waves\x18\x14 \x01(\x05\x12\x10\n\x08layers_s\x18\x15 \x01(\x01\x12\x34\n\nprediction\x18\x16 \x01(\x0b\x32 .ballastpb.planner.v1.PredictionJ\x04\x08\x11\x10\x12J\x04\x08\x12\x10\x13\"\xa5\x01\n\nPrediction\x12\x10\n\x08\x64\x65\x63ision\x18\x01 \x01(\t\x12\r\n\x05\x61ge_s\x18\x02 \x01(\x01\x12\x11\n\thorizon_s\x18\x03 \x01(\x01\x12\x12\n\nttft_p99_s\x18\x04 \x01(\x01\x12\x0e\n\x06tpot_s\x18\x05 \x01(\x01\x12.\n\x07outcome\x18\x06 \x01(\x0b\x32\x1d.ballastpb.planner.v1.Outcome\x12\x0f\n\x07summary\x18\x07 \x01(\t\"\xa3\x01\n\x07Outcome\x12\x0f\n\x07\x61\x66ter_s\x18\x01 \x01(\x01\x12\x13\n\x0b\x66irst_count\x18\x02 \x01(\x03\x12\x17\n\nttft_p99_s\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x06tpot_s\x18\x04 \x01(\x01H\x01\x88\x01\x01\x12\x19\n\x0ctokens_per_s\x18\x05 \x01(\x01H\x02\x88\x01\x01\x42\r\n\x0b_ttft_p99_sB\t\n\x07_tpot_sB\x0f\n\r_tokens_per_s\"y\n\x17ListTransitionsResponse\x12\x35\n\x0btransitions\x18\x01 \x03(\x0b\x32 .ballastpb.planner.v1.Transition\x12\x17\n\x0foverload_policy\x18\x02 \x01(\t\x12\x0e\n\x06held_s\x18\x03 \x01(\x01\x32\xf5\x06\n\x0ePlannerService\x12\\\n\tGetLayout\x12&.ballastpb.planner.v1.GetLayoutRequest\x1a\'.ballastpb.planner.v1.GetLayoutResponse\x12\x64\n\x0bWatchLayout\x12(.ballastpb.planner.v1.WatchLayoutRequest\x1a).ballastpb.planner.v1.WatchLayoutResponse0\x01\x12\x62\n\x0b\x44rainWorker\x12(.ballastpb.planner.v1.DrainWorkerRequest\x1a).ballastpb.planner.v1.DrainWorkerResponse\x12_\n\nParkWorker\x12\'.ballastpb.planner.v1.ParkWorkerRequest\x1a(.ballastpb.planner.v1.ParkWorkerResponse\x12_\n\nWakeWorker\x12\'.ballastpb.planner.v1.WakeWorkerRequest\x1a(.ballastpb.planner.v1.WakeWorkerResponse\x12\x62\n\x0b\x45xplainPlan\x12(.ballastpb.planner.v1.ExplainPlanRequest\x1a).ballastpb.planner.v1.ExplainPlanResponse\x12M\n\x04\x44rop\x12!.ballastpb.planner.v1.DropRequest\x1a\".ballastpb.planner.v1.DropResponse\x12V\n\x07Restore\x12$.ballastpb.planner.v1.RestoreRequest\x1a%.ballastpb.planner.v1.RestoreResponse\x12n\n\x0fListTransitions\x12,.ballastpb.planner.v1.ListTransitionsRequest\x1a-.ballastpb.planner.v1.ListTransitionsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,28 +48,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAINWORKERREQUEST']._serialized_end=490
   _globals['_DRAINWORKERRESPONSE']._serialized_start=492
   _globals['_DRAINWORKERRESPONSE']._serialized_end=528
-  _globals['_EXPLAINPLANREQUEST']._serialized_start=530
-  _globals['_EXPLAINPLANREQUEST']._serialized_end=614
-  _globals['_EXPLAINPLANRESPONSE']._serialized_start=617
-  _globals['_EXPLAINPLANRESPONSE']._serialized_end=824
-  _globals['_DROPREQUEST']._serialized_start=827
-  _globals['_DROPREQUEST']._serialized_end=960
-  _globals['_DROPRESPONSE']._serialized_start=962
-  _globals['_DROPRESPONSE']._serialized_end=1006
-  _globals['_RESTOREREQUEST']._serialized_start=1008
-  _globals['_RESTOREREQUEST']._serialized_end=1044
-  _globals['_RESTORERESPONSE']._serialized_start=1046
-  _globals['_RESTORERESPONSE']._serialized_end=1078
-  _globals['_LISTTRANSITIONSREQUEST']._serialized_start=1080
-  _globals['_LISTTRANSITIONSREQUEST']._serialized_end=1104
-  _globals['_TRANSITION']._serialized_start=1107
-  _globals['_TRANSITION']._serialized_end=1567
-  _globals['_PREDICTION']._serialized_start=1570
-  _globals['_PREDICTION']._serialized_end=1735
-  _globals['_OUTCOME']._serialized_start=1738
-  _globals['_OUTCOME']._serialized_end=1901
-  _globals['_LISTTRANSITIONSRESPONSE']._serialized_start=1903
-  _globals['_LISTTRANSITIONSRESPONSE']._serialized_end=2024
-  _globals['_PLANNERSERVICE']._serialized_start=2027
-  _globals['_PLANNERSERVICE']._serialized_end=2718
+  _globals['_PARKWORKERREQUEST']._serialized_start=530
+  _globals['_PARKWORKERREQUEST']._serialized_end=588
+  _globals['_PARKWORKERRESPONSE']._serialized_start=590
+  _globals['_PARKWORKERRESPONSE']._serialized_end=625
+  _globals['_WAKEWORKERREQUEST']._serialized_start=627
+  _globals['_WAKEWORKERREQUEST']._serialized_end=685
+  _globals['_WAKEWORKERRESPONSE']._serialized_start=687
+  _globals['_WAKEWORKERRESPONSE']._serialized_end=722
+  _globals['_EXPLAINPLANREQUEST']._serialized_start=724
+  _globals['_EXPLAINPLANREQUEST']._serialized_end=808
+  _globals['_EXPLAINPLANRESPONSE']._serialized_start=811
+  _globals['_EXPLAINPLANRESPONSE']._serialized_end=1018
+  _globals['_DROPREQUEST']._serialized_start=1021
+  _globals['_DROPREQUEST']._serialized_end=1154
+  _globals['_DROPRESPONSE']._serialized_start=1156
+  _globals['_DROPRESPONSE']._serialized_end=1200
+  _globals['_RESTOREREQUEST']._serialized_start=1202
+  _globals['_RESTOREREQUEST']._serialized_end=1238
+  _globals['_RESTORERESPONSE']._serialized_start=1240
+  _globals['_RESTORERESPONSE']._serialized_end=1272
+  _globals['_LISTTRANSITIONSREQUEST']._serialized_start=1274
+  _globals['_LISTTRANSITIONSREQUEST']._serialized_end=1298
+  _globals['_TRANSITION']._serialized_start=1301
+  _globals['_TRANSITION']._serialized_end=1761
+  _globals['_PREDICTION']._serialized_start=1764
+  _globals['_PREDICTION']._serialized_end=1929
+  _globals['_OUTCOME']._serialized_start=1932
+  _globals['_OUTCOME']._serialized_end=2095
+  _globals['_LISTTRANSITIONSRESPONSE']._serialized_start=2097
+  _globals['_LISTTRANSITIONSRESPONSE']._serialized_end=2218
+  _globals['_PLANNERSERVICE']._serialized_start=2221
+  _globals['_PLANNERSERVICE']._serialized_end=3106
 # @@protoc_insertion_point(module_scope)

@@ -49,6 +49,16 @@ class PlannerServiceStub(object):
                 request_serializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.DrainWorkerRequest.SerializeToString,
                 response_deserializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.DrainWorkerResponse.FromString,
                 _registered_method=True)
+        self.ParkWorker = channel.unary_unary(
+                '/ballastpb.planner.v1.PlannerService/ParkWorker',
+                request_serializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.ParkWorkerRequest.SerializeToString,
+                response_deserializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.ParkWorkerResponse.FromString,
+                _registered_method=True)
+        self.WakeWorker = channel.unary_unary(
+                '/ballastpb.planner.v1.PlannerService/WakeWorker',
+                request_serializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.WakeWorkerRequest.SerializeToString,
+                response_deserializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.WakeWorkerResponse.FromString,
+                _registered_method=True)
         self.ExplainPlan = channel.unary_unary(
                 '/ballastpb.planner.v1.PlannerService/ExplainPlan',
                 request_serializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.ExplainPlanRequest.SerializeToString,
@@ -90,6 +100,21 @@ class PlannerServiceServicer(object):
     def DrainWorker(self, request, context):
         """Takes an instance out of routing: running requests finish. NOT_FOUND: no such worker.
         """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ParkWorker(self, request, context):
+        """Takes an instance out of service for a while, or back into it; its process lives on. An instance that is parked gets
+        no requests, gives those that it has to others, and then its device memory back. Returns once the layout says so.
+        FAILED_PRECONDITION: it drains, is in a group, cannot be parked, or nobody else would serve.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WakeWorker(self, request, context):
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -139,6 +164,16 @@ def add_PlannerServiceServicer_to_server(servicer, server):
                     servicer.DrainWorker,
                     request_deserializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.DrainWorkerRequest.FromString,
                     response_serializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'ParkWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.ParkWorker,
+                    request_deserializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.ParkWorkerRequest.FromString,
+                    response_serializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.ParkWorkerResponse.SerializeToString,
+            ),
+            'WakeWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.WakeWorker,
+                    request_deserializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.WakeWorkerRequest.FromString,
+                    response_serializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.WakeWorkerResponse.SerializeToString,
             ),
             'ExplainPlan': grpc.unary_unary_rpc_method_handler(
                     servicer.ExplainPlan,
@@ -242,6 +277,60 @@ class PlannerService(object):
             '/ballastpb.planner.v1.PlannerService/DrainWorker',
             ballastpb_dot_planner_dot_v1_dot_planner__pb2.DrainWorkerRequest.SerializeToString,
             ballastpb_dot_planner_dot_v1_dot_planner__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ParkWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ballastpb.planner.v1.PlannerService/ParkWorker',
+            ballastpb_dot_planner_dot_v1_dot_planner__pb2.ParkWorkerRequest.SerializeToString,
+            ballastpb_dot_planner_dot_v1_dot_planner__pb2.ParkWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WakeWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ballastpb.planner.v1.PlannerService/WakeWorker',
+            ballastpb_dot_planner_dot_v1_dot_planner__pb2.WakeWorkerRequest.SerializeToString,
+            ballastpb_dot_planner_dot_v1_dot_planner__pb2.WakeWorkerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -36,6 +36,12 @@ class PlannerServiceStub:
     """The current layout, then each following one. A slow reader may miss epochs, never the latest."""
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_planner_pb2.DrainWorkerRequest, _planner_pb2.DrainWorkerResponse]
     """Takes an instance out of routing: running requests finish. NOT_FOUND: no such worker."""
+    ParkWorker: _grpc.UnaryUnaryMultiCallable[_planner_pb2.ParkWorkerRequest, _planner_pb2.ParkWorkerResponse]
+    """Takes an instance out of service for a while, or back into it; its process lives on. An instance that is parked gets
+    no requests, gives those that it has to others, and then its device memory back. Returns once the layout says so.
+    FAILED_PRECONDITION: it drains, is in a group, cannot be parked, or nobody else would serve.
+    """
+    WakeWorker: _grpc.UnaryUnaryMultiCallable[_planner_pb2.WakeWorkerRequest, _planner_pb2.WakeWorkerResponse]
     ExplainPlan: _grpc.UnaryUnaryMultiCallable[_planner_pb2.ExplainPlanRequest, _planner_pb2.ExplainPlanResponse]
     """What would be done now, and why; changes nothing."""
     Drop: _grpc.UnaryUnaryMultiCallable[_planner_pb2.DropRequest, _planner_pb2.DropResponse]
@@ -53,6 +59,12 @@ class PlannerServiceAsyncStub(PlannerServiceStub):
     """The current layout, then each following one. A slow reader may miss epochs, never the latest."""
     DrainWorker: _aio.UnaryUnaryMultiCallable[_planner_pb2.DrainWorkerRequest, _planner_pb2.DrainWorkerResponse]  # type: ignore[assignment]
     """Takes an instance out of routing: running requests finish. NOT_FOUND: no such worker."""
+    ParkWorker: _aio.UnaryUnaryMultiCallable[_planner_pb2.ParkWorkerRequest, _planner_pb2.ParkWorkerResponse]  # type: ignore[assignment]
+    """Takes an instance out of service for a while, or back into it; its process lives on. An instance that is parked gets
+    no requests, gives those that it has to others, and then its device memory back. Returns once the layout says so.
+    FAILED_PRECONDITION: it drains, is in a group, cannot be parked, or nobody else would serve.
+    """
+    WakeWorker: _aio.UnaryUnaryMultiCallable[_planner_pb2.WakeWorkerRequest, _planner_pb2.WakeWorkerResponse]  # type: ignore[assignment]
     ExplainPlan: _aio.UnaryUnaryMultiCallable[_planner_pb2.ExplainPlanRequest, _planner_pb2.ExplainPlanResponse]  # type: ignore[assignment]
     """What would be done now, and why; changes nothing."""
     Drop: _aio.UnaryUnaryMultiCallable[_planner_pb2.DropRequest, _planner_pb2.DropResponse]  # type: ignore[assignment]
@@ -85,6 +97,24 @@ class PlannerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_planner_pb2.DrainWorkerResponse, _abc.Awaitable[_planner_pb2.DrainWorkerResponse]]:
         """Takes an instance out of routing: running requests finish. NOT_FOUND: no such worker."""
+
+    @_abc_1.abstractmethod
+    def ParkWorker(
+        self,
+        request: _planner_pb2.ParkWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_planner_pb2.ParkWorkerResponse, _abc.Awaitable[_planner_pb2.ParkWorkerResponse]]:
+        """Takes an instance out of service for a while, or back into it; its process lives on. An instance that is parked gets
+        no requests, gives those that it has to others, and then its device memory back. Returns once the layout says so.
+        FAILED_PRECONDITION: it drains, is in a group, cannot be parked, or nobody else would serve.
+        """
+
+    @_abc_1.abstractmethod
+    def WakeWorker(
+        self,
+        request: _planner_pb2.WakeWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_planner_pb2.WakeWorkerResponse, _abc.Awaitable[_planner_pb2.WakeWorkerResponse]]: ...
 
     @_abc_1.abstractmethod
     def ExplainPlan(

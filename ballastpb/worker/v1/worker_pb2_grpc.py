@@ -84,6 +84,11 @@ class WorkerServiceStub(object):
                 request_serializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Park = channel.unary_unary(
+                '/ballastpb.worker.v1.WorkerService/Park',
+                request_serializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.ParkRequest.SerializeToString,
+                response_deserializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.ParkResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer(object):
@@ -172,6 +177,14 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Park(self, request, context):
+        """Gives device memory back, if no request is here and no transition under way; or takes it again. Returns at once and
+        is repeated until the load report says that it is so. FAILED_PRECONDITION: another life of this worker is meant.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -224,6 +237,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'Park': grpc.unary_unary_rpc_method_handler(
+                    servicer.Park,
+                    request_deserializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.ParkRequest.FromString,
+                    response_serializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.ParkResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -496,6 +514,33 @@ class WorkerService(object):
             '/ballastpb.worker.v1.WorkerService/Drain',
             ballastpb_dot_worker_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
             ballastpb_dot_worker_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Park(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ballastpb.worker.v1.WorkerService/Park',
+            ballastpb_dot_worker_dot_v1_dot_worker__pb2.ParkRequest.SerializeToString,
+            ballastpb_dot_worker_dot_v1_dot_worker__pb2.ParkResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -70,6 +70,10 @@ class WorkerServiceStub:
     """What this worker's stage has done lately, and where its time has gone since the start."""
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
     """Takes nothing new; running requests finish. Returns at once. The monitor tells the planner, which routes around."""
+    Park: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ParkRequest, _worker_pb2.ParkResponse]
+    """Gives device memory back, if no request is here and no transition under way; or takes it again. Returns at once and
+    is repeated until the load report says that it is so. FAILED_PRECONDITION: another life of this worker is meant.
+    """
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -113,6 +117,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """What this worker's stage has done lately, and where its time has gone since the start."""
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
     """Takes nothing new; running requests finish. Returns at once. The monitor tells the planner, which routes around."""
+    Park: _aio.UnaryUnaryMultiCallable[_worker_pb2.ParkRequest, _worker_pb2.ParkResponse]  # type: ignore[assignment]
+    """Gives device memory back, if no request is here and no transition under way; or takes it again. Returns at once and
+    is repeated until the load report says that it is so. FAILED_PRECONDITION: another life of this worker is meant.
+    """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -213,5 +221,15 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DrainResponse, _abc.Awaitable[_worker_pb2.DrainResponse]]:
         """Takes nothing new; running requests finish. Returns at once. The monitor tells the planner, which routes around."""
+
+    @_abc_1.abstractmethod
+    def Park(
+        self,
+        request: _worker_pb2.ParkRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ParkResponse, _abc.Awaitable[_worker_pb2.ParkResponse]]:
+        """Gives device memory back, if no request is here and no transition under way; or takes it again. Returns at once and
+        is repeated until the load report says that it is so. FAILED_PRECONDITION: another life of this worker is meant.
+        """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

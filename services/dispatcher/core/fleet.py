@@ -27,7 +27,7 @@ class Worker:
     address: str
     group_id: str
     instance_count: int = 1  # of the group
-    draining_in_layout: bool = False
+    closed_in_layout: bool = False  # it drains, leaves or is parked
     leads: bool = True
     connected: bool = False
     load: LoadReport | None = None
@@ -46,7 +46,7 @@ class Worker:
     @property
     def usable(self) -> bool:
         load = self.load
-        return self.connected and self.leads and load is not None and not (self.draining_in_layout or load.draining)
+        return self.connected and self.leads and load is not None and not (self.closed_in_layout or load.draining)
 
     @property
     def offline_room_tokens(self) -> int:
@@ -246,7 +246,7 @@ class Fleet:
             worker.leads = leads
             worker.group_id = group.group_id
             worker.instance_count = len(group.members)
-            worker.draining_in_layout = member.draining
+            worker.closed_in_layout = not member.takes_new
         self._former = {worker.key for worker in self._workers.values() if not worker.leads}
         return new, gone
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ballast.common.layout import Place
 from ballast.common.load import LoadReport
 from ballast.common.traffic import Pace
-from services.monitor.core.messages import Instance, StreamId, WholeMemory
+from services.monitor.core.messages import Instance, InstanceUp, StreamId, WholeMemory
 from services.monitor.policy.demand import capacity_bytes
 
 
@@ -30,6 +30,11 @@ class Entry:
     place: Place | None = None  # as it said last
     whole: WholeMemory | None = None
     pace: Pace | None = None
+
+    @property
+    def up(self) -> InstanceUp:
+        """What watchers are told of it."""
+        return InstanceUp(self.instance, self.draining, self.place, self.load is not None and self.load.parked)
 
     def take(self, at_s: float, load: LoadReport, place: Place | None, pace: Pace | None) -> None:
         self.heard_at_s, self.load, self.place, self.pace = at_s, load, place, pace

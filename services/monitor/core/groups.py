@@ -46,7 +46,8 @@ class Groups:
     def loads(self, entries: Entries) -> tuple[tuple[GroupLoad, ...], bool]:
         """The groups that serve, and whether each of them is known in full.
 
-        A group that drains is left out: it takes nothing new, and what it has goes with its requests.
+        A group that drains, leaves or is parked is left out: it takes nothing new, and what it has goes with its
+        requests.
         """
         if self.layout is None:
             return (), False
@@ -54,7 +55,7 @@ class Groups:
         complete = True
         for group in self.layout.groups:
             leader = _living(group.leader, entries)
-            if group.leader.draining or (leader is not None and leader.draining):
+            if not group.leader.takes_new or (leader is not None and leader.draining):
                 continue
             if leader is None or leader.load is None:
                 complete = False

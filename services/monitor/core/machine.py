@@ -15,7 +15,7 @@ for lost only because he has not yet found the new monitor, and raises no alarm 
 
 import math
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
 from ballast.common.cost import Chunk
@@ -136,11 +136,7 @@ class MonitorCore:
 
     def snapshot(self) -> list[Change]:
         """What a new watcher is told before anything else."""
-        ups: list[Change] = [
-            InstanceUp(entry.instance, entry.draining, entry.place)
-            for _, entry in sorted(self.entries.items())
-            if not entry.stuck
-        ]
+        ups: list[Change] = [entry.up for _, entry in sorted(self.entries.items()) if not entry.stuck]
         return [*ups, SnapshotEnd()] if self.warm else ups
 
     def handle(self, event: Event) -> list[Command]:
@@ -187,7 +183,7 @@ class MonitorCore:
             self.entries[instance.worker_id] = entry
             commands.append(Publish(InstanceUp(instance, draining=False, place=event.place), event.cause_id))
         elif entry.instance != instance or entry.place != event.place:
-            commands.append(Publish(InstanceUp(instance, entry.draining, event.place), event.cause_id))
+            commands.append(Publish(replace(entry.up, instance=instance, place=event.place), event.cause_id))
         entry.instance, entry.stream_id, entry.heard_at_s = instance, stream_id, event.at_s
         entry.place = event.place
         self._streams[stream_id] = instance.worker_id
@@ -202,8 +198,9 @@ class MonitorCore:
         before, place = entry.load, entry.place
         entry.take(event.at_s, event.load, event.place, event.pace)
         commands = self._look_at_step(event, entry) + self._look_at_jump(event, before)
-        if event.place != place:  # who plans goes by what instances say of themselves
-            commands.append(Publish(InstanceUp(entry.instance, entry.draining, event.place), event.cause_id))
+        parks = event.load.parked != (before is not None and before.parked)
+        if event.place != place or parks:  # who plans goes by what instances say of themselves
+            commands.append(Publish(entry.up, event.cause_id))
         # Draining is for good: a life that drains takes nothing new again.
         if event.load.draining and not entry.draining:
             entry.draining = True
@@ -217,7 +214,7 @@ class MonitorCore:
         entry.stuck = stuck
         instance = entry.instance
         if not stuck:
-            return [Publish(InstanceUp(instance, entry.draining, entry.place), event.cause_id)]
+            return [Publish(entry.up, event.cause_id)]
         why = f"its engine hangs: a step has lasted {event.load.step_age_s:.1f} s"
         return [Publish(InstanceLost(instance.worker_id, instance.incarnation, why), event.cause_id)]
 

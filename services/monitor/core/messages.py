@@ -124,6 +124,7 @@ class InstanceUp:
     instance: Instance
     draining: bool
     place: Place | None = None  # as it said last; None: alone, with all layers
+    parked: bool = False  # as it says itself
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from services.planner.policy.drop import DropPlan, Method, plan, plan_of, plan_s
 from services.planner.policy.explain import explain, explain_restore
 from services.planner.policy.restore import RESTORE_USAGE_LIMIT, RestorePlan, plan_restore
 from services.planner.policy.snapshot import ModelShape, Snapshot
+from services.planner.policy.split import is_unlike, kinds_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,11 +108,10 @@ def decide(
     """`planning`: how an overload is met; operators get what they ask for."""
     planning = planning or Planning(compares=False, tolerable_shortfall=0.0)
     try:
-        return (
-            _drop(change, base, model, load, epoch, planning)
-            if isinstance(change, DropRequest)
-            else _restore(change, base, survey(base, model, load.workers, draining=True), load, epoch, planning)
-        )
+        if isinstance(change, DropRequest):
+            return _drop(change, base, model, load, epoch, planning)
+        surveyed = survey(base, model, load.workers, load.slowness, draining=True)
+        return _restore(change, base, surveyed, load, epoch, planning)
     except NoSurvey as reason:
         return Rejected(str(reason))
 
@@ -136,7 +136,7 @@ def explain_now(
     Raises:
         NoSurvey: too little is known.
     """
-    surveyed = survey(base, model, load.workers)
+    surveyed = survey(base, model, load.workers, load.slowness)
     snapshot = surveyed.snapshot
     needed = demand_bytes(snapshot) if required_bytes is None else required_bytes
     found = _plan(snapshot, needed, method)
@@ -157,9 +157,8 @@ def _drop(
 ) -> Approved | Rejected:
     loads = load.workers
     if change.worker_ids:
-        target = merged_by_hand(base, change.worker_ids, epoch, f"{change.by}: {'+'.join(change.worker_ids)}")
-        return Approved(TransitionKind.DROP, target, _shape(model, loads), (f"merged: {' '.join(change.worker_ids)}",))
-    surveyed = survey(base, model, loads)
+        return _by_hand(change, base, model, load, epoch)
+    surveyed = survey(base, model, loads, load.slowness)
     snapshot = surveyed.snapshot
     needed = change.required_bytes
     if needed is None:
@@ -176,7 +175,8 @@ def _drop(
         why = "; ".join(("nothing that could be dropped is better", *compared.lines()))
         return Rejected(why, needed, for_now=True, compared=compared)
     else:
-        found = plan_of(snapshot, compared.chosen.merges, needed)
+        chosen = compared.chosen.candidate
+        found = plan_of(snapshot, chosen.merges, needed, chosen.toward_memory)
         lines = (*compared.lines(), *explain(found, snapshot.model))
         why = f"{why}; predicted {compared.chosen.told()} ({compared.candidates[0].told()})"
     if not found.groups:
@@ -185,6 +185,21 @@ def _drop(
     if not changed_members(base, target):
         return Rejected("nothing would change", found.shortfall_bytes)
     return Approved(TransitionKind.DROP, target, snapshot.model, lines, found.shortfall_bytes, compared=compared)
+
+
+def _by_hand(change: DropRequest, base: Layout, model: ModelInfo | None, load: ClusterLoad, epoch: Epoch) -> Approved:
+    """These members in their order, with layers as even as it goes; unlike ones as they hold enough together."""
+    names, why = change.worker_ids, f"{change.by}: {'+'.join(change.worker_ids)}"
+    target, lines = merged_by_hand(base, names, epoch, why), (f"merged: {' '.join(names)}",)
+    try:
+        snapshot = survey(base, model, load.workers, load.slowness).snapshot
+    except NoSurvey:
+        return Approved(TransitionKind.DROP, target, _shape(model, load.workers), lines)
+    merged = [group for group in snapshot.groups if group.group_id in names]
+    if len(merged) == len(names) and is_unlike(kinds_of([group.members[0] for group in merged])):
+        found = plan_of(snapshot, [[group.group_id for group in merged]], 0, insists=True)
+        target, lines = dropped(base, found, epoch, why), (*lines, *explain(found, snapshot.model))
+    return Approved(TransitionKind.DROP, target, snapshot.model, lines)
 
 
 def _compared(
@@ -197,7 +212,6 @@ def _compared(
     running = Running(
         max_running_count=max(1, min([one.max_running_count for one in led])),
         waiting_count=sum([one.waiting_count for one in led]),
-        slowness=load.slowness,
     )
     if restored is not None:
         return compare_restore(snapshot, running, load.traffic, load.pace, restored, targets)

@@ -63,6 +63,7 @@ from services.planner.core.messages import (
     SetTimer,
     SnapshotBegan,
     SnapshotEnded,
+    StandingRequested,
     TimerFired,
     WriteJournal,
     WriteLayout,
@@ -72,6 +73,7 @@ from services.planner.core.messages import (
 from services.planner.core.reason import explain
 from services.planner.core.record import TransitionRecord
 from services.planner.core.stages import Stage
+from services.planner.core.standings import Standings
 from services.planner.core.transition import Journal
 from services.planner.policy.replicate import Partial, keep_pipelines
 
@@ -85,6 +87,7 @@ class PlannerRules:
     retry_s: float = 0.5  # after the state server gave no answer
     max_drains: int = 1000  # whose answers are remembered
     disagree_s: float = 2.0  # what an instance says of itself for so long counts, whatever the layout says
+    parks: bool = False  # instances may leave: simulated planners look then whether somebody gives requests away
     transitions: ConductorRules = field(default_factory=ConductorRules)
 
 
@@ -101,6 +104,7 @@ class PlannerCore:
     suspects: Suspects = field(default_factory=Suspects)  # the monitor hears nothing of them
     conductor: Conductor = field(init=False)
     _drains: Drains = field(init=False)
+    standings: Standings = field(init=False)
     _journaling: Journal | None = None  # being written
     _journal_at_s: float = 0.0  # when to try again
     _stored_epoch: Epoch | None = None  # as last read or written; None: nothing is stored
@@ -119,7 +123,7 @@ class PlannerCore:
         self._drains = Drains(self.rules.max_drains)
         self.inconsistent = Inconsistent(self.rules.disagree_s)
         self.conductor = Conductor(self.rules.transitions)
-        self.kept_out = KeptOut(self.membership)
+        self.kept_out, self.standings = KeptOut(self.membership), Standings(self.membership)
 
     @property
     def active(self) -> bool:
@@ -153,6 +157,8 @@ class PlannerCore:
         self._compare(event)
         if self.suspects and self.active:
             commands += self._evict_gone(event)
+        if self.active:
+            commands += self.standings.due(self.layout, event.at_s, event.cause_id)
         commands += self._act(event.at_s, event.cause_id)
         commands += self._reset_timer(event.at_s)
         return commands
@@ -170,6 +176,8 @@ class PlannerCore:
                 return self._write_settled(event)
             case DrainRequested():
                 return self._drain_requested(event)
+            case StandingRequested():
+                return self._standing_requested(event)
             case JournalSettled():
                 return self._journal_settled(event)
             case DropRequested() | RestoreRequested():
@@ -214,6 +222,7 @@ class PlannerCore:
         self._why_lost.clear()
         self._plan_at_s = math.inf
         refused += [RefuseDrain(request_id, DrainRefusal.STANDBY) for request_id in self._drains.give_up()]
+        refused += self.standings.give_up()
         return [*refused, LeaveMonitor()] if was_active else []
 
     def _layout_loaded(self, event: LayoutLoaded) -> list[Command]:
@@ -404,6 +413,13 @@ class PlannerCore:
             commands += self.conductor.make_way("another instance was lost", event.at_s, event.cause_id)
         return commands
 
+    def _standing_requested(self, event: StandingRequested) -> list[Command]:
+        if not self.active:
+            return [RefuseChange(event.request_id, ChangeRefusal.STANDBY, "")]
+        commands = self.standings.requested(event, self.layout, busy=self.conductor.busy)
+        self._replan(event.at_s)
+        return commands + self.standings.settle(self.layout)
+
     def _drain_requested(self, event: DrainRequested) -> list[Command]:
         if not self.active:
             return [RefuseDrain(event.request_id, DrainRefusal.STANDBY)]
@@ -538,7 +554,8 @@ class PlannerCore:
         return Epoch(next_epoch if self._has_seen_last else max(next_epoch, clock))
 
     def _answer_drains(self) -> list[Command]:
-        return [AnswerDrain(request_id, epoch) for request_id, epoch in self._drains.settle(self.layout)]
+        answers: list[Command] = [AnswerDrain(request, epoch) for request, epoch in self._drains.settle(self.layout)]
+        return answers + self.standings.settle(self.layout)
 
     def _note_lost(self, worker_id: WorkerId, why: str) -> None:
         if worker_id in worker_ids(self.layout) or (self.in_flight and worker_id in worker_ids(self.in_flight)):
@@ -552,6 +569,7 @@ class PlannerCore:
         if not busy and self.conductor.to_write is not None:
             due_at_s = min(due_at_s, self._journal_at_s)
         due_at_s = min(due_at_s, self.conductor.due_at_s, self._inconsistent_at_s(), self.suspects.due_at_s)
+        due_at_s = min(due_at_s, self.standings.order_at_s)
         if due_at_s == self._timer_at_s or due_at_s == math.inf:
             self._timer_at_s = due_at_s
             return []

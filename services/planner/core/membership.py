@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Incarnation, WorkerId
-from ballast.common.layout import Group, Layout, Member, Place
+from ballast.common.layout import Group, Layout, Member, Place, Standing
 from ballast.common.model import ModelInfo
 from services.planner.core.claims import Claim
 from services.planner.core.messages import InstanceUp
@@ -25,6 +25,17 @@ class Known:
     place: Place | None = None  # as it said last; None: alone, with all layers
     protocol: int | None = None  # that it speaks with others; None: taken from a layout
     fresh: bool = True  # it has said so since the layout gave it the group that it has there
+    away: bool | None = None  # it is to be parked; None: nobody has decided anything
+    parked: bool = False  # as it says itself
+
+    def stand(self) -> None:
+        """Its standing follows from what is wanted of it and what it is."""
+        if self.away:
+            standing = Standing.PARKED if self.parked else Standing.LEAVING
+        else:
+            standing = Standing.WAKING if self.parked else Standing.SERVING
+        if standing is not self.placeable.standing:
+            self.placeable = replace(self.placeable, standing=standing)
 
 
 @dataclass(slots=True)
@@ -54,11 +65,17 @@ class Membership:
         for member in (member for group in layout.groups for member in group.members):
             if member.draining:
                 self.drain(member.worker_id, member.incarnation)
+            away = member.standing in (Standing.LEAVING, Standing.PARKED)
+            known = self.known.get(member.worker_id)
+            if known is not None and known.away is None and known.placeable.incarnation == member.incarnation:
+                known.away = away
+                known.stand()
             if self._may_be_there(member):
                 placeable = Placeable(
                     member.worker_id, member.incarnation, member.address, member.draining, member.data_address
                 )
-                self._put(Known(placeable, model, confirmed=False))
+                parked = member.standing in (Standing.PARKED, Standing.WAKING)
+                self._put(Known(placeable, model, confirmed=False, away=away, parked=parked))
 
     def _may_be_there(self, member: Member) -> bool:
         if self.complete or self._gone.get(member.worker_id) == member.incarnation:
@@ -88,11 +105,13 @@ class Membership:
         if event.incarnation < self.newest(event.worker_id):
             return False
         before = self.known.get(event.worker_id)
-        draining = event.draining
+        draining, away = event.draining, None
         if before is not None and before.placeable.incarnation == event.incarnation:
-            draining = draining or before.placeable.draining
+            draining, away = draining or before.placeable.draining, before.away
         placeable = Placeable(event.worker_id, event.incarnation, event.address, draining, event.data_address)
-        self._put(Known(placeable, event.model, confirmed=True, place=event.place, protocol=event.protocol))
+        known = Known(placeable, event.model, confirmed=True, place=event.place, protocol=event.protocol)
+        known.away, known.parked = away, event.parked
+        self._put(known)
         return True
 
     def drop(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
@@ -181,6 +200,7 @@ class Membership:
 
     def _put(self, known: Known) -> None:
         worker_id, incarnation = known.placeable.worker_id, known.placeable.incarnation
+        known.stand()
         self.known[worker_id] = known
         self._newest[worker_id] = incarnation
         self._newest.move_to_end(worker_id)

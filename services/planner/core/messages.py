@@ -113,6 +113,7 @@ class InstanceUp:
     data_address: str = ""  # host:port where links to it are made
     place: Place | None = None  # in the layout, as it says itself; None: alone, with all layers
     protocol: int = PROTOCOL  # that it speaks with other workers
+    parked: bool = False  # as it says itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,17 @@ class DrainRequested:
     cause_id: str
     request_id: str  # a repeated one is answered like the first time
     worker_id: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class StandingRequested:
+    """An operator parks an instance or wakes it. Answered by AnswerChange or RefuseChange."""
+
+    at_s: float
+    cause_id: str
+    request_id: str  # a repeated one is answered like the first time
+    worker_id: WorkerId
+    away: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +251,7 @@ Event = (
     | MonitorEvent
     | InstanceProbed
     | DrainRequested
+    | StandingRequested
     | ChangeRequest
     | LoadsRead
     | JournalSettled
@@ -394,6 +407,15 @@ class AskWorkerToDrain:
 
 
 @dataclass(frozen=True, slots=True)
+class OrderStanding:
+    """Tell an instance to park, or to wake; repeated until it says that it has."""
+
+    member: Member
+    park: bool
+    cause_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class AnswerDrain:
     request_id: str
     epoch: Epoch  # from this one on the instance gets nothing new
@@ -447,6 +469,7 @@ Command = (
     | FollowMonitor
     | LeaveMonitor
     | AskWorkerToDrain
+    | OrderStanding
     | AnswerDrain
     | RefuseDrain
     | RejectInstance

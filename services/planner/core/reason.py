@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from ballast.common.ids import WorkerId
-from ballast.common.layout import Group, Member
+from ballast.common.layout import Group, Member, Standing
 
 _MOST_NAMES = 8
 
@@ -19,6 +19,10 @@ def explain(before: tuple[Group, ...], after: tuple[Group, ...], why_lost: Mappi
         "drain": [
             w for w in both if new[w].draining and not old[w].draining and new[w].incarnation == old[w].incarnation
         ],
+        **{
+            standing: [w for w in both if new[w].standing is standing and old[w].standing is not standing]
+            for standing in Standing
+        },
         "lost": lost,
         "address": [w for w in both if new[w].address != old[w].address and new[w].incarnation == old[w].incarnation],
     }

@@ -1,11 +1,12 @@
 """From the layout and what instances report to what plans are made from, and from plans to layouts (pure)."""
 
+import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from ballast.common.ids import Epoch, GroupId, WorkerId
-from ballast.common.layout import Group, Layout, Member
+from ballast.common.layout import Group, Layout, Member, Standing
 from ballast.common.load import LoadReport, MemoryReport
 from ballast.common.model import ModelInfo
 from services.planner.core.messages import Sources
@@ -24,6 +25,7 @@ from services.planner.policy.snapshot import (
 Loads = Mapping[WorkerId, LoadReport]
 _Classes = Mapping[tuple[int, int], tuple[int, int]]  # budget and extent -> those that they count as
 _MARGIN = 1.1  # of demand, freed in excess
+_LIKE_SPEED = 1.1  # speeds are told apart by powers of this
 _ALIKE = 1.02  # memories that differ by less are of one class: each kind more is a search more
 
 
@@ -58,8 +60,16 @@ class Survey(NamedTuple):
     led: list[LoadReport]  # by the leaders of its groups
 
 
-def survey(layout: Layout, model: ModelInfo | None, loads: Loads, *, draining: bool = False) -> Survey:
-    """The groups that take part in plans: of which all members have reported and, unless `draining`, none drains.
+def survey(
+    layout: Layout,
+    model: ModelInfo | None,
+    loads: Loads,
+    slowness: Mapping[WorkerId, float] | None = None,
+    *,
+    draining: bool = False,
+) -> Survey:
+    """The groups that take part in plans: of which all members have reported and, unless `draining`, none drains. Nor
+    does one that is parked, or about to be.
 
     Nor do those of which a report cannot be true: what one instance says is no reason to end, and none to plan on.
     """
@@ -73,7 +83,7 @@ def survey(layout: Layout, model: ModelInfo | None, loads: Loads, *, draining: b
         leaders = None
         for m in group.members:
             load, first, last = reported(m.worker_id), m.first_layer, m.last_layer
-            if load is None or (m.draining and not draining):
+            if load is None or (not m.takes_new and not (draining and m.draining and m.standing is Standing.SERVING)):
                 break
             if load.block_count < 0 or load.used_block_count < 0 or load.waiting_block_count < 0:
                 break
@@ -93,11 +103,12 @@ def survey(layout: Layout, model: ModelInfo | None, loads: Loads, *, draining: b
     if not groups:
         raise NoSurvey("no group has reported its load")
     alike = memory_classes([load.memory for load in loads.values()])
-    columns = _columns(groups, led, loads, alike)
+    slow = {worker_id: _rounded(times) for worker_id, times in (slowness or {}).items() if _rounded(times) != 1.0}
+    columns = _columns(groups, led, loads, alike, slow)
 
     def states(indices: Iterable[int]) -> list[GroupState]:
         made = list[GroupState]()
-        ids, _, blocks, used, waiting, running, uncomputed, _ = columns
+        ids, _, blocks, used, waiting, running, uncomputed, _, most = columns
         instance, state = InstanceState._make, GroupState._make  # of thousands, sooner than by calling the classes
         for i in indices:
             stages: list[InstanceState] = []  # `list[..]()` would take a third of the time of all this
@@ -105,8 +116,10 @@ def survey(layout: Layout, model: ModelInfo | None, loads: Loads, *, draining: b
                 first, last, memory = m.first_layer, m.last_layer, loads[m.worker_id].memory
                 layers = parts[first, last, memory.extent_bytes].layers
                 budget_bytes, extent_bytes = alike[memory.budget_bytes, memory.extent_bytes]
-                stages.append(instance((m.worker_id, budget_bytes, first, last, layers, extent_bytes)))
-            made.append(state((ids[i], tuple(stages), blocks[i], used[i], waiting[i], running[i], uncomputed[i])))
+                times = slow.get(m.worker_id, 1.0) if slow else 1.0
+                stages.append(instance((m.worker_id, budget_bytes, first, last, layers, extent_bytes, times)))
+            counts = blocks[i], used[i], waiting[i], running[i], uncomputed[i], most[i]
+            made.append(state((ids[i], tuple(stages), *counts)))
         return made
 
     return Survey(Snapshot(shape, Groups(columns, states)), led)
@@ -122,9 +135,26 @@ def memory_classes(memories: Iterable[MemoryReport]) -> _Classes:
     return found
 
 
-def _columns(groups: Sequence[Group], led: Sequence[LoadReport], loads: Loads, alike: _Classes) -> Columns:
+def _rounded(slowness: float) -> float:
+    """To powers of `_LIKE_SPEED`: each kind of members more is a search more."""
+    return _LIKE_SPEED ** round(math.log(slowness, _LIKE_SPEED))
+
+
+def _columns(
+    groups: Sequence[Group],
+    led: Sequence[LoadReport],
+    loads: Loads,
+    alike: _Classes,
+    slow: Mapping[WorkerId, float],
+) -> Columns:
     stages = [len(group.members) for group in groups]
-    reports = led if max(stages) == 1 else [loads[m.worker_id] for group in groups for m in group.members]
+    alone = max(stages) == 1
+    reports = led if alone else [loads[m.worker_id] for group in groups for m in group.members]
+    kinds = {(load.memory.budget_bytes, load.memory.extent_bytes) for load in reports}
+    members = {(*alike[kind], 1.0) for kind in kinds}
+    if slow:
+        named = [(m.worker_id, loads[m.worker_id].memory) for group in groups for m in group.members]
+        members = {(*alike[of.budget_bytes, of.extent_bytes], slow.get(worker_id, 1.0)) for worker_id, of in named}
     return Columns(
         [group.group_id for group in groups],
         stages,
@@ -133,7 +163,10 @@ def _columns(groups: Sequence[Group], led: Sequence[LoadReport], loads: Loads, a
         [load.waiting_block_count for load in led],
         [load.running_count for load in led],
         [load.prompt_token_count and _uncomputed(load) for load in led],
-        {alike[load.memory.budget_bytes, load.memory.extent_bytes] for load in reports},
+        members,
+        [load.max_running_count for load in led]
+        if alone
+        else [sum([loads[m.worker_id].max_running_count for m in group.members]) for group in groups],
     )
 
 
@@ -183,6 +216,8 @@ def merged_by_hand(base: Layout, names: Sequence[WorkerId], epoch: Epoch, why: s
         raise NoSurvey(f"not in the layout: {', '.join(strangers)}")
     if len(set(names)) != len(names) or not 1 < len(names) <= base.layer_count:
         raise NoSurvey(f"a group takes 2 to {base.layer_count} different workers, got {', '.join(names)}")
+    if away := [f"{w} ({of[w].standing})" for w in names if of[w].standing is not Standing.SERVING]:
+        raise NoSurvey(f"not in service: {', '.join(away)}")
     if leave := [w for w in names if of[w].draining]:
         raise NoSurvey(f"about to leave: {', '.join(leave)}")
     parts = [w for w in names if of[w].last_layer - of[w].first_layer < base.layer_count]
@@ -200,7 +235,7 @@ def pipelined(base: Layout, degree: int, epoch: Epoch, why: str, kept_out: Conta
     alone = sorted(
         g.leader.worker_id
         for g in base.groups
-        if len(g.members) == 1 and not g.leader.draining and g.leader.worker_id not in kept_out
+        if len(g.members) == 1 and g.leader.takes_new and g.leader.worker_id not in kept_out
     )
     whole = len(alone) // degree * degree
     if not whole or degree > base.layer_count:

@@ -7,31 +7,30 @@ that a candidate costs as much for a thousand groups as for two.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
-from ballast.common.ids import GroupId, WorkerId
+from ballast.common.ids import GroupId
 from services.planner.policy.fluid_model import Kind
-from services.planner.policy.merged import GroupPlan, group_plan
-from services.planner.policy.snapshot import GroupState, Snapshot, columns_of
-from services.planner.policy.split import Splitter, SplitTolerance
+from services.planner.policy.merged import group_plan
+from services.planner.policy.snapshot import Columns, GroupState, Snapshot, columns_of
+from services.planner.policy.split import TOWARD_MEMORY, Splitter, SplitTolerance, kinds_of
 
 MOST_STAGES = 8  # of a group that a comparison makes
 _LIKE_SPEED = 1.5  # machines are told apart by powers of this
 # A drop keeps what it moves from running: so long, or until the KV has come over a card of 200 Gbps in both directions.
 _STALL_S, _EXCHANGED_BYTES_PER_S = 0.3, 25e9
-_SAMPLED = 16  # merges of unlike members whose capacity is worked out; the others count as their mean
+_SAMPLED = 8  # merges of unlike members whose capacity is worked out; the others count as their mean
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
     """What runs on the groups of a snapshot together, and on what."""
 
-    max_running_count: int  # of an instance
+    max_running_count: int  # of an instance that does not say
     waiting_count: int  # in workers' queues
-    slowness: Mapping[WorkerId, float] = field(default_factory=dict[WorkerId, float])  # of machines unlike the pace
 
 
 class _Sums(NamedTuple):
@@ -41,25 +40,28 @@ class _Sums(NamedTuple):
     running_count: int = 0
     used_block_count: int = 0
     uncomputed_tokens: int = 0
+    max_running_count: int = 0
 
     def plus(self, other: "_Sums", sign: int = 1) -> "_Sums":
         return _Sums(*(mine + sign * its for mine, its in zip(self, other, strict=True)))
 
 
 class Pool:
-    """Groups with as many stages, of like machines: those with most load first, and sums of the first 0, 1, 2 .."""
+    """Groups with as many stages, of like machines: the fullest first, and sums of the first 0, 1, 2 .."""
 
     def __init__(self, stages: int, groups: Sequence[GroupState], running: Running) -> None:
         self.stages = stages
-        self.slowness = 1.0
-        if running.slowness and groups:
-            self.slowness = math.fsum(_slowness(group, running) for group in groups) / len(groups)
         self.groups = groups
         self.columns = columns = columns_of(groups)
+        self.slowness = 1.0
+        if groups and _differ_in_speed(columns):
+            self.slowness = math.fsum(map(_slowness, groups)) / len(groups)
         self.order = sorted(range(len(groups)), key=columns.group_ids.__getitem__)
         loads = list(map(add, columns.used, columns.waiting))
-        self.order.sort(key=loads.__getitem__, reverse=True)  # which keeps the order of names
-        summed = (columns.blocks, columns.running, columns.used, columns.uncomputed)  # as `_Sums` has them
+        full = [load / blocks if blocks else math.inf for load, blocks in zip(loads, columns.blocks, strict=True)]
+        self.order.sort(key=full.__getitem__, reverse=True)  # which keeps the order of names
+        places = [most or running.max_running_count * stages for most in columns.max_running]
+        summed = (columns.blocks, columns.running, columns.used, columns.uncomputed, places)  # as `_Sums` has them
         self._sums = [list(accumulate(map(column.__getitem__, self.order), initial=0)) for column in summed]
 
     def __len__(self) -> int:
@@ -77,6 +79,7 @@ class Pool:
             running_count=float(sums.running_count),
             used_tokens=float(sums.used_block_count * block_tokens),
             uncomputed_tokens=float(sums.uncomputed_tokens),
+            max_running_count=float(sums.max_running_count),
             slowness=self.slowness,
         )
 
@@ -87,12 +90,13 @@ class Pool:
 
 
 def pools_of(groups: Sequence[GroupState], running: Running) -> list[Pool]:
-    stages = set(columns_of(groups).stages)
-    if not running.slowness and len(stages) == 1:
+    columns = columns_of(groups)
+    stages, by_speed = set(columns.stages), _differ_in_speed(columns)
+    if not by_speed and len(stages) == 1:
         return [Pool(stages.pop(), groups, running)]
     alike: dict[int, dict[int, list[GroupState]]] = {}
     for group in groups:
-        speed = round(math.log(_slowness(group, running), _LIKE_SPEED)) if running.slowness else 0
+        speed = round(math.log(_slowness(group), _LIKE_SPEED)) if by_speed else 0
         alike.setdefault(len(group.members), {}).setdefault(speed, []).append(group)
     return [
         Pool(stages, pooled, running)
@@ -101,9 +105,13 @@ def pools_of(groups: Sequence[GroupState], running: Running) -> list[Pool]:
     ]
 
 
-def _slowness(group: GroupState, running: Running) -> float:
+def _differ_in_speed(columns: Columns) -> bool:
+    return any(slowness != 1.0 for *_, slowness in columns.members)
+
+
+def _slowness(group: GroupState) -> float:
     """The slowest stage sets the pace."""
-    return max([running.slowness.get(member.worker_id, 1.0) for member in group.members])
+    return max([member.slowness for member in group.members])
 
 
 def _no_loners(classes: Sequence[list[GroupState]]) -> list[list[GroupState]]:
@@ -135,11 +143,11 @@ class _Share:
         heavy = self.pool.between(first, first + self.heavy * merge_count)
         return heavy.plus(self.pool.between(last - self.light * merge_count, last))
 
-    def of(self, number: int, merge_count: int) -> Iterator[GroupState]:
-        """Its groups in one of the merges: the first has the most loaded one and the least loaded one."""
+    def of(self, number: int, merge_count: int) -> list[int]:
+        """Its groups in one of the merges, as the pool numbers them: the first has the fullest and the emptiest one."""
         places = [self.heavy_from + number + merge_count * i for i in range(self.heavy)]
         places += [-1 - self.light_from - number - merge_count * i for i in range(self.light)]
-        return (self.pool.groups[self.pool.order[place]] for place in places)
+        return [self.pool.order[place] for place in places]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +173,10 @@ class _Merges:
         return sums
 
     def merge(self, number: int) -> list[GroupState]:
-        return [group for share in self.shares for group in share.of(number, self.count)]
+        return [share.pool.groups[i] for share in self.shares for i in share.of(number, self.count)]
+
+    def ids(self, number: int) -> tuple[GroupId, ...]:
+        return tuple([share.pool.columns.group_ids[i] for share in self.shares for i in share.of(number, self.count)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +185,7 @@ class Candidate:
 
     name: str
     parts: tuple[_Merges, ...] = ()
+    toward_memory: float = 0.0  # how the layers are split over unlike members: see `Splitter.split`
 
     @property
     def change_count(self) -> int:
@@ -183,10 +195,19 @@ class Candidate:
     @property
     def merges(self) -> tuple[tuple[GroupId, ...], ...]:
         """Groups that become one each."""
-        return tuple(tuple(g.group_id for g in part.merge(i)) for part in self.parts for i in range(part.count))
+        return tuple([part.ids(i) for part in self.parts for i in range(part.count)])
 
 
 NOTHING = Candidate("nothing")
+_SPLITS = dict(zip(TOWARD_MEMORY, ("", ", half by memory", ", by memory"), strict=True))
+_GAINS = 1.05  # less KV more is not worth longer stages
+
+
+class _Worth(NamedTuple):
+    """What pipelines are worth."""
+
+    block_count: int
+    longest: float  # stage: layers times the slowness of its member
 
 
 class Candidates:
@@ -198,6 +219,7 @@ class Candidates:
         self._running = running
         self._splitter = Splitter(snapshot.model, SplitTolerance(capacity=0.0))
         self._groups = snapshot.groups
+        self._worths: dict[tuple[_Merges, float], _Worth] = {}
         self._most_stages = min(MOST_STAGES, self.model.layer_count)
 
     def all(self) -> list[Candidate]:
@@ -206,8 +228,21 @@ class Candidates:
         """
         found = {NOTHING.name: NOTHING}
         for candidate in (*self._of_lone_ones(), *self._of_pipelines()):
-            found.setdefault(candidate.name, candidate)
+            if candidate.name not in found:
+                found |= {split.name: split for split in self._splits(candidate)}
         return list(found.values())
+
+    def _splits(self, candidate: Candidate) -> Iterator[Candidate]:
+        """It with balanced stages, with those that have most memory, and in between: what leaves less KV than there is
+        is left out, and what gains little.
+        """
+        unlike = any(len(share.pool.columns.members) > 1 for part in candidate.parts for share in part.shares)
+        most = sum(part.sums().block_count for part in candidate.parts)
+        for toward in TOWARD_MEMORY if unlike else TOWARD_MEMORY[:1]:
+            blocks = sum(self._worth(part, toward).block_count for part in candidate.parts)
+            if blocks >= most:
+                yield replace(candidate, name=candidate.name + _SPLITS[toward], toward_memory=toward)
+                most = blocks * _GAINS
 
     def _of_lone_ones(self) -> Iterator[Candidate]:
         for pool in self.pools:
@@ -255,31 +290,46 @@ class Candidates:
                         count -= share.size * part.count
             if count:
                 found.append(pool.kind(left, count, tokens))
-        return [*found, *map(self._merged, candidate.parts)]
+        return [*found, *(self._merged(part, candidate.toward_memory) for part in candidate.parts)]
 
-    def _merged(self, part: _Merges) -> Kind:
-        """The longest stage sets the pace of a pipeline, and so does the slowest pool."""
+    def _merged(self, part: _Merges, toward_memory: float) -> Kind:
+        """The stage that takes longest sets the pace of a pipeline."""
         sums, tokens = part.sums(), self.model.block_tokens
-        plans = self._plans(part)
-        blocks = sum(plan.block_count for plan in plans) * part.count / len(plans)
-        longest = max(member.last_layer - member.first_layer for plan in plans for member in plan.members)
-        slowness = max(share.pool.slowness for share in part.shares)
+        worth = self._worth(part, toward_memory)
         return Kind(
             stages=part.stages,
             group_count=part.count,
-            capacity_tokens=float(blocks * tokens),
+            capacity_tokens=float(worth.block_count * tokens),
             running_count=float(sums.running_count),
             used_tokens=float(sums.used_block_count * tokens),
             uncomputed_tokens=float(sums.uncomputed_tokens),
-            slowness=slowness * longest * part.stages / self.model.layer_count,
+            max_running_count=float(sums.max_running_count),
+            slowness=worth.longest * part.stages / self.model.layer_count,
             stall_s=self._stall_s(part, sums),
         )
 
-    def _plans(self, part: _Merges) -> list[GroupPlan]:
-        """Of its merges; where all memories are alike one says it for all, and else some of them do."""
-        budgets = {budget for share in part.shares for budget in share.pool.columns.memories}
-        count = 1 if len(budgets) == 1 else min(_SAMPLED, part.count)
-        return [group_plan(part.merge(i * part.count // count), self._splitter) for i in range(count)]
+    def _worth(self, part: _Merges, toward_memory: float) -> _Worth:
+        """Of its merges; where all members are alike one says it for all, and else some of them do."""
+        key = part, toward_memory
+        if key not in self._worths:
+            alike = len({kind for share in part.shares for kind in share.pool.columns.members}) == 1
+            count = 1 if alike else min(_SAMPLED, part.count)
+            found = [self._worth_of(part.merge(i * part.count // count), toward_memory) for i in range(count)]
+            blocks = sum(one.block_count for one in found) * part.count // count
+            self._worths[key] = _Worth(blocks, max(one.longest for one in found))
+        return self._worths[key]
+
+    def _worth_of(self, merge: Sequence[GroupState], toward_memory: float) -> _Worth:
+        members = [member for group in merge for member in group.members]
+        bounds = self._splitter.bounds(kinds_of(members), toward_memory)
+        if bounds is not None and all(
+            member.last_layer - member.first_layer == self.model.layer_count for member in members
+        ):
+            return _Worth(bounds.block_count, bounds.longest)
+        slowness = {member.worker_id: member.slowness for member in members}
+        made = group_plan(merge, self._splitter, toward_memory)
+        longest = max((m.last_layer - m.first_layer) * slowness[m.worker_id] for m in made.members)
+        return _Worth(made.block_count, longest)
 
     def _stall_s(self, part: _Merges, sums: _Sums) -> float:
         """Each group of a merge keeps its part of the layers of all that runs: it sends the rest, and gets as much."""
@@ -298,7 +348,7 @@ class Candidates:
         for pool in gone:
             sums = sums.plus(pool.between(0, len(pool)))
         alone = Pool(1, (), self._running).kind(sums._replace(block_count=sum(blocks)), len(blocks), tokens)
-        slow = [self._running.slowness.get(m.worker_id, 1.0) for pool in gone for g in pool.groups for m in g.members]
+        slow = [m.slowness for pool in gone for group in pool.groups for m in group.members]
         return [*found, replace(alone, slowness=math.fsum(slow) / len(slow))]
 
 

@@ -105,9 +105,20 @@ def plan_shallow(
     return plan(snapshot, needed_bytes, method, count_usable=count_usable)
 
 
-def plan_of(snapshot: Snapshot, merges: Sequence[Sequence[GroupId]], needed_bytes: int) -> DropPlan:
-    """The plan that makes one group of each of these, and leaves all others as they are."""
-    planning = _Planning(snapshot, needed_bytes, None, count_usable=True)
+def plan_of(
+    snapshot: Snapshot,
+    merges: Sequence[Sequence[GroupId]],
+    needed_bytes: int,
+    toward_memory: float | None = None,
+    *,
+    insists: bool = False,
+) -> DropPlan:
+    """The plan that makes one group of each of these, and leaves all others as they are.
+
+    `toward_memory`: see `Splitter.split`. `insists`: those that hold less together than apart are made, too.
+    """
+    planning = _Planning(snapshot, needed_bytes, None, count_usable=True, toward_memory=toward_memory)
+    planning.insists |= insists
     index = {group.group_id: i for i, group in enumerate(planning.groups)}
     merged = {group_id for merge in merges for group_id in merge}
     partition = [[index[group_id] for group_id in merge] for merge in merges]
@@ -127,8 +138,17 @@ class _Choice(NamedTuple):
 class _Planning:
     """One plan in the making: groupings are chosen by what they are worth, and only the chosen one is worked out."""
 
-    def __init__(self, snapshot: Snapshot, needed_bytes: int, most_stages: int | None, *, count_usable: bool) -> None:
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        needed_bytes: int,
+        most_stages: int | None,
+        *,
+        count_usable: bool,
+        toward_memory: float | None = None,
+    ) -> None:
         self.model = snapshot.model
+        self.insists = not count_usable  # on merges after which there is less KV than before
         self.needed_bytes = max(0, needed_bytes)
         self.counts_usable = count_usable
         self.splitter = Splitter(self.model, SplitTolerance(capacity=0.0) if count_usable else SplitTolerance())
@@ -142,7 +162,9 @@ class _Planning:
         self.is_full_copy = [count == 1 for count in stages]
         self.all_full_copies = all(self.is_full_copy)
         self.blocks_by_size = self._blocks_by_size()
-        self.planner = GroupPlanner(self.splitter, equal_singles=self.blocks_by_size is not None)
+        self.planner = GroupPlanner(
+            self.splitter, equal_singles=self.blocks_by_size is not None, toward_memory=toward_memory
+        )
         self.trimmed = self._trims()
         left_bytes = self.needed_bytes - sum(self.surplus_bytes[i] for i in self.trimmed)
         self.most_merges = len(stages) - max(1, -(-sum(stages) // deepest)) if stages else 0
@@ -150,10 +172,10 @@ class _Planning:
 
     def _blocks_by_size(self) -> list[int] | None:
         """Blocks of groups by their size, where that says it: of equal single instances; else None."""
-        budgets = {(m.budget_bytes, m.extent_bytes) for group in self.groups for m in group.members}
-        if len(budgets) != 1 or not self.all_full_copies or not self.model.is_uniform or not self.counts_usable:
+        kinds = {(m.budget_bytes, m.extent_bytes, m.slowness) for group in self.groups for m in group.members}
+        if len(kinds) != 1 or not self.all_full_copies or not self.model.is_uniform or not self.counts_usable:
             return None
-        budget_bytes, extent_bytes = budgets.pop()
+        budget_bytes, extent_bytes, _ = kinds.pop()
         most = min(len(self.groups), self.units.max_stages)
         return blocks_by_size(self.model.at(extent_bytes), budget_bytes, most)
 
@@ -212,8 +234,21 @@ class _Planning:
         return self.judged(*self._group(method, merge_count))
 
     def judged(self, partition: Partition, method: Method) -> _Choice:
+        partition = [part for members in partition for part in self._worthwhile(members)]
         got_bytes = self.usable_bytes(partition) if self.counts_usable else self._freed_bytes(partition)
         return _Choice(max(0, self.needed_bytes - got_bytes), self.units.cost(partition), partition, method)
+
+    def _worthwhile(self, members: list[int]) -> Partition:
+        """These as one group; unless it would hold less KV than they do, and nobody insists: then as they are."""
+        if len(members) == 1 or self.insists:
+            return [members]
+        by_size = self.blocks_by_size
+        if by_size is None:
+            group = self._group_plan(members)
+            gains = group.block_count >= group.block_count_before
+        else:
+            gains = by_size[len(members)] >= sum([self.groups[i].block_count for i in members])
+        return [members] if gains else [[i] for i in members]
 
     def usable_bytes(self, partition: Partition) -> int:
         """KV that admission can count with beyond today's."""
@@ -277,7 +312,7 @@ class _Planning:
         return self.splitter.is_feasible([instance for i in members for instance in self.groups[i].members])
 
     def _group_plan(self, members: Sequence[int]) -> GroupPlan:
-        key = tuple(sorted(members))
+        key = tuple(sorted(members)) if len(members) > 2 or members[0] > members[-1] else tuple(members)
         if key not in self._group_plans:
             self._group_plans[key] = self.planner.plan([self.groups[i] for i in key])
         return self._group_plans[key]

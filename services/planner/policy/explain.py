@@ -36,7 +36,24 @@ def group_line(group: GroupPlan, model: ModelShape) -> str:
     return (
         f"group {{{names}}}: dropped layers {dropped or 'none'},"
         f" {human_bytes(added_bytes, signed=True)} KV ({thousands(before)} -> {thousands(after)} tokens)"
+        f"{_uneven(group)}"
     )
+
+
+def _uneven(group: GroupPlan) -> str:
+    """Who has most layers, where that is more than its share: it has more memory, or computes faster."""
+    counts = {member.worker_id: member.last_layer - member.first_layer for member in group.members}
+    all_layers, (most, name) = sum(counts.values()), max((count, name) for name, count in counts.items())
+    if most <= -(-all_layers // len(counts)):
+        return ""
+    instances = [instance for merged in group.merged for instance in merged.members]
+    own = next(instance for instance in instances if instance.worker_id == name)
+    others = [instance for instance in instances if instance.worker_id != name]
+    memory = own.budget_bytes * len(others) / sum(instance.budget_bytes for instance in others)
+    speed = max(instance.slowness for instance in others) / own.slowness
+    has = [f"{memory:.1f} x the memory"] * (memory >= 1.1) + [f"is {speed:.1f} x as fast"] * (speed >= 1.1)
+    why = f": it has {' and '.join(has)}".replace("has is", "is") if has else ""
+    return f"; {most} of {all_layers} layers on {name}{why}"
 
 
 def explain_restore(plan: RestorePlan) -> list[str]:

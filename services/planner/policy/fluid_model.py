@@ -46,6 +46,7 @@ class Kind:
     running_count: float
     used_tokens: float  # of KV
     uncomputed_tokens: float = 0.0  # of prompts that have been let in: these requests run and have had no token
+    max_running_count: float = 0.0  # requests, of all of them; 0: as the machine's
     stall_s: float = 0.0  # nobody runs before: a transition
     slowness: float = 1.0  # a batch takes so many times as long as the machine's pace says
 
@@ -188,7 +189,7 @@ class _Flow:
         self.capacity = kind.capacity_tokens
         self.admitted = kind.capacity_tokens * (1 - _RESERVE)
         self.left_over = kind.group_count * future.spread / 2  # of a request's tokens: none is divided
-        self.places = float(self.instances * machine.max_running_count)
+        self.places = kind.max_running_count or float(self.instances * machine.max_running_count)
         self.used: float = kind.used_tokens
         self.uncomputed: float = kind.uncomputed_tokens
         # Let in and without a token.

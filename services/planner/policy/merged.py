@@ -45,15 +45,16 @@ class GroupPlanner:
     are split over such members depends on nothing but which of them have as much KV as others; that is worked out once.
     """
 
-    def __init__(self, splitter: Splitter, *, equal_singles: bool) -> None:
+    def __init__(self, splitter: Splitter, *, equal_singles: bool, toward_memory: float | None = None) -> None:
         self._splitter = splitter
+        self._toward_memory = toward_memory
         self._equal_singles = equal_singles
         self._cuts: dict[tuple[bool, ...], _Cut] = {}
 
     def plan(self, merged: Sequence[GroupState]) -> GroupPlan:
         """See `group_plan`."""
         if not self._equal_singles:
-            return group_plan(merged, self._splitter)
+            return group_plan(merged, self._splitter, self._toward_memory)
         ordered = sorted(merged, key=_by_load)
         alike = tuple([one.used_block_count == other.used_block_count for one, other in pairwise(ordered)])
         cut = self._cuts.get(alike)
@@ -103,11 +104,15 @@ def surplus_bytes(group: GroupState, model: ModelShape) -> int:
     return surplus
 
 
-def group_plan(merged: Sequence[GroupState], splitter: Splitter) -> GroupPlan:
-    """One pipeline of all their members. Raises InvariantViolation if there is none (ask `is_feasible` before)."""
+def group_plan(merged: Sequence[GroupState], splitter: Splitter, toward_memory: float | None = None) -> GroupPlan:
+    """One pipeline of all their members. Raises InvariantViolation if there is none (ask `is_feasible` before).
+
+    `toward_memory`: see `Splitter.split`. None: no farther than it takes to hold what the members hold today.
+    """
     model = splitter.model
+    block_count_before = sum(group.block_count for group in merged)
     candidates = [Candidate(i, group.used_block_count * model.block_bytes) for group in merged for i in group.members]
-    stages = splitter.split(candidates)
+    stages = splitter.split(candidates, toward_memory, block_count_before)
     if stages is None:
         raise InvariantViolation(f"no pipeline of {', '.join(c.instance.worker_id for c in candidates)} is complete")
     members = tuple(_member_plan(stage, splitter) for stage in stages)
@@ -120,7 +125,7 @@ def group_plan(merged: Sequence[GroupState], splitter: Splitter) -> GroupPlan:
         members=members,
         freed_bytes=sum(member.freed_bytes for member in members),
         exchange_bytes=used_count * model.block_bytes * model.layer_count - kept_bytes,
-        block_count_before=sum(group.block_count for group in merged),
+        block_count_before=block_count_before,
         block_count=block_count,
     )
 

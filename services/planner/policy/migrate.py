@@ -3,7 +3,7 @@
 Virtual usage of a group is what its running requests hold and what waits in its line will need, the head of line
 included: a request for which memory is free elsewhere, only not in one piece, makes its group look full, and what
 runs there is moved away until it fits. Freeness is the room that is left for each running request: the steps that all
-of them can still make. A group of which a member drains has none, however empty it is.
+of them can still make. A group of which a member drains or leaves has none, however empty it is.
 
 From time to time the groups below one bound are paired with those above another, the least free with the freest.
 How much goes from one to the other evens the two out; the source chooses what.
@@ -14,13 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ballast.common.ids import WorkerId
-from ballast.common.layout import Group, Layout, Member
+from ballast.common.layout import Group, Layout, Member, Standing
 from ballast.common.load import LoadReport
+
+_MORE_TARGETS = 3  # of a group that gives everything away, in one round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationRules:
-    balances: bool  # else only groups that drain give anything away
+    balances: bool  # else only groups that drain or leave give anything away
     below_tokens: float = 32.0  # who has less freeness gives
     above_tokens: float = 96.0  # who has more takes
 
@@ -59,14 +61,16 @@ class _Candidate:
 
 def is_round_due(layout: Layout, rules: MigrationRules) -> bool:
     """Whether it is worth asking for loads: there are some groups, and one of them may have to give."""
-    drains = any(member.draining for group in layout.groups for member in group.members)
+    drains = any(_gives_all(member) for group in layout.groups for member in group.members)
     return len(layout.groups) > 1 and (rules.balances or drains)
 
 
 def migrations(layout: Layout, loads: Mapping[WorkerId, LoadReport], rules: MigrationRules) -> list[Move]:
-    """Pairs of groups, at most one for each of them."""
+    """Pairs of groups: one for each of them at most, but for those that give everything away."""
     candidates = [
-        _Candidate(group, loads[group.leader.worker_id], any(m.draining or _drains(m, loads) for m in group.members))
+        _Candidate(
+            group, loads[group.leader.worker_id], any(not m.takes_new or _drains(m, loads) for m in group.members)
+        )
         for group in layout.groups
         if all(m.data_address for m in group.members) and group.leader.worker_id in loads
     ]
@@ -74,6 +78,10 @@ def migrations(layout: Layout, loads: Mapping[WorkerId, LoadReport], rules: Migr
     sources = [c for c in candidates if c.load.running_count and _gives(c, rules)]
     targets = [c for c in reversed(candidates) if _takes(c, rules)]
     return _paired(sources, targets)
+
+
+def _gives_all(member: Member) -> bool:
+    return member.draining or member.standing is Standing.LEAVING
 
 
 def _drains(member: Member, loads: Mapping[WorkerId, LoadReport]) -> bool:
@@ -94,8 +102,14 @@ def _takes(candidate: _Candidate, rules: MigrationRules) -> bool:
 
 
 def _paired(sources: Sequence[_Candidate], targets: Sequence[_Candidate]) -> list[Move]:
+    """Each source with one target; who gives everything away, with some of the targets that are left, too."""
+    free = [target for target in targets if target not in sources]
+    pairs = list(zip(sources, free, strict=False))
+    emptied = [source for source in sources if source.drains]
+    left = free[len(pairs) : len(pairs) + _MORE_TARGETS * len(emptied)]
+    pairs += [(emptied[i % len(emptied)], target) for i, target in enumerate(left)]
     moves: list[Move] = []
-    for source, target in zip(sources, (t for t in targets if t not in sources), strict=False):
+    for source, target in pairs:
         budget = target.room_blocks if source.drains else (target.free_blocks - source.free_blocks) // 2
         if (budget := min(budget, target.room_blocks)) > 0:
             moves.append(Move(source.group, target.group, budget))

@@ -16,7 +16,7 @@ def likely_partners(
     `apart`: these are nobody's partners.
     """
     order = [(member, place) for place, group in enumerate(layout.groups) for member in group.members]
-    staying = [(member, place) for member, place in order if member.data_address and not member.draining]
+    staying = [(member, place) for member, place in order if member.data_address and member.takes_new]
 
     def nearest(index: int) -> list[Member]:
         group = staying[index][1]

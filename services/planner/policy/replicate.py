@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ballast.common.ids import GroupId, Incarnation, WorkerId
-from ballast.common.layout import Group, Member
+from ballast.common.layout import Group, Member, Standing
 
 Partial = tuple[tuple[WorkerId, Incarnation], ...]  # lives of workers that hold only some layers; by worker id
 
@@ -18,8 +18,9 @@ class Placeable:
     address: str
     draining: bool
     data_address: str = ""
+    standing: Standing = Standing.SERVING
 
-    def member(self, first_layer: int, last_layer: int) -> Member:
+    def member(self, first_layer: int, last_layer: int, standing: Standing = Standing.SERVING) -> Member:
         return Member(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
@@ -28,13 +29,14 @@ class Placeable:
             last_layer=last_layer,
             draining=self.draining,
             data_address=self.data_address,
+            standing=standing,
         )
 
 
 def one_group_each(instances: Iterable[Placeable], layer_count: int) -> tuple[Group, ...]:
     """Groups in order of worker id; a group keeps its id over restarts of its instance."""
     return tuple(
-        Group(GroupId(instance.worker_id), (instance.member(0, layer_count),))
+        Group(GroupId(instance.worker_id), (instance.member(0, layer_count, instance.standing),))
         for instance in sorted(instances, key=lambda i: i.worker_id)
     )
 

@@ -79,6 +79,7 @@ class InstanceState(NamedTuple):  # like groups a tuple, of which ten thousand a
     last_layer: int
     held_layers: tuple[int, ...]  # parameters in memory, ascending; at least those it executes
     extent_bytes: int = 0  # its memory is dealt out in multiples of this; 0: as the model's shape says
+    slowness: float = 1.0  # what it executes takes so many times as long as the pace says
 
 
 class GroupState(NamedTuple):
@@ -91,6 +92,7 @@ class GroupState(NamedTuple):
     waiting_block_count: int
     running_count: int = 0
     uncomputed_tokens: int = 0  # of prompts of those that run
+    max_running_count: int = 0  # of all members together; 0: it does not say
 
     @property
     def load_blocks(self) -> int:
@@ -107,7 +109,8 @@ class Columns(NamedTuple):
     waiting: Sequence[int]
     running: Sequence[int]
     uncomputed: Sequence[int]
-    memories: AbstractSet[tuple[int, int]]  # budget and extent of all members
+    members: AbstractSet[tuple[int, int, float]]  # the kinds that there are: budget, extent, slowness
+    max_running: Sequence[int]  # of all members of a group together; 0: it does not say
 
 
 class Groups(Sequence[GroupState]):
@@ -146,7 +149,8 @@ def columns_of(groups: Sequence[GroupState]) -> Columns:
         [group.waiting_block_count for group in groups],
         [group.running_count for group in groups],
         [group.uncomputed_tokens for group in groups],
-        {(member.budget_bytes, member.extent_bytes) for group in groups for member in group.members},
+        {(m.budget_bytes, m.extent_bytes, m.slowness) for group in groups for m in group.members},
+        [group.max_running_count for group in groups],
     )
 
 

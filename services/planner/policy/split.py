@@ -4,28 +4,33 @@ A member can only execute what it still holds, so pipelines that merge restrict 
 this order:
 
 1. complete and feasible: every layer once, every member at least one layer, at least one KV block on every stage;
-2. the longest stage has at most `balance_tolerance` more layers than in the most balanced split;
-3. the smallest KV capacity of a stage, which is what admission counts with, is at most `capacity_tolerance` below the
-   largest that 2 allows;
+2. the longest stage, in time, takes at most `balance` longer than in the most balanced split; or, where members are
+   unlike, so much longer as brings it `toward_memory`: 1.0 where the stages have the most memory, 0.0 where they are
+   balanced, 0.5 in the middle;
+3. the smallest KV capacity of a stage, which is what admission counts with, is at most `capacity` below the largest
+   that 2 allows;
 4. least KV to send (no parameters move: everybody keeps what it has); then the most even times; then the member with
    most KV leads, because then fewest sequences change hands.
 
 Exact by dynamic programmes over (members used, last layer), where members with the same memory and layers count as
-one kind. With more than `STATE_LIMIT` combinations of kinds the order of stages is fixed beforehand, by held layers
-(for feasibility no restriction unless one member's layers lie strictly inside another's), and with more than
-`STATE_LIMIT` combinations of kinds and loads 4 is decided kind by kind and then by load.
+one kind; of members that hold every layer, by counting. With more than `STATE_LIMIT` combinations of kinds the order of
+stages is fixed beforehand, by held layers (for feasibility no restriction unless one member's layers lie strictly
+inside another's), and with more than `STATE_LIMIT` combinations of kinds and loads 4 is decided kind by kind and then
+by load.
 """
 
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
 from services.planner.policy.snapshot import InstanceState, ModelShape
 
 STATE_LIMIT = 256
+TOWARD_MEMORY = (0.0, 0.5, 1.0)  # what is asked of unlike members
 _ROUNDING = 1e-9
 
 
@@ -34,9 +39,9 @@ class SplitTolerance:
     balance: float = 0.1
     capacity: float = 0.02
 
-    def longest(self, layer_count: int) -> int:
-        """Layers of a stage where `layer_count` would be the most balanced."""
-        return int(layer_count * (1.0 + self.balance) + _ROUNDING)
+    def longest(self, layers: float) -> float:
+        """Of a stage, where `layers` would be the most balanced."""
+        return layers * (1.0 + self.balance) + _ROUNDING
 
 
 class Candidate(NamedTuple):
@@ -60,6 +65,15 @@ class Kind(NamedTuple):
     first_layer: int  # executed today
     last_layer: int
     extent_bytes: int
+    slowness: float
+
+
+class Bounds(NamedTuple):
+    """What conditions 1 to 3 allow."""
+
+    reach: "Reach"
+    block_count: int  # of the smallest stage, at least
+    longest: float  # stage at most: layers times the slowness of its member
 
 
 class Aftermath(NamedTuple):
@@ -78,39 +92,112 @@ class Splitter:
     def __init__(self, model: ModelShape, tolerance: SplitTolerance | None = None) -> None:
         self.model = model
         self.tolerance = tolerance or SplitTolerance()
-        self._bounds: dict[Kinds, Reach | None] = {}
-        self._feasible: dict[Kinds, bool] = {}
+        self._searches: dict[Kinds, _Search] = {}
+        self._bounds: dict[tuple[Kinds, float], Bounds | None] = {}
         self._aftermath: dict[tuple[tuple[int, ...], int, int, int, int], Aftermath] = {}
+        self._blocks: dict[tuple[int, int], list[int]] = {}
 
-    def split(self, candidates: Sequence[Candidate]) -> list[Stage] | None:
-        """Stages in pipeline order, or None if these members cannot form a pipeline."""
+    def split(
+        self, candidates: Sequence[Candidate], toward_memory: float | None = None, at_least: int = 0
+    ) -> list[Stage] | None:
+        """Stages in pipeline order, or None if these members cannot form a pipeline.
+
+        Args:
+            candidates: The members to be.
+            toward_memory: How far from a balanced split towards the one with most memory, 0.0 to 1.0. None: no farther
+                than it takes to hold `at_least` so many blocks.
+            at_least: See there.
+        """
         if len(candidates) > self.model.layer_count:
             return None
-        alike = self._is_alike(candidates)
-        if alike:
-            ordered = sorted(candidates, key=lambda c: (-c.kv_bytes_per_layer, c.instance.worker_id))
-            kinds: Kinds = ((_kind(ordered[0].instance), len(ordered)),)
-        else:
-            ordered = sorted(candidates, key=lambda c: (_kind(c.instance), -c.kv_bytes_per_layer, c.instance.worker_id))
-            kinds = tuple(Counter(_kind(c.instance) for c in ordered).items())
-        if kinds not in self._bounds:
-            self._bounds[kinds] = _bounds(kinds, self.model, self.tolerance)
-        bounds = self._bounds[kinds]
+        kinds = kinds_of([c.instance for c in candidates])
+        wanted = TOWARD_MEMORY if toward_memory is None else (toward_memory,)
+        bounds = None
+        for toward in wanted if is_unlike(kinds) else wanted[:1]:
+            bounds = self.bounds(kinds, toward)
+            if bounds is None:
+                return None
+            if bounds.block_count >= at_least:
+                break
         if bounds is None:
             return None
-        if alike:
-            return _deal_out(ordered, self.model.layer_count, bounds[0][0])
-        return _cheapest_exchange(ordered, kinds, bounds, self.model)
+        if self._are_whole(kinds):
+            most = {_memory(kind): reach[0] for (kind, _), reach in zip(kinds, bounds.reach, strict=True)}
+            ordered = sorted(candidates, key=lambda c: (-c.kv_bytes_per_layer, c.instance.worker_id))
+            return _deal_out(ordered, self.model.layer_count, [most[_memory(c.instance)] for c in ordered])
+        ordered = sorted(candidates, key=lambda c: (_kind(c.instance), -c.kv_bytes_per_layer, c.instance.worker_id))
+        return _cheapest_exchange(ordered, kinds, bounds.reach, self.model)
 
-    def _is_alike(self, candidates: Sequence[Candidate]) -> bool:
-        """Equal members that hold every layer, and equal layers: the usual case, which needs no search."""
-        budget_bytes, extent_bytes = candidates[0].instance.budget_bytes, candidates[0].instance.extent_bytes
-        return self.model.is_uniform and all(
-            c.instance.last_layer - c.instance.first_layer == self.model.layer_count
-            and c.instance.budget_bytes == budget_bytes
-            and c.instance.extent_bytes == extent_bytes
-            for c in candidates
-        )
+    def bounds(self, kinds: Kinds, toward_memory: float) -> Bounds | None:
+        """What a pipeline of such members is worth; None if there is none."""
+        key = (kinds, toward_memory)
+        if key not in self._bounds:
+            self._bounds[key] = self._bounds_of(kinds, toward_memory)
+        return self._bounds[key]
+
+    def _bounds_of(self, kinds: Kinds, toward_memory: float) -> Bounds | None:
+        if kinds not in self._searches:
+            self._searches[kinds] = self._search(kinds)
+        search = self._searches[kinds]
+        if search.even is None:
+            return None
+        longest = search.even + _ROUNDING
+        if toward_memory and is_unlike(kinds):
+            longest += (max(search.even, search.most) - search.even) * toward_memory
+        enough = max(1, int(search.most_blocks(longest) * (1.0 - self.tolerance.capacity)))
+        reach = self._reach(kinds, longest, enough)
+        layers = [max([last - first for first, last in enumerate(row)]) for row in reach]
+        longest = max(most * kind.slowness for most, (kind, _) in zip(layers, kinds, strict=True))
+        return Bounds(reach, enough, longest)
+
+    def _search(self, kinds: Kinds) -> "_Search":
+        layer_count = self.model.layer_count
+        speeds = {kind.slowness for kind, _ in kinds}
+        times = sorted([layers * slowness for slowness in speeds for layers in range(1, layer_count + 1)])
+        if not self._are_whole(kinds):
+            most = max(kind.budget_bytes for kind, _ in kinds) // self.model.block_bytes + 1
+
+            def completes(longest: float, blocks: int) -> bool:
+                return _completes(kinds, self._reach(kinds, longest, blocks), layer_count)
+
+            return _Search(times, range(1, most + 1), completes, self.tolerance)
+        members = [(self._blocks_of(kind), kind.slowness, count) for kind, count in kinds]
+
+        def complete(longest: float, blocks: int) -> bool:
+            total = 0
+            for table, slowness, count in members:
+                layers = bisect_right(table, -blocks)
+                if layers > longest / slowness:
+                    layers = int(longest / slowness)
+                if not layers:
+                    return False
+                total += layers * count
+            return total >= layer_count
+
+        # What the smallest stage holds is what one of the members holds with some number of layers.
+        blocks = sorted([-count for table, _, _ in members for count in table if count < 0])
+        return _Search(times, blocks, complete, self.tolerance)
+
+    def _are_whole(self, kinds: Kinds) -> bool:
+        """Members that hold and execute every layer, and equal layers: the usual case, which needs no search."""
+        layer_count = self.model.layer_count
+        return self.model.is_uniform and all(kind.last_layer - kind.first_layer == layer_count for kind, _ in kinds)
+
+    def _reach(self, kinds: Kinds, longest: float, blocks: int) -> "Reach":
+        """How far a stage may go on layers that it holds, by kind and first layer: no longer, and with so many blocks.
+        The first layer itself where there is no such stage. Of members that are whole for the first layer only.
+        """
+        if self._are_whole(kinds):
+            return [[min(bisect_right(self._blocks_of(k), -blocks), int(longest / k.slowness))] for k, _ in kinds]
+        return [_reach(kind, self.model.at(kind.extent_bytes), longest, blocks) for kind, _ in kinds]
+
+    def _blocks_of(self, kind: Kind) -> list[int]:
+        """Blocks of KV with 1, 2 .. layers, negative: so they ascend."""
+        key = kind.budget_bytes, kind.extent_bytes
+        if key not in self._blocks:
+            own, layers = self.model.at(kind.extent_bytes), range(1, self.model.layer_count + 1)
+            self._blocks[key] = [-own.block_count(kind.budget_bytes, 0, count) for count in layers]
+        return self._blocks[key]
 
     def aftermath(self, instance: InstanceState, first_layer: int, last_layer: int) -> Aftermath:
         """What becomes of a member's memory when it keeps these layers only."""
@@ -127,48 +214,74 @@ class Splitter:
         return self._aftermath[key]
 
     def is_feasible(self, instances: Sequence[InstanceState]) -> bool:
-        if len(instances) > self.model.layer_count:
-            return False
-        kinds = tuple(sorted(Counter(_kind(i) for i in instances).items()))
-        if kinds not in self._feasible:
-            reach = _reach(kinds, self.model, self.model.layer_count, 1)
-            self._feasible[kinds] = _completes(kinds, reach, self.model.layer_count)
-        return self._feasible[kinds]
+        return len(instances) <= self.model.layer_count and self.bounds(kinds_of(instances), 0.0) is not None
 
 
-def _kind(instance: InstanceState) -> Kind:
-    return Kind(
-        instance.held_layers, instance.budget_bytes, instance.first_layer, instance.last_layer, instance.extent_bytes
-    )
+class _Search:
+    """Looks for the stages that members of some kinds could have."""
+
+    def __init__(
+        self,
+        times: Sequence[float],
+        blocks: Sequence[int],
+        completes: Callable[[float, int], bool],
+        tolerance: SplitTolerance,
+    ) -> None:
+        """
+        Args:
+            times: That a stage may take, ascending.
+            blocks: Of KV that the smallest stage may have, ascending.
+            completes: Whether all members can stand in some order so that their stages make up all layers, none of them
+                taking longer, and each with so many blocks.
+            tolerance: Of a balanced split.
+        """
+        self._times, self._blocks, self._completes = times, blocks, completes
+        self._tolerance = tolerance
+
+    @cached_property
+    def even(self) -> float | None:
+        """The longest stage of a balanced split; None: there is no split."""
+        times = self._times
+        shortest = _first_true(len(times), lambda i: self._completes(times[i], 1))
+        return self._tolerance.longest(times[shortest]) if shortest < len(times) else None
+
+    @cached_property
+    def most(self) -> float:
+        """The longest stage where the smallest one has as much KV as there can be."""
+        times, blocks = self._times, self.most_blocks(self._times[-1])
+        return times[_first_true(len(times) - 1, lambda i: self._completes(times[i], blocks))]
+
+    def most_blocks(self, longest: float) -> int:
+        """That every stage has at least, of those no longer than this; 0: there are none."""
+        blocks = self._blocks
+        count = _first_true(len(blocks), lambda i: not self._completes(longest, blocks[i]))
+        return blocks[count - 1] if count else 0
+
+
+def kinds_of(instances: Sequence[InstanceState]) -> Kinds:
+    if len(instances) == 2:  # the usual case, sooner
+        first, last = _kind(instances[0]), _kind(instances[1])
+        return ((first, 2),) if first == last else ((first, 1), (last, 1)) if first < last else ((last, 1), (first, 1))
+    return tuple(sorted(Counter(map(_kind, instances)).items()))
+
+
+def is_unlike(kinds: Kinds) -> bool:
+    """Whether some have more memory than others, or are faster."""
+    return len(kinds) > 1 and len({_memory(kind) for kind, _ in kinds}) > 1
+
+
+def _memory(one: Kind | InstanceState) -> tuple[int, int, float]:
+    """And its speed."""
+    return one.budget_bytes, one.extent_bytes, one.slowness
+
+
+def _kind(i: InstanceState) -> Kind:
+    return Kind(i.held_layers, i.budget_bytes, i.first_layer, i.last_layer, i.extent_bytes, i.slowness)
 
 
 def _free_extents(kind: Kind, model: ModelShape) -> int:
     """Extents that a stage has for layers and their KV."""
     return kind.budget_bytes // model.extent_bytes - -(-model.other_parameter_bytes // model.extent_bytes)
-
-
-def _bounds(kinds: Kinds, model: ModelShape, tolerance: SplitTolerance) -> Reach | None:
-    """How far a stage may extend under conditions 1 to 3, or None if there is no split at all."""
-    layer_count, least = model.layer_count, 1  # block of KV in each layer
-    if len(kinds) == 1 and kinds[0][0].last_layer - kinds[0][0].first_layer == layer_count and model.is_uniform:
-        stages = kinds[0][1]
-        size = -(-layer_count // stages)
-        own = model.at(kinds[0][0].extent_bytes)
-        per_layer = (_free_extents(kinds[0][0], own) - own.extents_before[size]) // size
-        per_layer = per_layer * own.extent_bytes // own.block_bytes
-        enough = max(least, int(per_layer * (1.0 - tolerance.capacity)))
-        return _reach(kinds, model, tolerance.longest(size), enough) if per_layer >= least else None
-    if not _completes(kinds, _reach(kinds, model, layer_count, least), layer_count):
-        return None
-    shorter = _first_true(layer_count - 1, lambda i: _completes(kinds, _reach(kinds, model, 1 + i, least), layer_count))
-    longest = tolerance.longest(1 + shorter)
-    # Blocks: the most that every stage can give to each of its layers.
-    most = max(kind.budget_bytes for kind, _ in kinds) // model.block_bytes + 1
-    too_many = _first_true(
-        most - least, lambda i: not _completes(kinds, _reach(kinds, model, longest, least + 1 + i), layer_count)
-    )
-    enough = max(least, int((least + too_many) * (1.0 - tolerance.capacity)))
-    return _reach(kinds, model, longest, enough)
 
 
 def _first_true(count: int, holds: Callable[[int], bool]) -> int:
@@ -183,24 +296,18 @@ def _first_true(count: int, holds: Callable[[int], bool]) -> int:
     return low
 
 
-def _reach(kinds: Kinds, model: ModelShape, longest: int, blocks: int) -> Reach:
-    """How far a stage may go on layers that it holds, by kind and first layer: at most so many, and leaving so much
-    memory for the KV of each of its layers. The first layer itself where there is no such stage."""
-    reach: Reach = []
-    for kind, _ in kinds:
-        own = model.at(kind.extent_bytes)
-        extents_per_layer = -(-blocks * own.block_bytes // own.extent_bytes)
-        needs = [extents + extents_per_layer * layer for layer, extents in enumerate(own.extents_before)]
-        free = _free_extents(kind, own)
-        held = set(kind.held_layers)
-        held_end, row = model.layer_count, [0] * model.layer_count
-        for layer in range(model.layer_count - 1, -1, -1):
-            if layer not in held:
-                held_end = row[layer] = layer
-                continue
-            row[layer] = max(layer, min(held_end, layer + longest, bisect_right(needs, needs[layer] + free) - 1))
-        reach.append(row)
-    return reach
+def _reach(kind: Kind, own: ModelShape, longest: float, blocks: int) -> list[int]:
+    extents_per_layer = -(-blocks * own.block_bytes // own.extent_bytes)
+    needs = [extents + extents_per_layer * layer for layer, extents in enumerate(own.extents_before)]
+    free, most = _free_extents(kind, own), int(longest / kind.slowness)
+    held = set(kind.held_layers)
+    held_end, row = own.layer_count, [0] * own.layer_count
+    for layer in range(own.layer_count - 1, -1, -1):
+        if layer not in held:
+            held_end = row[layer] = layer
+            continue
+        row[layer] = max(layer, min(held_end, layer + most, bisect_right(needs, needs[layer] + free) - 1))
+    return row
 
 
 def _completes(kinds: Kinds, reach: Reach, layer_count: int) -> bool:
@@ -234,17 +341,17 @@ def _turns(kinds: Sequence[tuple[tuple[object, ...], int]]) -> list[Sequence[int
     return [(k,) for k, (_, count) in enumerate(kinds) for _ in range(count)]
 
 
-def _deal_out(ordered: Sequence[Candidate], layer_count: int, longest: int) -> list[Stage]:
-    """Equal layers, equal members that hold all of them: those with most KV take as many layers as conditions allow."""
+def _deal_out(ordered: Sequence[Candidate], layer_count: int, most: Sequence[int]) -> list[Stage]:
+    """Members that hold all of equal layers: those with most KV take as many as each of them may at most."""
     counts: list[int] = []
     left = layer_count
     loads = [candidate.kv_bytes_per_layer for candidate in ordered]
     while len(counts) < len(ordered):
-        members = loads.count(loads[len(counts)])  # as loaded as this one: they share evenly
-        behind = len(ordered) - len(counts) - members
-        here = min(members * longest, left - behind)
-        size, larger = divmod(here, members)
-        counts += [size + 1] * larger + [size] * (members - larger)
+        first = len(counts)
+        limits = most[first : first + loads.count(loads[first])]  # as loaded as this one: they share evenly
+        behind = len(ordered) - first - len(limits)
+        here = min(sum(limits), left - behind)
+        counts += _evenly(here, limits) if len(limits) > 1 else [here]
         left -= here
     stages: list[Stage] = []
     first = 0
@@ -252,6 +359,16 @@ def _deal_out(ordered: Sequence[Candidate], layer_count: int, longest: int) -> l
         stages.append(Stage(candidate, first, first + count))
         first += count
     return stages
+
+
+def _evenly(total: int, limits: Sequence[int]) -> list[int]:
+    level = _first_true(max(limits), lambda i: sum(min(limit, i + 1) for limit in limits) > total)
+    shares = [min(limit, level) for limit in limits]
+    left = total - sum(shares)
+    for i, limit in enumerate(limits):
+        if left and limit > level:
+            shares[i], left = shares[i] + 1, left - 1
+    return shares
 
 
 class _Path(NamedTuple):

@@ -1,6 +1,6 @@
 """What the planner writes into its log."""
 
-from ballast.common.layout import Layout
+from ballast.common.layout import Layout, Member
 from ballast.service.logs import get_logger
 from services.planner.core.messages import (
     IgnoreStale,
@@ -104,12 +104,10 @@ def note_nothing(what: str, why: str, shortfall_bytes: int, cause_id: str) -> No
 def describe(layout: Layout) -> str:
     """The layout on one line, for example "w1[0:8] | w2[0:4]+w3[4:8] draining"."""
 
-    def stage(worker_id: str, first: int, last: int, draining: bool) -> str:
-        return f"{worker_id}[{first}:{last}]" + (" draining" if draining else "")
+    def stage(m: Member) -> str:
+        what = "draining" if m.draining else "" if m.takes_new else m.standing
+        return f"{m.worker_id}[{m.first_layer}:{m.last_layer}] {what}".rstrip()
 
-    groups = [
-        "+".join(stage(m.worker_id, m.first_layer, m.last_layer, m.draining) for m in group.members)
-        for group in layout.groups[:_MOST_GROUPS_LOGGED]
-    ]
+    groups = ["+".join(stage(m) for m in group.members) for group in layout.groups[:_MOST_GROUPS_LOGGED]]
     more = len(layout.groups) - len(groups)
     return " | ".join(groups) + (f" and {more} more" if more else "")

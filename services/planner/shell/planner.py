@@ -33,6 +33,7 @@ from services.planner.core.messages import (
     LoadsRead,
     MemberAnswered,
     NothingDone,
+    OrderStanding,
     PredictionSettled,
     Probed,
     ProbeInstance,
@@ -42,6 +43,7 @@ from services.planner.core.messages import (
     RefuseDrain,
     RejectInstance,
     SetTimer,
+    StandingRequested,
     TimerFired,
     TransitionMoved,
     WriteJournal,
@@ -86,6 +88,7 @@ class PlannerShell:
         self._members = members
         self._counting = counting
         self._calls: set[tuple[WorkerId, Call]] = set()  # one of a kind at a time
+        self._ordering = set[WorkerId]()  # being told to park or to wake
         self._changes = Answers[AnswerChange]()
         self._drains = Answers[Epoch]()
         self._watchers = Watchers(_MAX_WATCHERS)
@@ -160,10 +163,12 @@ class PlannerShell:
         )
         return await self._drains.wait(request_id, lambda: self.feed(event), timeout_s, late)
 
-    async def change(self, event: ChangeRequest, timeout_s: float) -> AnswerChange:
-        """A drop or restore by hand; returns once the plan is journaled."""
+    async def change(self, event: ChangeRequest | StandingRequested, timeout_s: float) -> AnswerChange:
+        """A drop or restore by hand; returns once the plan is journaled. Or an instance is parked or woken by hand;
+        returns once the layout says so.
+        """
         late = (
-            f"no plan was journaled within {timeout_s:.1f} s (is the state server away?);"
+            f"no plan was stored within {timeout_s:.1f} s (is the state server away?);"
             " ask again with the same request id"
         )
         return await self._changes.wait(event.request_id, lambda: self.feed(event), timeout_s, late)
@@ -189,6 +194,8 @@ class PlannerShell:
                     self._listening.cancel()
             case AskWorkerToDrain():
                 self._tasks.start(self._ask_to_drain(command), f"drain {command.worker_id}")
+            case OrderStanding():
+                self._order_standing(command)
             case AnswerDrain(request_id, epoch):
                 self._drains.settle(request_id, epoch)
             case RefuseDrain(request_id, why):
@@ -302,6 +309,22 @@ class PlannerShell:
             self._calls.discard((command.member.worker_id, command.call))
         if said is not None:
             self.feed(MemberAnswered(time.monotonic(), command.cause_id, command.journal.epoch, said))
+
+    def _order_standing(self, command: OrderStanding) -> None:
+        """The next order takes the place of one that has no answer yet."""
+        if command.member.worker_id not in self._ordering:
+            self._ordering.add(command.member.worker_id)
+            self._tasks.start(self._tell_standing(command), f"order {command.member.worker_id}")
+
+    async def _tell_standing(self, command: OrderStanding) -> None:
+        member = command.member
+        try:
+            await self._members.order_standing(member, _CALL_TIMEOUT_S, park=command.park)
+        except BallastError as error:
+            what = "not parked" if command.park else "not woken"
+            get_logger().info(what, worker=member.worker_id, why=str(error), cause_id=command.cause_id)
+        finally:
+            self._ordering.discard(member.worker_id)
 
     async def _probe(self, command: ProbeInstance) -> None:
         asked = self._members.probe(command.address, command.worker_id, command.incarnation)

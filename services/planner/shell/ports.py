@@ -56,6 +56,10 @@ class MembersPort(Protocol):
         """Asks a worker to take nothing new; gives its number of running requests."""
         ...
 
+    async def order_standing(self, member: Member, timeout_s: float, *, park: bool) -> None:
+        """Tells a worker to park, or to wake. Raises BallastError: it does not hear, or refuses."""
+        ...
+
     async def name_partners(
         self, member: Member, partners: Sequence[Member], settled_epoch: Epoch, timeout_s: float
     ) -> Epoch:

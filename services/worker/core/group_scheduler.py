@@ -148,6 +148,8 @@ class GroupScheduler:
         """Why a sequence of another leader that takes so many blocks more cannot come, or (not `new`) not go on coming;
         empty: it can.
         """
+        if not self.leads:
+            return "another worker leads its group, or it is parked"
         free_count = min(self.book.block_count, self.scheduler.block_count) - self.book.used_count  # on every stage
         if block_count > free_count and self.batches_in_flight.must_tell:  # what has left holds its blocks until then
             return f"{free_count} blocks are free before the next batch, {block_count} are needed"

@@ -17,6 +17,18 @@ class ReportTotals(NamedTuple):
     offline_tokens: int
     offline_yields: int
     offline_lost_tokens: int
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+
+
+class Parks(NamedTuple):
+    """See `LoadReport`."""
+
+    parked: bool = False
+    wake_s: float = 0.0
+
+
+IN_SERVICE = Parks()
 
 
 def load_of(
@@ -25,6 +37,7 @@ def load_of(
     step_age_s: float,
     memory: MemoryReport,
     newest_epoch: int,
+    parks: Parks,
     *,
     draining: bool,
 ) -> LoadReport:
@@ -52,10 +65,13 @@ def load_of(
         spare_block_count += max(0, one.free_block_count)
     # What a group that dissolves beside it still has counts as used, as it is going to be this one's.
     block_count = scheduler.block_count if scheduler.stage_count > 1 else scheduler.ceiling_block_count
+    used_block_count = block_count - scheduler.free_block_count - scheduler.offline_block_count
+    if parks.parked:
+        block_count = used_block_count = 0
     return LoadReport(
         block_tokens=scheduler.block_tokens,
         block_count=block_count,
-        used_block_count=block_count - scheduler.free_block_count - scheduler.offline_block_count,
+        used_block_count=used_block_count,
         waiting_block_count=waiting_block_count,
         running_count=running_count,
         waiting_count=waiting_count,
@@ -75,9 +91,14 @@ def load_of(
         offline_block_count=offline_block_count,
         offline_running_count=offline_running_count,
         offline_waiting_count=offline_waiting_count,
-        offline_wanted_tokens=0 if draining else scheduler.offline_wanted_tokens,
+        offline_wanted_tokens=0 if draining or parks.parked else scheduler.offline_wanted_tokens,
         offline_tokens_total=totals.offline_tokens,
         offline_yields_total=totals.offline_yields + sum(one.offline_work.yields_total for one in groups),
+        retained_block_count=scheduler.prefixes.retained_count,
+        prefix_queries_total=totals.prefix_queries + sum(one.prefixes.queried_tokens_total for one in groups),
+        prefix_hits_total=totals.prefix_hits + sum(one.prefixes.hit_tokens_total for one in groups),
         offline_lost_tokens_total=totals.offline_lost_tokens
         + sum(one.offline_work.lost_tokens_total for one in groups),
+        parked=parks.parked,
+        wake_s=parks.wake_s,
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
 
 from ballast.common.errors import ConfigError
 from ballast.common.load import MemoryReport
@@ -17,8 +17,12 @@ from services.worker.emulation.phantom import PhantomBackend, dtype, phantom
 from services.worker.emulation.runner import WEIGHTS, EmulatedRunner, layer_mark
 from services.worker.memory.backend import MemoryBackend
 from services.worker.memory.device import DeviceMemory
+from services.worker.memory.host_copy import HostCopy
 from services.worker.memory.kv_cache import KvShape
 from services.worker.memory.parameters import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,7 @@ class EmulatedEngine:
     machine: Machine
     memory: DeviceMemory
     runner: EmulatedRunner
+    host_copy: HostCopy = field(default_factory=lambda: HostCopy(_copied, _copy))
 
     @property
     def block_count(self) -> int:
@@ -41,10 +46,20 @@ class EmulatedEngine:
         return self.runner.step(batch, block_tables)
 
     def read_layer(self, layer: int) -> None:
-        """From the disk that the machine has."""
+        """From host memory if it was kept there, else from the disk that the machine has."""
+        if self.host_copy.fill(self.memory.parameters, layer):
+            self._wait_for_host()
+            return
         weights = self.memory.parameters.layer(layer)[WEIGHTS]
         time.sleep(self.machine.model.layer_parameter_bytes / self.machine.disk_bytes_per_s)
         phantom(weights).write([layer_mark(layer)])
+
+    def keep_layer(self, layer: int) -> None:
+        self.host_copy.keep(self.memory.parameters, layer)
+        self._wait_for_host()
+
+    def _wait_for_host(self) -> None:
+        time.sleep(self.machine.model.layer_parameter_bytes / self.machine.host_bytes_per_s)
 
     def memory_report(self) -> MemoryReport:
         return self.memory.report()
@@ -59,6 +74,14 @@ class EmulatedEngine:
             due_s, late_s, lost_s = (round(seconds, 3) for seconds in (clock.due_s, clock.late_s, clock.lost_s))
             get_logger().info("emulated", due_s=due_s, late_s=late_s, lost_s=lost_s)
         self.memory.close()
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return cast("torch.Tensor", phantom(tensor).clone())
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    phantom(target).write(phantom(source).read())
 
 
 def emulate(

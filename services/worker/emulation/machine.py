@@ -83,6 +83,7 @@ class Machine(_Strict):
     execution: Roofline | Measured = Field(discriminator="kind")
     link_bytes_per_s: float = Field(gt=0)  # of the network cards, for what comes and goes together
     disk_bytes_per_s: float = Field(gt=0)
+    host_bytes_per_s: float = Field(default=24e9, gt=0)  # between host memory and the devices
     remap_s_per_byte: float = Field(ge=0)
 
 

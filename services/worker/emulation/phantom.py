@@ -211,6 +211,12 @@ class PhantomBackend:
             raise InvariantViolation("the extents of this backend were created before")
         self._created, self._extent_bytes = True, extent_bytes
 
+    def give_up(self, runs: Sequence[ExtentRun]) -> None:
+        """There is nothing to be had."""
+
+    def take_back(self, runs: Sequence[ExtentRun]) -> None:
+        """As `give_up`."""
+
     def export(self, first: int, count: int) -> list[int]:
         raise InvariantViolation("an emulated instance has one rank")
 

@@ -3,9 +3,10 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
@@ -17,6 +18,7 @@ from ballast.common.errors import ConfigError
 from services.worker.engine.model_config import ModelConfig, read_json
 from services.worker.engine.native.library import Kernels
 from services.worker.engine.parameters import Layout, Parameter, Source, end_parameters, layer_parameters
+from services.worker.engine.pinned_readers import PinnedReaders
 from services.worker.memory.parameters import ParameterStore
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -36,6 +38,7 @@ class Checkpoint:
         self._files: dict[Path, Any] = {}  # safetensors has no types for its handle
         self._places = _places(model_dir)  # tensor -> file
         self._model_dir = model_dir
+        self._readers: PinnedReaders | None = None  # of a GPU, once one is filled
 
     def __enter__(self) -> Self:
         return self
@@ -43,6 +46,8 @@ class Checkpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._readers is not None:
+            self._readers.close()
         self._files.clear()
 
     def fill(self, parameters: Iterable[Parameter], stored: Mapping[str, torch.Tensor]) -> None:
@@ -51,13 +56,23 @@ class Checkpoint:
         Raises:
             ConfigError: a tensor is missing, has another shape or a dtype that is no float, or cannot be read.
         """
+        coming: list[Future[None]] = []
         for parameter in parameters:
             memory = stored[parameter.name]
+            if memory.device.type == "cuda" and self._readers is None:
+                self._readers = PinnedReaders(memory.device)
             if not parameter.sources:
                 memory.zero_()
             parameter.clear_padding(memory)
             for source in parameter.sources:
-                self._copy(source, parameter, memory)
+                for first_row, rows in self._bands(source, parameter):
+                    write = partial(parameter.write, memory, first_row, kernels=self._kernels)
+                    if self._readers is None:
+                        write(rows)
+                    else:
+                        coming.append(self._readers.submit(rows, write))
+        for band in coming:
+            band.result()
 
     def require_only(self, config: ModelConfig) -> None:
         """Raise ConfigError if the checkpoint holds a tensor the architecture has no use for.
@@ -73,8 +88,10 @@ class Checkpoint:
                     f"{self._places[name]}: {name}", f"is not a tensor of {config.architecture} as config.json has it"
                 )
 
-    def _copy(self, source: Source, parameter: Parameter, memory: torch.Tensor) -> None:
-        """Copies in bands, so that what is converted beside the memory stays small."""
+    def _bands(self, source: Source, parameter: Parameter) -> Iterator[tuple[int, torch.Tensor]]:
+        """The parameter's rows from the first on, as they lie in the file: in bands, so that what is converted beside
+        the memory stays small.
+        """
         path = self._places.get(source.tensor)
         if path is None:
             raise ConfigError(f"{self._model_dir}: {source.tensor}", "the checkpoint has no such tensor")
@@ -96,7 +113,7 @@ class Checkpoint:
             for first in range(0, source.row_count, band):
                 end = min(first + band, source.row_count)
                 read = cast(torch.Tensor, tensor[(slice(begin + first, begin + end), *inside)])
-                parameter.write(memory, source.first_row + first, read, self._kernels)
+                yield source.first_row + first, read
         except (SafetensorError, OSError) as error:
             raise ConfigError(where, f"cannot be read: {error}") from error
 

@@ -1,7 +1,7 @@
 """Builds an engine from a checkpoint folder."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -42,6 +42,7 @@ from services.worker.memory.cuda import open_cuda
 from services.worker.memory.device import DeviceMemory
 from services.worker.memory.gpus import gpu_index
 from services.worker.memory.host import HostBackend
+from services.worker.memory.host_copy import HostCopy
 from services.worker.memory.kv_cache import KvShape
 from services.worker.memory.parameters import PartSpec, lay_out
 from services.worker.memory.streams import own_stream
@@ -72,6 +73,7 @@ class Engine:
     runner: ModelRunner
     grammars: Grammars | None  # None: there is no tokenizer
     compute_here: Callable[[], None]  # to be called by a thread that steps it from now on; who has loaded it has
+    host_copy: HostCopy = field(default_factory=lambda: HostCopy(_to_host, _from_host))
 
     @property
     def block_tokens(self) -> int:
@@ -86,12 +88,20 @@ class Engine:
         return self.runner.step(batch, block_tables)
 
     def read_layer(self, layer: int) -> None:
-        """Fill a layer's parameters from the checkpoint again. Any thread; the layer is not executed meanwhile."""
+        """Fill a layer's parameters again: from host memory if they were kept there, else from the checkpoint. Any
+        thread; the layer is not executed meanwhile.
+        """
+        if self.host_copy.fill(self.memory.parameters, layer):
+            return
         layout = layout_for(self.memory.pool.backend.device, self.kernels)
         with Checkpoint(self.model_dir, self.kernels) as checkpoint:
             for rank, store in enumerate(self.memory.parameters.of_ranks):
                 config = self.config if rank == self.config.rank else replace(self.config, rank=rank)
                 checkpoint.fill(layer_parameters(config, layer, layout), store.layer(layer))
+
+    def keep_layer(self, layer: int) -> None:
+        """Copy a layer's parameters to host memory. Any thread."""
+        self.host_copy.keep(self.memory.parameters, layer)
 
     def memory_report(self) -> MemoryReport:
         return self.memory.report()
@@ -319,6 +329,15 @@ def _assemble(
             block_tokens=memory.kv.shape.block_tokens,
         )
     return model, attention, sampler, ModelRunner(config, model, attention, sampler, memory.kv, graphs)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy; locked in memory where a device reads it several times as fast then."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor)
+
+
+def _from_host(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)
 
 
 def _set_threads(threads: int | None, native: Kernels | None) -> int:

@@ -61,6 +61,18 @@ class MemoryBackend(Protocol):
         """
         ...
 
+    def give_up(self, runs: Sequence[ExtentRun]) -> None:
+        """The device gets the memory of these extents, none of which is mapped; their contents are lost."""
+        ...
+
+    def take_back(self, runs: Sequence[ExtentRun]) -> None:
+        """Memory for extents that were given up; they read as zeros.
+
+        Raises:
+            ConfigError: the device has not that much; none of them has memory then.
+        """
+        ...
+
     def export(self, first: int, count: int) -> list[int]:
         """Open files by which another process has the same extents: those numbered `[first, first + count)`, as far as
         there are so many. They are the caller's to close.

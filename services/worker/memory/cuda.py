@@ -83,7 +83,7 @@ class CudaBackend(TensorOperations):
 
     def __init__(self, driver: VmmDriver) -> None:
         self._driver = driver
-        self._handles: list[Handle] = []  # extent -> handle
+        self._handles: list[Handle] = []  # extent -> handle; None: given up
         self._extent_bytes = 0
         self._taken = False  # the extents are another process'
 
@@ -110,11 +110,36 @@ class CudaBackend(TensorOperations):
         try:
             for _ in range(count):
                 self._handles.append(self._driver.create(extent_bytes))
-            self._clear()
+            self._clear(ExtentRun(0, count))
         except CudaError as error:
             self.close()
             if error.out_of_memory:
                 raise _too_little(self.device, extent_bytes * count, available_bytes) from error
+            raise
+
+    def give_up(self, runs: Sequence[ExtentRun]) -> None:
+        self._driver.synchronise()
+        for extent in _extents(runs):
+            handle, self._handles[extent] = self._handles[extent], None
+            self._driver.release(handle)
+
+    def take_back(self, runs: Sequence[ExtentRun]) -> None:
+        wanted_bytes = sum(run.count for run in runs) * self._extent_bytes
+        available_bytes, made = self._driver.available_bytes(), list[int]()
+        if wanted_bytes > available_bytes:
+            raise _too_little(self.device, wanted_bytes, available_bytes)
+        try:
+            for extent in _extents(runs):
+                self._handles[extent] = self._driver.create(self._extent_bytes)
+                made.append(extent)
+            for run in runs:
+                self._clear(run)
+        except CudaError as error:
+            for extent in made:
+                handle, self._handles[extent] = self._handles[extent], None
+                self._driver.release(handle)
+            if error.out_of_memory:
+                raise _too_little(self.device, wanted_bytes, available_bytes) from error
             raise
 
     def export(self, first: int, count: int) -> list[int]:
@@ -177,19 +202,23 @@ class CudaBackend(TensorOperations):
 
     def close(self) -> None:
         while self._handles:
-            self._driver.release(self._handles.pop())
+            if (handle := self._handles.pop()) is not None:
+                self._driver.release(handle)
 
-    def _clear(self) -> None:
+    def _clear(self, run: ExtentRun) -> None:
         """Fresh memory of a GPU holds what was there before; the contract says zeros."""
-        everything = ExtentRun(0, len(self._handles))
-        size_bytes = everything.count * self._extent_bytes
+        size_bytes = run.count * self._extent_bytes
         address = self.reserve(size_bytes)
         try:
-            self.map(address, [everything])
+            self.map(address, [run])
             self.tensor(address, (size_bytes,), torch.uint8).zero_()
-            self.unmap(address, [everything])
+            self.unmap(address, [run])
         finally:
             self.release(address, size_bytes)
+
+
+def _extents(runs: Iterable[ExtentRun]) -> Iterable[int]:
+    return (extent for run in runs for extent in range(run.first, run.end))
 
 
 def _close(files: Iterable[int]) -> None:

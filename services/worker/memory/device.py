@@ -186,6 +186,31 @@ class DeviceMemory:
             self.parameters.restore(layer)
         return self.kv.block_count
 
+    # ------------------------------------------------------------ parking
+
+    can_park = True  # this memory is one process' own
+
+    def park(self) -> None:
+        """No request is here, and all layers are kept elsewhere: gives up layers and KV, and the memory to the device.
+        Parts that are no layer stay.
+        """
+        self._empty()
+        self.pool.give_up_free()
+
+    @all_or_nothing
+    def _empty(self) -> None:
+        self.pool.backend.synchronise()
+        self.parameters.drop(self.parameters.held_layers)
+        self.kv.window.keep(0)
+
+    def unpark(self) -> None:
+        """Takes the device's memory again, for `make_room_for_layers`.
+
+        Raises:
+            ConfigError: the device has not that much any more; everything is as it was.
+        """
+        self.pool.take_back()
+
     @all_or_nothing
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (from, to) in every layer that the window in force holds."""

@@ -35,6 +35,7 @@ _MAP_NORESERVE = 0x4000
 _MAP_POPULATE = 0x8000
 _MREMAP_MAYMOVE = 1
 _MREMAP_FIXED = 2
+_MADV_REMOVE = 9
 _MREMAP_DONTUNMAP = 4  # leaves a mapping without pages behind, not a hole that another thread's mmap might fill
 
 _RESERVED = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
@@ -47,6 +48,8 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.mremap.restype = ctypes.c_void_p
 _libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
 _libc.munmap.restype = ctypes.c_int
+_libc.madvise.restype = ctypes.c_int
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
@@ -90,6 +93,19 @@ class HostBackend(TensorOperations):
         self._parking = _mmap(parking, size_bytes, _PROT_READ_WRITE, _MAP_SHARED | _MAP_FIXED, self._fd, 0)
         self._extent_bytes, self._size_bytes, self._parked = extent_bytes, size_bytes, bytearray(count)
         self._tables_move = self._kernel_moves_tables(self._fd)
+
+    def give_up(self, runs: Sequence[ExtentRun]) -> None:
+        for run in runs:
+            if _libc.madvise(self._parking_of(run), run.count * self._extent_bytes, _MADV_REMOVE) != 0:
+                raise _os_failure("madvise", run.count * self._extent_bytes)
+            self._parked[run.first : run.end] = bytes(run.count)  # there is nothing that could be moved from there
+
+    def take_back(self, runs: Sequence[ExtentRun]) -> None:
+        size_bytes, available_bytes = sum(run.count for run in runs) * self._extent_bytes, _available_bytes()
+        if size_bytes > available_bytes:
+            raise ConfigError(
+                "device_memory_bytes", f"{size_bytes} bytes asked for, this machine has {available_bytes} available"
+            )
 
     def export(self, first: int, count: int) -> list[int]:
         """All extents are in one file, the first."""

@@ -47,6 +47,7 @@ class PhysicalPool:
         self._ranges: list[VirtualRange] = []
         self._reserved: list[tuple[int, int]] = []  # address, size: released as a whole
         self._closed = False
+        self._given_up: list[ExtentRun] = []  # free ones that the device has back
         self._changes: list[_Change] = []
         self._report: MemoryReport | None = None  # None: something has changed since the last one
 
@@ -83,6 +84,8 @@ class PhysicalPool:
         Raises:
             InvariantViolation: fewer than `count` are free; callers look at `free_count` first.
         """
+        if count and self._given_up:
+            raise InvariantViolation(f"{count} extents wanted for {purpose.name}, and the free ones were given up")
         if count > self.free_count:
             raise InvariantViolation(f"{count} extents wanted for {purpose.name}, {self.free_count} are free")
         taken: list[ExtentRun] = []
@@ -104,6 +107,21 @@ class PhysicalPool:
             self._owners[run.first : run.end] = bytes(run.count)
             self._taken[purpose] -= run.count
             self._insert_free(run)
+
+    def give_up_free(self) -> None:
+        """The device gets the memory of all free extents; none can be taken until `take_back`."""
+        if self._given_up:
+            raise InvariantViolation("free extents were given up before")
+        self.backend.give_up(self._free)
+        self._given_up = list(self._free)
+
+    def take_back(self) -> None:
+        """
+        Raises:
+            ConfigError: the device has not that much memory any more; everything is as it was.
+        """
+        self.backend.take_back(self._given_up)
+        self._given_up = []
 
     def begin(self) -> None:
         """What `undo` would undo starts here."""

@@ -16,10 +16,14 @@ class Threads:
     """See `context.Background`."""
 
     def __init__(
-        self, read_layer: Callable[[int], None], beside: Callable[[], AbstractContextManager[None]] = nullcontext
+        self,
+        read_layer: Callable[[int], None],
+        keep_layer: Callable[[int], None],
+        beside: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """`beside`: inside of it a device copies beside what it computes; it is through with that at the end."""
         self._read_layer = read_layer
+        self._keep_layer = keep_layer
         self._beside = beside
         self._workers = ThreadPoolExecutor(_THREADS, thread_name_prefix="layers")
 
@@ -28,6 +32,9 @@ class Threads:
 
     def fill(self, layer: int) -> Future[None]:
         return self.submit(self._read_layer, layer)
+
+    def keep(self, layer: int) -> Future[None]:
+        return self.submit(self._keep_layer, layer)
 
     def rest(self, stopped: Callable[[], bool], hurried: Callable[[], bool] = never) -> Callable[[], None]:
         return unhurried(stopped, hurried)

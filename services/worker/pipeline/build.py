@@ -54,6 +54,10 @@ class Instance(Protocol):
         """Fill a layer's parameters again. Any thread; the layer is not executed meanwhile."""
         ...
 
+    def keep_layer(self, layer: int) -> None:
+        """Copy a layer's parameters to host memory, from which they are read from then on. Any thread."""
+        ...
+
 
 def stage_core(
     limits: WorkerLimits,
@@ -117,9 +121,9 @@ def join(
         plane = _real_plane(me, hub, config, advertise_host, transport, secret, device)
         from services.worker.links.cuda_copies import copies_for  # torch comes with it
 
-        threads = Threads(engine.read_layer, copies_for(device).copying)
+        threads = Threads(engine.read_layer, engine.keep_layer, copies_for(device).copying)
     else:
-        threads = Threads(engine.read_layer)
+        threads = Threads(engine.read_layer, engine.keep_layer)
         hub = Hub(post)
         plane = open_plane(hub, secret)
     own = engine.runner

@@ -72,7 +72,13 @@ class Background(Protocol):
     def submit(self, job: Callable[[*_Given], _Result], /, *given: *_Given) -> Future[_Result]: ...
 
     def fill(self, layer: int) -> Future[None]:
-        """Its parameters come from the checkpoint. The layer is not executed meanwhile."""
+        """Its parameters come from host memory, if they were kept, else from the checkpoint. The layer is not executed
+        meanwhile.
+        """
+        ...
+
+    def keep(self, layer: int) -> Future[None]:
+        """Its parameters are kept in host memory, from now on for good: they never change."""
         ...
 
     def rest(self, stopped: Callable[[], bool], hurried: Callable[[], bool] = never) -> Callable[[], None] | None:

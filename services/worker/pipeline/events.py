@@ -181,6 +181,13 @@ class RoomGranted(MemberEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class ParkOrdered(MemberEvent):
+    """From the planner: give the device memory back if nobody needs this worker; or (not `park`) serve again."""
+
+    park: bool
+
+
+@dataclass(frozen=True, slots=True)
 class MigrationOrdered(MemberEvent):
     """From the planner: the group that `source` leads gives requests to the one of `target`, and this worker is in one
     of them.

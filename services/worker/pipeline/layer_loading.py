@@ -71,16 +71,26 @@ class LayerLoading:
         self._server.cancel()
         self._server.learn(layers)
 
+    def stop_reading(self) -> None:
+        """Layers are about to be given up, and nobody waits for what they are."""
+        self._server.cancel()
+
     @property
     def reads_layers(self) -> bool:
         """Some thread does: they must stay where they are."""
         return not self._server.idle
 
     def load(
-        self, epoch: Epoch, sources: Mapping[int, Sequence[WorkerId]], progress: Progress, block_count: int
+        self,
+        epoch: Epoch,
+        sources: Mapping[int, Sequence[WorkerId]],
+        progress: Progress,
+        block_count: int,
+        *,
+        own: bool = False,
     ) -> None:
         """The KV keeps so many blocks, and the missing layers get memory again: asks for them. No more blocks are held,
-        and none beyond will be asked for.
+        and none beyond will be asked for. `own`: they come from this process' memory, and are as they were.
         """
         self._epoch, self._progress, self.failure, began_s = epoch, progress, "", self._now()
         self.shrink(block_count)
@@ -98,6 +108,7 @@ class LayerLoading:
             ask=lambda peer, layer: self._ask(peer, self._epoch, layer, self._memory.parameters.layout(layer)),
             server=self._server,
             hurried=self._hurried,
+            own=own,
         )
         self._pull.go_on()
         self._settle(self._pull, progress)

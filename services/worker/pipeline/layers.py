@@ -144,8 +144,12 @@ class LayerPull:
         ask: Callable[[WorkerId, int], bool],
         server: LayerServer,
         hurried: Callable[[], bool],
+        own: bool = False,
     ) -> None:
-        """`server` of the layers that are here."""
+        """`server` of the layers that are here. `own`: they come from this process' memory: nobody can have changed
+        them.
+        """
+        self._own = own
         self._epoch = epoch
         self._queue = list(missing)
         self._sources = {layer: [*sources.get(layer, ()), None] * _ROUNDS for layer in missing}  # None: the disk
@@ -206,7 +210,7 @@ class LayerPull:
             return
         known = self._server.known_checksum(event.layer)
         wanted, by = (known, None) if known else (event.checksum, event.by)
-        if event.peer is None and not wanted:  # this worker has never had the layer: there is nothing to compare with
+        if event.peer is None and (self._own or not wanted):  # or it has never had the layer: nothing to compare with
             self.checked(LayerChecked(event.epoch, event.layer, True))
             return
         # The checkpoint too: it may have been replaced since, or have rotted, and all tokens would be wrong.

@@ -17,6 +17,7 @@ from ballast.service.logs import get_logger
 from services.worker.core.blocks import BlockBook
 from services.worker.core.events import Execute, GroupLost, GroupOpened, Removed, RoleChanged
 from services.worker.core.mover import Mode
+from services.worker.core.report import Parks
 from services.worker.core.transition_messages import KvReceived, PeerLost
 from services.worker.core.worker import WorkerCore
 from services.worker.memory.device import DeviceMemory
@@ -38,6 +39,7 @@ from services.worker.pipeline.events import (
     LinkMade,
     MigrationOrdered,
     MigrationTold,
+    ParkOrdered,
     PlanReceived,
     ResultArrived,
     RoomGranted,
@@ -50,6 +52,7 @@ from services.worker.pipeline.grammars import GrammarsAhead
 from services.worker.pipeline.layer_loading import LayerLoading
 from services.worker.pipeline.migrations import Migrations
 from services.worker.pipeline.mover import KvMover
+from services.worker.pipeline.parking import Parking
 from services.worker.pipeline.published import Published
 from services.worker.pipeline.rescue import Rescue
 from services.worker.pipeline.role import Role
@@ -126,6 +129,8 @@ class GroupMember:
             second=second,
         )
 
+        self._parking = Parking(context, environment.background, layer_loading, self._why_not_park, self._open_group)
+
     # ------------------------------------------------------------ what the shell calls
 
     @property
@@ -172,6 +177,11 @@ class GroupMember:
     def place(self) -> Place | None:
         """From any thread: which group this worker is in, and since when."""
         return self._role.place
+
+    @property
+    def parks(self) -> Parks:
+        """From any thread."""
+        return self._parking.parks
 
     @property
     def newest_epoch(self) -> Epoch:
@@ -225,6 +235,8 @@ class GroupMember:
                 driver.layer_asked(event)
             case LayerArrived() | LayerChecked():
                 driver.layer_news(event)
+            case ParkOrdered():
+                self._parking.ordered(event)
             case MigrationOrdered() | MigrationTold() | KvLeft():
                 self._migrations.handle(event)
             case Woken():
@@ -244,7 +256,8 @@ class GroupMember:
         self._migrations.poll()
         if self._rescue is not None and self._rescue.poll(self._now(), self._context.grow_book):
             self._be_whole(self._rescue)
-        rests = self._rescue is None and self._driver.at_rest and self._migrations.at_rest
+        self._parking.poll()
+        rests = self._rescue is None and self._driver.at_rest and self._migrations.at_rest and self._parking.at_rest
         self._is_awake = not rests
         return self._answers.take()
 
@@ -281,7 +294,7 @@ class GroupMember:
         """A plan that takes this worker for one of no group is also word that its group has ended: a member was counted
         as lost, perhaps without any link having broken. The planner repeats it until this worker is whole.
         """
-        if self._rescue is not None:
+        if self._rescue is not None or self._parking.under_way:
             return
         epoch = event.plan.epoch
         if epoch > self.published.newest_epoch and self._driver.is_outside(event.plan):
@@ -349,11 +362,27 @@ class GroupMember:
         """Every layer is here again: this worker leads itself."""
         self._rescue = None
         self._role.be_whole()
+        self._open_group()
+        rescue.progress.block_count_after = self._context.book.block_count
+        self.published.publish_as(rescue.epoch, Phase.DONE)
+
+    def _open_group(self) -> None:
+        """Of this worker alone."""
         self._memory.open_window()
         block_count, kv = self._memory.close_leaving(), self._memory.kv
         book = BlockBook(block_count, kv.shape.block_tokens, kv.window.first_block)
         self._context.book = book
         self._answers.tell(GroupOpened(self._now(), book))
         self._capacities.begin()
-        rescue.progress.block_count_after = book.block_count
-        self.published.publish_as(rescue.epoch, Phase.DONE)
+
+    # ------------------------------------------------------------ nobody needs it for now
+
+    def _why_not_park(self) -> str:
+        core, driver = self._context.core, self._driver
+        if not self._memory.can_park:
+            return "its memory is that of several ranks"
+        if self._role.stages or self._rescue is not None or driver.under_way or driver.undoing or driver.leaving:
+            return "it is in a group, or on its way from one to another"
+        if not core.is_empty or core.in_flight_count or self._context.book.sequence_ids:
+            return "requests are here"
+        return "" if self._migrations.at_rest and self._migrations.idle and not self._hub.receives else "KV is moving"

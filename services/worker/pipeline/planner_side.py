@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
-from ballast.common.errors import InvalidRequest, InvariantViolation, StaleEpoch
+from ballast.common.errors import InvalidRequest, InvariantViolation, NotPossible, StaleEpoch
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.transition import Phase
 from ballast.rpc.codec import LAYOUT
@@ -15,7 +15,7 @@ from ballastpb.worker.v1 import worker_pb2 as pb
 from services.worker.core.phases import BEFORE_COMMIT, deadline_s
 from services.worker.core.plan import Plan, part_of
 from services.worker.core.transition_messages import AbortRequested, CommitRequested, PreparationFailed
-from services.worker.pipeline.events import MigrationOrdered, PlanReceived, Told
+from services.worker.pipeline.events import MigrationOrdered, ParkOrdered, PlanReceived, Told
 from services.worker.pipeline.member import GroupMember
 from services.worker.pipeline.status import Progress
 from services.worker.shell import MemberEvent
@@ -169,6 +169,14 @@ class Transitions:
                 cause_id=request.cause_id,
             )
         )
+
+    def park(self, incarnation: int, *, park: bool) -> None:
+        """Raises StaleEpoch: another life of this worker is meant. NotPossible: it cannot be parked."""
+        if incarnation != self._incarnation:
+            raise StaleEpoch("worker incarnation", incarnation, self._incarnation)
+        if park and not self._member.parks.wake_s:
+            raise NotPossible("an instance of several ranks cannot be parked")
+        self._post(ParkOrdered(park))
 
     def name_partners(self, request: pb.NamePartnersRequest) -> Epoch:
         self._take_back(Epoch(request.settled_epoch))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, GroupId, WorkerId
-from ballast.common.layout import Group, Place
+from ballast.common.layout import Group, Place, Standing
 from ballast.common.layout import Member as LayoutMember
 
 
@@ -45,7 +45,10 @@ class Role:
         self.epoch = epoch
         self.stages = group.members if len(group.members) > 1 else ()
         self.layers = own_layers(self.me, group.members)
-        stages = tuple(replace(member, address="", data_address="", draining=False) for member in group.members)
+        stages = tuple(
+            replace(member, address="", data_address="", draining=False, standing=Standing.SERVING)
+            for member in group.members
+        )
         self.place = Place(epoch, Group(group.group_id, stages))
 
     def leave_group(self) -> None:

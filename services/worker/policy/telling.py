@@ -27,7 +27,7 @@ def is_due(
     return silent_s >= INTERVAL_S * stream_count and (changed or used_change * _USED_SHARE >= report.block_count)
 
 
-def _routing(report: LoadReport) -> tuple[int, int, int, int, int, int, bool, bool, bool]:
+def _routing(report: LoadReport) -> tuple[int | bool, ...]:
     return (
         report.block_count,
         report.kept_block_count,
@@ -38,4 +38,5 @@ def _routing(report: LoadReport) -> tuple[int, int, int, int, int, int, bool, bo
         report.prompt_token_count < report.max_prompt_token_count,
         report.draining,
         report.offline_wanted_tokens > 0,
+        report.memory.parameter_bytes,  # of one that is parked or woken, for people
     )

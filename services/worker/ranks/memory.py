@@ -37,6 +37,8 @@ class Mirror(DeviceMemory):
 class RankedMemory(DeviceMemory):
     """Each change is over when it is on all ranks, and has come to the same on each; or on none, if one refuses it."""
 
+    can_park = False
+
     def __init__(self, own: DeviceMemory, mirrors: Sequence[Mirror], crew: Crew, rank_count: int) -> None:
         """Memory and mirrors belong to it from here on. No layer has been dropped yet."""
         super().__init__(own.pool, own.parameters, own.kv)

@@ -501,6 +501,6 @@ def test_a_worker_that_changes_without_a_word_to_routing_is_noticed() -> None:
     story.core._placement._look_around(story.now_s)
     worker = story.core.fleet.get(key("a"))
     assert worker is not None
-    worker.draining_in_layout = True
+    worker.closed_in_layout = True
     with pytest.raises(InvariantViolation, match="routing was not told"):
         story.core._placement.check()

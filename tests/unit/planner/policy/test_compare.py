@@ -255,10 +255,18 @@ def test_of_an_odd_number_of_instances_none_is_left_out(count: int) -> None:
     assert sum(len(group.members) for group in plan.groups) == count
 
 
+def slowed(snapshot: Snapshot, names: set[WorkerId]) -> Snapshot:
+    groups = [
+        g._replace(members=tuple(m._replace(slowness=3.0 if m.worker_id in names else 1.0) for m in g.members))
+        for g in snapshot.groups
+    ]
+    return Snapshot(snapshot.model, tuple(groups))
+
+
 def test_unlike_machines_are_judged_by_their_own_pace_and_merged_with_their_like() -> None:
     snapshot, load = running(alone(EIGHT, BLOCKS - 5), 24), Running(256, 4)
-    slow = {WorkerId(name): 3.0 for name in EIGHT[:4]}
-    alike, unlike = (compare(snapshot, one, LONG, PACE) for one in (load, replace(load, slowness=slow)))
+    slow = {WorkerId(name) for name in EIGHT[:4]}
+    alike, unlike = (compare(one, load, LONG, PACE) for one in (snapshot, slowed(snapshot, slow)))
     assert unlike.candidates[0].prediction.tpot_s > 1.3 * alike.candidates[0].prediction.tpot_s
     assert unlike.candidates[0].prediction.tpot_s < 3.0 * alike.candidates[0].prediction.tpot_s
     assert unlike.chosen.merges
@@ -269,11 +277,11 @@ def test_unlike_machines_are_judged_by_their_own_pace_and_merged_with_their_like
 
 def test_the_only_one_of_its_kind_may_be_merged_with_others() -> None:
     snapshot = running(alone(["w0", "w1"], BLOCKS - 5), 24)
-    load = Running(256, 4, slowness={WorkerId("w0"): 3.0})
-    assert [one.name.split()[:2] for one in compare(snapshot, load, LONG, PACE).candidates] == [
-        ["nothing"],
-        ["1", "pair"],
-    ]
+    found = compare(slowed(snapshot, {WorkerId("w0")}), Running(256, 4), LONG, PACE)
+    assert {one.name.split(",")[0] for one in found.candidates} == {"nothing", f"1 pair {2.0:.1f} x as slow"}
+    plan = plan_of(slowed(snapshot, {WorkerId("w0")}), [[GroupId("w0"), GroupId("w1")]], 1, 0.0)
+    layers = {m.worker_id: m.last_layer - m.first_layer for m in plan.groups[0].members}
+    assert 2.5 * layers[WorkerId("w0")] < layers[WorkerId("w1")] < 4 * layers[WorkerId("w0")], "as long in time"
 
 
 def pairs(used: int) -> Snapshot:

@@ -1,8 +1,9 @@
 import random
+from collections.abc import Sequence
 
 from ballast.common.ids import WorkerId
 from services.planner.policy.snapshot import InstanceState, ModelShape
-from services.planner.policy.split import Candidate, Splitter, SplitTolerance, Stage
+from services.planner.policy.split import TOWARD_MEMORY, Candidate, Splitter, SplitTolerance, Stage, is_unlike, kinds_of
 from tests.support.drop_plans import (
     acceptable_splits,
     all_splits,
@@ -160,3 +161,60 @@ def test_many_loads_and_uneven_layers_are_matched_after_the_split() -> None:
     by_load = sorted((s.candidate.kv_bytes_per_layer, s.last_layer - s.first_layer) for s in found)
     counts = [layers for _, layers in by_load]
     assert counts == sorted(counts)
+
+
+def unlike_members(rng: random.Random, shape: ModelShape) -> list[Candidate]:
+    """Whole members whose memories, extents and speeds differ, with room for some blocks each."""
+    members: list[Candidate] = []
+    for i in range(rng.randint(2, 4)):
+        extent_bytes = rng.choice([1, 32, 100])
+        least = shape.at(extent_bytes).copy_bytes + shape.other_parameter_bytes + extent_bytes * (shape.layer_count + 1)
+        budget_bytes = least + int(least * rng.choice([0.02, 0.1, 0.5, 1.0, 2.0, 6.0])) + rng.randint(0, 300)
+        slowness = rng.choice([1.0, 1.0, 1.21, 1.95])
+        held = tuple(range(shape.layer_count))
+        instance = InstanceState(
+            WorkerId(f"w{i}"), budget_bytes, 0, shape.layer_count, held, extent_bytes, slowness=slowness
+        )
+        members.append(Candidate(instance, rng.choice([0, 5, rng.randint(0, 100)])))
+    return members
+
+
+def alone_blocks(members: Sequence[Candidate], shape: ModelShape) -> int:
+    instances = [member.instance for member in members]
+    return sum(shape.at(i.extent_bytes).block_count(i.budget_bytes, 0, shape.layer_count) for i in instances)
+
+
+def slowest(stages: Sequence[Stage]) -> float:
+    return max((s.last_layer - s.first_layer) * s.candidate.instance.slowness for s in stages)
+
+
+def test_unlike_members_are_split_between_even_and_most_memory() -> None:
+    """Each point against all splits: complete, the least stage, and as even as that allows."""
+    rng = random.Random(11)
+    farther = 0
+    for _ in range(600):
+        shape = model(rng.randint(2, 8))
+        members = unlike_members(rng, shape)
+        if len(members) > shape.layer_count:
+            continue
+        splitter = Splitter(shape, SplitTolerance(capacity=0.0))
+        every = [s for s in all_splits(members, shape) if blocks_of(s, shape) >= 1]
+        even = SplitTolerance().longest(min(map(slowest, every)))
+        quick = max(blocks_of(s, shape) for s in every if slowest(s) <= even)
+        best = max(blocks_of(s, shape) for s in every)
+        balanced, middle, most = (splitter.split(members, toward) for toward in TOWARD_MEMORY)
+        assert balanced is not None
+        assert middle is not None
+        assert most is not None
+        assert slowest(balanced) <= even
+        assert blocks_of(balanced, shape) == quick
+        if is_unlike(kinds_of([member.instance for member in members])):
+            assert blocks_of(most, shape) == best
+            assert slowest(most) <= max(even, min(slowest(s) for s in every if blocks_of(s, shape) == best))
+            assert quick <= blocks_of(middle, shape) <= best
+        alone = alone_blocks(members, shape)
+        found = splitter.split(members, at_least=alone)
+        assert found is not None
+        assert blocks_of(found, shape) >= min(alone, blocks_of(most, shape))
+        farther += blocks_of(balanced, shape) < alone <= blocks_of(most, shape)
+    assert farther > 20

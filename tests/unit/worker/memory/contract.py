@@ -84,6 +84,23 @@ class BackendContract:
         other.unmap(1, 2)
         one.unmap(0, 1)
 
+    def test_extents_that_were_given_up_come_back_as_zeros_and_the_others_keep_theirs(
+        self, created: MemoryBackend, one: Range
+    ) -> None:
+        one.map(0, ExtentRun(0, 4))
+        one.extents[:4].fill_(6)
+        one.unmap(1, 3)
+        for _ in range(2):
+            created.give_up([ExtentRun(1, 2), ExtentRun(4, COUNT - 4)])
+            assert one.value(0) == 6
+            created.take_back([ExtentRun(1, 2), ExtentRun(4, COUNT - 4)])
+            one.map(1, ExtentRun(1, 4))
+            assert [one.value(slot) for slot in range(5)] == [6, 0, 0, 6, 0]
+            one.extents[1:3].fill_(9)
+            one.extents[4].fill_(9)
+            one.unmap(1, 4)
+        one.unmap(0, 1)
+
     def test_a_view_made_before_the_mapping_sees_what_is_mapped(self, one: Range) -> None:
         view, address = one.extents[4:6], one.extents.data_ptr()
         one.map(0, ExtentRun(0, 6))

@@ -1,5 +1,6 @@
 import dataclasses
 import gc
+import os
 from pathlib import Path
 
 import pytest
@@ -247,3 +248,46 @@ def test_an_extent_size_of_the_operators_choice_must_be_mappable() -> None:
     shape = KvShape(layer_count=1, block_tokens=1, kv_heads=1, head_dim=1, dtype=torch.float32)
     with pytest.raises(ConfigError, match="extent_bytes: must be a positive multiple of 4096"):
         DeviceMemory.open(HostBackend(), budget_bytes=1 << 20, layers=[], others={}, kv_shape=shape, extent_bytes=5000)
+
+
+def test_a_parked_device_has_only_what_is_no_layer_and_is_whole_again_when_woken() -> None:
+    backend = HostBackend()
+    with open_small(backend) as memory:
+        for layer in range(LAYERS):
+            fill_layer(memory, layer)
+        before = memory.report()
+        resident = _file_bytes(backend)
+        for _ in range(3):
+            memory.park()
+            memory.check()
+            assert memory.report().parameter_bytes == OTHER_EXTENTS * EXTENT_BYTES
+            assert memory.report().kv_bytes == 0
+            assert _file_bytes(backend) <= OTHER_EXTENTS * EXTENT_BYTES < resident
+            with pytest.raises(InvariantViolation, match="were given up"):
+                memory.make_room_for_layers([0], block_count=0)
+            memory.unpark()
+            memory.make_room_for_layers(range(LAYERS), block_count=0)
+            memory.open_window()
+            memory.close_leaving()
+            memory.check()
+            assert memory.report() == before
+
+
+def test_a_device_whose_memory_somebody_else_has_taken_stays_parked(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_small(HostBackend()) as memory:
+        memory.park()
+        with monkeypatch.context() as patched:
+            patched.setattr("services.worker.memory.host._available_bytes", lambda: EXTENT_BYTES)
+            with pytest.raises(ConfigError, match="asked for, this machine has"):
+                memory.unpark()
+        memory.check()
+        memory.unpark()
+        memory.make_room_for_layers(range(LAYERS), block_count=0)
+        memory.check()
+
+
+def _file_bytes(backend: HostBackend) -> int:
+    """What of the memory there really is."""
+    fd = backend._fd  # pyright: ignore[reportPrivateUsage]
+    assert fd is not None
+    return os.fstat(fd).st_blocks * 512

@@ -36,7 +36,7 @@ def test_a_layer_from_the_checkpoint_is_compared_with_what_is_known(changed: boo
             if changed:
                 parameters.layer(layer)["down"][-1, -1] += 1.0
 
-        workers = Threads(read)
+        workers = Threads(read, read)
         server = LayerServer(parameters, workers, events.put)
         fill_layer(memory, 1)
         if known:
@@ -75,7 +75,7 @@ def test_a_layer_from_a_peer_is_read_as_the_peer_has_read_it(by: Algorithm) -> N
     with open_small(HostBackend()) as memory, open_small(HostBackend()) as there:
         fill_layer(there, 1)
         right = there.parameters.layer_checksum(1, by=by)
-        workers = Threads(lambda layer: None)
+        workers = Threads(lambda layer: None, lambda layer: None)
 
         def ask(peer: WorkerId, layer: int) -> bool:
             asked.append(peer)
@@ -135,7 +135,7 @@ def test_a_peer_whose_weights_are_packed_otherwise_is_refused_and_told_why(tmp_p
         parameters = packed.memory.parameters
         theirs = plain.memory.parameters.layout(1)
         assert parameters.layout(0) == parameters.layout(1) != theirs
-        workers, link = Threads(lambda layer: None), _Sent()
+        workers, link = Threads(lambda layer: None, lambda layer: None), _Sent()
         context = SimpleNamespace(
             role=SimpleNamespace(layer_count=2),
             memory=packed.memory,

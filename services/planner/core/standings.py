@@ -1,0 +1,113 @@
+"""Which instances are to be away, and what follows from it step by step (pure).
+
+An instance's standing follows from two facts: whether it is to be away, which is decided here and kept in the layout,
+and whether it has parked, which it says itself. So no step can be missed: a planner that takes over, a report that
+comes late and an order that is lost all end in the same. Orders are repeated while the layout says that somebody leaves
+or wakes; dispatchers know by then.
+"""
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from ballast.common.ids import WorkerId
+from ballast.common.layout import Layout, Member, Standing, group_of
+from services.planner.core.membership import Membership
+from services.planner.core.messages import (
+    AnswerChange,
+    ChangeRefusal,
+    Command,
+    OrderStanding,
+    RefuseChange,
+    StandingRequested,
+)
+
+_ORDERS_S = 0.25  # between two orders to the same instance
+_MOST_WAITING = 1000
+
+
+@dataclass(slots=True)
+class Standings:
+    membership: Membership
+    order_at_s: float = math.inf  # when to order the next time
+    _waiting: OrderedDict[str, StandingRequested] = field(default_factory=OrderedDict[str, StandingRequested])
+
+    def requested(self, event: StandingRequested, layout: Layout, *, busy: bool) -> list[Command]:
+        """By an operator. Settled by the layout that has it."""
+        earlier = self._waiting.get(event.request_id)
+        if earlier is not None and (earlier.worker_id, earlier.away) != (event.worker_id, event.away):
+            why = f"request id {event.request_id!r} was given for another change"
+            return [RefuseChange(event.request_id, ChangeRefusal.ID_REUSED, why)]
+        if why := self._why_not(event, layout, busy=busy):
+            return [RefuseChange(event.request_id, ChangeRefusal.NOT_POSSIBLE, why)]
+        self.put(event.worker_id, away=event.away)
+        self._waiting[event.request_id] = event
+        refused: list[Command] = []
+        while len(self._waiting) > _MOST_WAITING:
+            oldest, _ = self._waiting.popitem(last=False)
+            refused.append(RefuseChange(oldest, ChangeRefusal.BUSY, "too many instances are parked or woken at once"))
+        return refused
+
+    def _why_not(self, event: StandingRequested, layout: Layout, *, busy: bool) -> str:
+        known, group = self.membership.known.get(event.worker_id), group_of(layout, event.worker_id)
+        if known is None or group is None:
+            return f"{event.worker_id} is not in the layout; `ballast status` names who is"
+        if not event.away or known.away:
+            return ""
+        if self.membership.model is not None and self.membership.model.tensor_parallel_size > 1:
+            return "an instance of several ranks cannot be parked: drain it"
+        if known.placeable.draining:
+            return f"{event.worker_id} drains: it is about to end"
+        if len(group.members) > 1:
+            return f"{event.worker_id} serves in a group: restore first"
+        if busy:
+            return "a transition is under way: try again when it is over"
+        if not any(m.takes_new for g in layout.groups for m in g.members if m.worker_id != event.worker_id):
+            return f"nobody but {event.worker_id} serves"
+        return ""
+
+    def put(self, worker_id: WorkerId, *, away: bool) -> bool:
+        """Whether that changes anything."""
+        known = self.membership.known.get(worker_id)
+        if known is None or known.away is away:
+            return False
+        known.away = away
+        known.stand()
+        return True
+
+    def settle(self, layout: Layout) -> list[Command]:
+        """Those for which this layout is the answer."""
+        of = {m.worker_id: m for group in layout.groups for m in group.members}
+        settled = [
+            request_id
+            for request_id, event in self._waiting.items()
+            if (member := of.get(event.worker_id)) is None or is_away(member) is event.away
+        ]
+        commands: list[Command] = []
+        for request_id in settled:
+            del self._waiting[request_id]
+            commands.append(AnswerChange(request_id, layout.epoch, ()))
+        return commands
+
+    def due(self, layout: Layout, at_s: float, cause_id: str) -> list[Command]:
+        """The orders that are due. `layout`: as it is stored."""
+        members = [m for g in layout.groups for m in g.members if m.standing in (Standing.LEAVING, Standing.WAKING)]
+        if not members:
+            self.order_at_s = math.inf
+            return []
+        if self.order_at_s == math.inf:
+            self.order_at_s = at_s
+        if at_s < self.order_at_s:
+            return []
+        self.order_at_s = at_s + _ORDERS_S
+        return [OrderStanding(member, member.standing is Standing.LEAVING, cause_id) for member in members]
+
+    def give_up(self) -> list[Command]:
+        """Another planner leads."""
+        waiting, self._waiting = self._waiting, OrderedDict[str, StandingRequested]()
+        self.order_at_s = math.inf
+        return [RefuseChange(request_id, ChangeRefusal.STANDBY, "") for request_id in waiting]
+
+
+def is_away(member: Member) -> bool:
+    return member.standing in (Standing.LEAVING, Standing.PARKED)

@@ -1,0 +1,46 @@
+"""Parameters of layers in host memory: they never change, so what was copied once is right for good."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from services.worker.memory.parameters import ParameterStore
+
+if TYPE_CHECKING:
+    import torch
+
+
+class HostCopy:
+    """Safe for use from several threads, each with a layer of its own."""
+
+    def __init__(
+        self,
+        copied: Callable[[torch.Tensor], torch.Tensor],
+        copy: Callable[[torch.Tensor, torch.Tensor], None],
+    ) -> None:
+        """`copied` gives a copy in host memory of what is on the device, `copy` brings it back: (to, from)."""
+        self._copied = copied
+        self._copy = copy
+        self._layers: dict[int, list[torch.Tensor]] = {}
+        self._lock = Lock()
+
+    def keep(self, parameters: ParameterStore, layer: int) -> None:
+        """Of all ranks. Does nothing if it is kept already."""
+        with self._lock:
+            kept = layer in self._layers
+        if not kept:
+            tensors = [self._copied(tensor) for tensor in parameters.pieces(layer)]
+            with self._lock:
+                self._layers[layer] = tensors
+
+    def fill(self, parameters: ParameterStore, layer: int) -> bool:
+        """False: the layer is not kept."""
+        with self._lock:
+            tensors = self._layers.get(layer)
+        if tensors is None:
+            return False
+        for target, source in zip(parameters.pieces(layer), tensors, strict=True):
+            self._copy(target, source)
+        return True

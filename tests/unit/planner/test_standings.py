@@ -1,0 +1,142 @@
+"""Instances that are parked and woken by hand: what the planner's core makes of it, step by step."""
+
+from ballast.common.ids import Incarnation, WorkerId
+from ballast.common.layout import Standing
+from services.planner.core.messages import (
+    AnswerChange,
+    ChangeRefusal,
+    DrainRequested,
+    InstanceUp,
+    LeadershipChanged,
+    OrderStanding,
+    RefuseChange,
+    SnapshotBegan,
+    SnapshotEnded,
+    StandingRequested,
+)
+from tests.support.planner_core import MODEL, Planner
+
+
+def ask(planner: Planner, worker: str, *, away: bool, request: str = "") -> None:
+    request = request or f"{worker} {away} {planner.now_s}"
+    planner.tell(StandingRequested(planner.now_s, "c", request, WorkerId(worker), away))
+
+
+def says(planner: Planner, worker: str, *, parked: bool) -> None:
+    life = Incarnation(planner.lives[worker])
+    address = f"{worker}:1"
+    up = InstanceUp(planner.now_s, "c", WorkerId(worker), life, address, MODEL, False, f"{worker}:2", parked=parked)
+    planner.tell(up)
+    planner.now_s += 0.2
+    planner.fire()
+
+
+def standings(planner: Planner) -> dict[str, Standing]:
+    assert planner.stored is not None
+    return {m.worker_id: m.standing for group in planner.stored.layout.groups for m in group.members}
+
+
+def orders(planner: Planner) -> list[tuple[WorkerId, bool]]:
+    found = [(c.member.worker_id, c.park) for c in planner.said if isinstance(c, OrderStanding)]
+    planner.said.clear()
+    return found
+
+
+def started(*workers: str) -> Planner:
+    planner = Planner()
+    planner.start(*workers)
+    return planner
+
+
+def test_park_and_wake_step_by_step() -> None:
+    planner = started("w0", "w1")
+    ask(planner, "w1", away=True, request="r")
+    assert standings(planner) == {"w0": "serving", "w1": "leaving"}
+    assert AnswerChange("r", planner.core.layout.epoch, ()) in planner.said
+    assert planner.core.layout.reason == "leaving: w1"
+    assert orders(planner) == [("w1", True)]
+    planner.now_s += 0.3
+    planner.fire()
+    assert orders(planner) == [("w1", True)], "repeated until it says that it has"
+    says(planner, "w1", parked=True)
+    assert standings(planner)["w1"] is Standing.PARKED
+    orders(planner)
+    planner.now_s += 1.0
+    planner.fire()
+    assert orders(planner) == []
+    ask(planner, "w1", away=False)
+    assert standings(planner)["w1"] is Standing.WAKING
+    assert orders(planner) == [("w1", False)]
+    says(planner, "w1", parked=False)
+    assert standings(planner)["w1"] is Standing.SERVING
+
+
+def test_a_leave_is_undone_in_one_step_and_a_park_that_comes_too_late_is_woken() -> None:
+    planner = started("w0", "w1")
+    ask(planner, "w1", away=True)
+    ask(planner, "w1", away=False)
+    assert standings(planner)["w1"] is Standing.SERVING
+    says(planner, "w1", parked=True)  # the order was on its way
+    assert standings(planner)["w1"] is Standing.WAKING
+
+
+def test_what_is_refused() -> None:
+    def refused(planner: Planner, worker: str) -> str:
+        planner.said.clear()
+        ask(planner, worker, away=True, request="x")
+        [refusal] = [c for c in planner.said if isinstance(c, RefuseChange)]
+        assert refusal.refusal is ChangeRefusal.NOT_POSSIBLE
+        return refusal.why
+
+    planner = started("w0", "w1", "w2")
+    assert refused(planner, "w7") == "w7 is not in the layout; `ballast status` names who is"
+    planner.tell(DrainRequested(planner.now_s, "c", "d", WorkerId("w2")))
+    assert refused(planner, "w2") == "w2 drains: it is about to end"
+    ask(planner, "w1", away=True)
+    assert refused(planner, "w0") == "nobody but w0 serves"
+    standby = Planner()
+    ask(standby, "w0", away=True)
+    assert [c.refusal for c in standby.said if isinstance(c, RefuseChange)] == [ChangeRefusal.STANDBY]
+
+
+def test_a_request_id_stands_for_one_change() -> None:
+    planner = started("w0", "w1", "w2")
+    ask(planner, "w1", away=True, request="r")
+    planner.said.clear()
+    ask(planner, "w1", away=True, request="r")
+    assert [c.request_id for c in planner.said if isinstance(c, AnswerChange)] == ["r"]
+
+
+def test_a_new_leader_goes_on_with_what_the_layout_says() -> None:
+    planner = started("w0", "w1", "w2")
+    ask(planner, "w1", away=True)
+    ask(planner, "w2", away=True)
+    says(planner, "w2", parked=True)
+    successor = Planner()
+    successor.stored, successor.lives = planner.stored, dict(planner.lives)
+    successor.token += 1000
+    successor.tell(LeadershipChanged(successor.now_s, "c", successor.token))
+    successor.tell(SnapshotBegan(successor.now_s, "c"))
+    for worker in ("w0", "w1", "w2"):
+        says(successor, worker, parked=worker == "w2")
+    successor.tell(SnapshotEnded(successor.now_s, "c"))
+    assert standings(successor) == {"w0": "serving", "w1": "leaving", "w2": "parked"}
+    assert ("w1", True) in orders(successor)
+
+
+def test_a_new_life_of_a_parked_instance_serves() -> None:
+    planner = started("w0", "w1")
+    ask(planner, "w1", away=True)
+    says(planner, "w1", parked=True)
+    planner.up("w1")
+    planner.now_s += 0.2
+    planner.fire()
+    assert standings(planner)["w1"] is Standing.SERVING
+
+
+def test_who_leaves_takes_part_in_no_drop() -> None:
+    planner = started("w0", "w1", "w2")
+    ask(planner, "w2", away=True)
+    planner.drop("w1", "w2")
+    [refusal] = [c for c in planner.said if isinstance(c, RefuseChange)]
+    assert refusal.why == "not in service: w2 (leaving)"

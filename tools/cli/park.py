@@ -1,0 +1,85 @@
+"""`ballast park` and `ballast wake`: a worker that nobody needs for now gives its device memory back, and serves again
+within seconds.
+"""
+
+import argparse
+import asyncio
+import secrets
+from typing import TYPE_CHECKING
+
+from ballast.common.ids import WorkerId
+from ballast.common.layout import Standing, group_of
+from ballast.rpc.codec import LAYOUT
+from ballastpb.planner.v1 import planner_pb2 as pb
+from tools.cli.arguments import Commands, add_address, add_json
+from tools.cli.output import print_json
+from tools.cli.planners import ask_planner
+
+if TYPE_CHECKING:
+    from ballastpb.planner.v1.planner_pb2_grpc import PlannerServiceAsyncStub
+
+_TIMEOUT_S = 15.0
+_POLL_S = 0.2
+
+
+def add_parser(commands: Commands) -> None:
+    park = commands.add_parser(
+        "park",
+        help="empty a worker and give its device memory back, until it is woken",
+        description="It takes no new requests, gives those that run there to others, keeps its parameters in host"
+        " memory and gives its device memory back. Its process lives on: `ballast wake` takes it back into service"
+        " within seconds, and at once as long as it is not empty yet.",
+    )
+    park.set_defaults(run=run_park)
+    wake = commands.add_parser(
+        "wake",
+        help="take a parked worker back into service",
+        description="Its parameters come back from host memory, and it takes requests again. One that is just being"
+        " emptied takes them at once.",
+    )
+    wake.set_defaults(run=run_wake)
+    for parser in (park, wake):
+        parser.add_argument("worker", metavar="WORKER", help="as `ballast status` names it")
+        add_address(parser)
+        parser.add_argument("--planner", metavar="HOST:PORT", help="ask this planner itself, past the dispatchers")
+        parser.add_argument("--wait", action="store_true", help="return once it is parked, or serves")
+        add_json(parser)
+
+
+def run_park(args: argparse.Namespace) -> int:
+    async def park(planner: "PlannerServiceAsyncStub") -> Standing:
+        request = pb.ParkWorkerRequest(worker_id=args.worker, request_id=secrets.token_hex(8))
+        await planner.ParkWorker(request, timeout=_TIMEOUT_S)
+        return await _standing(planner, args, Standing.PARKED)
+
+    return _tell(args, ask_planner(args.planner or args.address, park, is_planner=args.planner is not None))
+
+
+def run_wake(args: argparse.Namespace) -> int:
+    async def wake(planner: "PlannerServiceAsyncStub") -> Standing:
+        request = pb.WakeWorkerRequest(worker_id=args.worker, request_id=secrets.token_hex(8))
+        await planner.WakeWorker(request, timeout=_TIMEOUT_S)
+        return await _standing(planner, args, Standing.SERVING)
+
+    return _tell(args, ask_planner(args.planner or args.address, wake, is_planner=args.planner is not None))
+
+
+async def _standing(planner: "PlannerServiceAsyncStub", args: argparse.Namespace, wanted: Standing) -> Standing:
+    """As the layout says now, or, if asked to wait for that, once it is as wanted."""
+    while True:
+        answer = await planner.GetLayout(pb.GetLayoutRequest(), timeout=_TIMEOUT_S)
+        group = group_of(LAYOUT.record(answer.layout), WorkerId(args.worker))
+        if group is None:  # it has ended meanwhile
+            return Standing.PARKED
+        standing = next(m.standing for m in group.members if m.worker_id == args.worker)
+        if standing is wanted or not args.wait:
+            return standing
+        await asyncio.sleep(_POLL_S)
+
+
+def _tell(args: argparse.Namespace, standing: Standing) -> int:
+    if args.json:
+        print_json({"name": args.worker, "standing": standing})
+    else:
+        print(f"{args.worker} is {standing}")
+    return 0
