@@ -82,7 +82,6 @@ class Machine(_Strict):
     memory_bytes: int = Field(ge=1)  # for parameters and KV, unless the worker is told otherwise
     execution: Roofline | Measured = Field(discriminator="kind")
     link_bytes_per_s: float = Field(gt=0)  # of the network cards, for what comes and goes together
-    host_bytes_per_s: float = Field(25e9, gt=0)  # between the devices and host memory, each way
     disk_bytes_per_s: float = Field(gt=0)
     host_bytes_per_s: float = Field(default=24e9, gt=0)  # between host memory and the devices
     remap_s_per_byte: float = Field(ge=0)
