@@ -130,6 +130,7 @@ def load(settings: WorkerSettings, devices: Sequence[str] = ()) -> Kit:
         links_bytes=links_bytes,
         enforce_eager=settings.enforce_eager,
         attention_backend=settings.attention_backend,
+        model_impl=settings.model_impl,
     )
     devices = devices or (settings.device,)
     log = RankLog(settings.worker_id or "worker", settings.log_level, settings.log_format)
@@ -148,7 +149,8 @@ def load(settings: WorkerSettings, devices: Sequence[str] = ()) -> Kit:
     compile_grammar = engine.grammars.ahead if engine.grammars is not None else None
     device = describe(engine.memory.pool.backend.device)
     if ranked is None:
-        return Kit(engine, costs.current, costs, copier, compile_grammar, device=device)
+        joins = engine.implementation.pipelines
+        return Kit(engine, costs.current, costs, copier, compile_grammar, device=device, joins=joins)
     device = f"{len(devices)} ranks from {device} on"
     kit = Kit(engine, costs.current, costs, copier, compile_grammar, device=device)
     return replace(kit, lost_rank=ranked.lost, joins=ranked.exchanges)

@@ -51,6 +51,9 @@ class WorkerSettings(ServiceSettings):
     """Name of the model for clients. Default: the folder's, or org/name."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     """Number format of parameters and KV; auto: the checkpoint's own."""
+    model_impl: Literal["auto", "ballast", "transformers"] = "auto"
+    """What computes the model: Ballast's own classes (ballast), or the modelling code of transformers over Ballast's
+    memory; auto: Ballast's for the models that they know, else transformers'."""
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:(\d+|auto))?)$")
     """Where to compute: cpu, cuda (the first GPU), cuda:N, or cuda:auto, the first that no other worker has claimed."""
     tensor_parallel_size: int = Field(1, ge=1, le=64)

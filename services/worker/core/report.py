@@ -17,6 +17,8 @@ class ReportTotals(NamedTuple):
     offline_tokens: int
     offline_yields: int
     offline_lost_tokens: int
+    prefix_queries: int = 0
+    prefix_hits: int = 0
 
 
 class Parks(NamedTuple):
@@ -92,6 +94,9 @@ def load_of(
         offline_wanted_tokens=0 if draining or parks.parked else scheduler.offline_wanted_tokens,
         offline_tokens_total=totals.offline_tokens,
         offline_yields_total=totals.offline_yields + sum(one.offline_work.yields_total for one in groups),
+        retained_block_count=scheduler.prefixes.retained_count,
+        prefix_queries_total=totals.prefix_queries + sum(one.prefixes.queried_tokens_total for one in groups),
+        prefix_hits_total=totals.prefix_hits + sum(one.prefixes.hit_tokens_total for one in groups),
         offline_lost_tokens_total=totals.offline_lost_tokens
         + sum(one.offline_work.lost_tokens_total for one in groups),
         parked=parks.parked,

@@ -19,7 +19,7 @@ import torch
 
 from ballast.common.errors import ConfigError
 from services.worker.engine.attention_cuda import CudaAttention, CudaAttentionStep
-from services.worker.engine.model import Model
+from services.worker.engine.implementation import StageModel
 from services.worker.engine.packing import PackedStep
 
 _MOST_ROWS = 256
@@ -67,7 +67,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: Model,
+        model: StageModel,
         attention: CudaAttention,
         record: Record,
         *,
@@ -89,7 +89,7 @@ class DecodeGraphs:
         self._positions_T = torch.zeros(rows, dtype=torch.int64, device=device)
         self._replays: dict[tuple[int, int], Callable[[], None]] = {}
         with torch.inference_mode():
-            self._hidden_TD = model.embed(self._positions_T)
+            self._hidden_TD = model.embed(self._positions_T, self._positions_T)
             model.reserve(max(tokens, rows))  # the buffers are part of the recordings: they may not grow afterwards
             for layer, bucket in itertools.product(range(model.layer_count), reversed(self._buckets)):
                 attend = self._step.first(bucket, _tiles(bucket))
@@ -102,7 +102,7 @@ class DecodeGraphs:
                     why = f"has to be set here: layer {layer} with {bucket} rows cannot be recorded: {error}"
                     raise ConfigError("enforce_eager", why) from error
 
-    def _run_layer(self, model: Model, attend: CudaAttentionStep, layer: int, rows: int) -> None:
+    def _run_layer(self, model: StageModel, attend: CudaAttentionStep, layer: int, rows: int) -> None:
         hidden_TD, positions_T = self._hidden_TD[:rows], self._positions_T[:rows]
         model.run_layers(hidden_TD, positions_T, attend, first_layer=layer, last_layer=layer + 1)
 

@@ -9,9 +9,8 @@ import torch
 from services.worker.core.batch import Batch, SequenceId, StepResult
 from services.worker.engine.attention import AttentionBackend
 from services.worker.engine.decode_graphs import DecodeGraphs
-from services.worker.engine.model import Model
-from services.worker.engine.model_config import ModelConfig
-from services.worker.engine.packed_model import PackedModel
+from services.worker.engine.implementation import StageModel
+from services.worker.engine.model_config import ModelFacts
 from services.worker.engine.packing import PackedStep, Packer
 from services.worker.engine.sampler import AnySampler, SampleRow
 from services.worker.engine.upload import upload
@@ -23,8 +22,8 @@ class ModelRunner:
 
     def __init__(
         self,
-        config: ModelConfig,
-        model: Model | PackedModel,
+        config: ModelFacts,
+        model: StageModel,
         attention: AttentionBackend,
         sampler: AnySampler,
         kv: KvCache,
@@ -114,7 +113,7 @@ class ModelRunner:
             [packed.token_ids_T, packed.positions_T, packed.sample_rows, *arrays], self._kv.layer(0).device
         )
         if hidden_TD is None:
-            hidden_TD = self._model.embed(token_ids_T)
+            hidden_TD = self._model.embed(token_ids_T, positions_T)
         elif hidden_TD.is_cuda:  # brought on another stream, whose memory it is
             hidden_TD.record_stream(torch.cuda.current_stream(hidden_TD.device))
         hidden_TD = hidden_TD.to(positions_T.device)  # a link gives them where it has received them

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import services.worker.engine.attention_cuda as attention_cuda
 import services.worker.engine.decode_graphs as decode_graphs
+import services.worker.engine.implementation as implementation
 import services.worker.engine.load as load
 import services.worker.engine.model as model
 from services.worker.core.batch import Batch, NewSequence, Slice
@@ -118,7 +119,7 @@ def as_on_a_gpu(record: Record) -> None:
     def recorder(device: torch.device) -> Record:
         return record
 
-    load._attention, load.recorder, model.operations_for = attention, recorder, operations
+    implementation.own_attention, load.recorder, model.operations_for = attention, recorder, operations
 
 
 def engine_of(folder: Path, *, eager: bool, **given: Any) -> Engine:

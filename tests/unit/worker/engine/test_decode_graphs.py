@@ -19,7 +19,7 @@ from torch.distributed import Work
 from ballast.common.errors import ConfigError
 from ballast.common.sampling import SamplingParams
 from services.worker.core.batch import Batch, NewSequence, Slice
-from services.worker.engine import load
+from services.worker.engine import implementation, load
 from services.worker.engine.attention_cuda import CudaAttention
 from services.worker.engine.load import Engine, load_engine
 from services.worker.engine.model_config import ModelConfig
@@ -57,7 +57,7 @@ def test_a_device_that_does_not_record_is_told_with_what_to_set(
     def refuse(launch: Callable[[], None]) -> Callable[[], None]:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(load, "_attention", attention)
+    monkeypatch.setattr(implementation, "own_attention", attention)
     monkeypatch.setattr(load, "recorder", lambda device: refuse)  # pyright: ignore[reportUnknownLambdaType]
     largest = Largest(tokens=8, sequences=2)
     with pytest.raises(ConfigError, match=r"enforce_eager: has to be set here: layer 0 with 2 rows .* not permitted"):
@@ -78,7 +78,7 @@ def refusing_share(
         raise once_aborted(f"rank {peers.rank} was left alone")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load, "_attention", attention)
+        patch.setattr(implementation, "own_attention", attention)
         patch.setattr(load, "recorder", lambda device: record)  # pyright: ignore[reportUnknownLambdaType]
         patch.setattr(RankGroup, "abort", lambda group: aborted.set())  # pyright: ignore[reportUnknownLambdaType]
         return load_engine(
