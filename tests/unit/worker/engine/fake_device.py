@@ -65,6 +65,10 @@ class FakeBackend(TensorOperations):
 
     def create(self, extent_bytes: int, count: int) -> None: ...
 
+    def give_up(self, runs: Sequence[ExtentRun]) -> None: ...
+
+    def take_back(self, runs: Sequence[ExtentRun]) -> None: ...
+
     def export(self, first: int, count: int) -> list[int]:
         raise ConfigError("device", "a fake one shares no memory")
 

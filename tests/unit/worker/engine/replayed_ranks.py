@@ -120,9 +120,10 @@ def main() -> None:
             assert replayed
             engine.memory.drop_layers(DROPPED)
             assert engine.block_count > blocks + 3
-            for _ in range(2):  # where the parameters were that are gone
-                hidden_TD = hidden_of(engine, engine.block_count - 3)
-                torch.testing.assert_close(hidden_TD, expected_TD, atol=1e-5, rtol=1e-5)
+            # Where the parameters were that are gone.
+            recording_TD, hidden_TD = (hidden_of(engine, engine.block_count - 3) for _ in range(2))
+            for each_TD in (recording_TD, hidden_TD):
+                torch.testing.assert_close(each_TD, expected_TD, atol=1e-5, rtol=1e-5)
             first, last = f"0-{DROPPED[0]} 3", f"{DROPPED[0]}-{LAYERS} 3"
             assert lines("replays") == [*replayed, f"replays {first}"]
             engine.memory.make_room_for_layers(DROPPED, block_count=blocks)
