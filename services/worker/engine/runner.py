@@ -13,6 +13,7 @@ from services.worker.engine.model import Model
 from services.worker.engine.model_config import ModelConfig
 from services.worker.engine.packed_model import PackedModel
 from services.worker.engine.packing import PackedStep, Packer
+from services.worker.engine.prompt_logprobs import PromptLogprobs
 from services.worker.engine.sampler import AnySampler, SampleRow
 from services.worker.engine.upload import upload
 from services.worker.memory.kv_cache import KvCache
@@ -37,6 +38,7 @@ class ModelRunner:
         self._kv = kv
         self.graphs = graphs
         self._packer = Packer(kv.shape.block_tokens)
+        self._prompts = PromptLogprobs(lambda hidden_RD: self._model.logits(hidden_RD))
 
     @property
     def sequence_ids(self) -> tuple[SequenceId, ...]:
@@ -73,10 +75,12 @@ class ModelRunner:
         samples = last_layer == self._config.layer_count
         for sequence_id in batch.removed:
             self._sampler.remove(sequence_id)
+            self._prompts.remove(sequence_id)
             self._packer.forget(sequence_id)
         if samples:
             for new in batch.added:
                 self._sampler.add(new)
+                self._prompts.add(new)
         if not batch.slices:
             return StepResult(batch.step_id, (), (), time.perf_counter() - started_s)
         packed = self._packer.pack(batch.slices, block_tables)
@@ -90,6 +94,7 @@ class ModelRunner:
             hidden_TD, sample_rows_R, *uploaded = self.compute(packed, hidden_TD, first_layer, last_layer, arrays)
             if not samples:
                 return hidden_TD
+            self._prompts.take(batch.slices, packed.first_rows, hidden_TD)
             sampled = None
             if prepared is not None:
                 logits_RV = self._model.logits(hidden_TD.index_select(0, sample_rows_R))
@@ -97,7 +102,11 @@ class ModelRunner:
         elapsed_s = time.perf_counter() - started_s
         if sampled is None:
             return StepResult(batch.step_id, (), (), elapsed_s)
-        return StepResult(batch.step_id, sampled.token_ids, sampled.logprobs, elapsed_s, errors=sampled.errors)
+        logprobs = sampled.logprobs
+        if any(logprobs):
+            pairs = zip(rows, logprobs, strict=True)
+            logprobs = tuple(self._prompts.with_prompt(row.sequence_id, each) for row, each in pairs)
+        return StepResult(batch.step_id, sampled.token_ids, logprobs, elapsed_s, errors=sampled.errors)
 
     def compute(
         self,
@@ -132,4 +141,5 @@ class ModelRunner:
         """Another leader's batches follow: they bring every sequence anew."""
         for sequence_id in self._sampler.sequence_ids:
             self._sampler.remove(sequence_id)
+            self._prompts.remove(sequence_id)
         self._packer.forget_all()
