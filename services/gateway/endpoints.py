@@ -249,6 +249,7 @@ class Endpoints:
             priority=priority_of(request),
             metadata=call.metadata,
             fit_max_tokens=fit_max_tokens,
+            cache_salt=request.cache_salt or "",
         )
         if request.stream:
             chunks = self._generator.stream(asks, caller)
