@@ -1,5 +1,6 @@
 """Builds an engine from a checkpoint folder."""
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -166,6 +167,8 @@ def load_engine(
         meter, beside_bytes = CudaMeter(index), 0
         if largest is not None:
             beside_bytes = beside(open_cuda(index), meter, served, block_tokens, longest, largest, recorded)
+            gc.collect()
+            torch.cuda.empty_cache()  # of recordings that were made to be measured
         if device_memory_bytes is None:
             device_memory_bytes = fitting_budget(meter, gpu_memory_utilization, beside_bytes + links_bytes)
             if peers is not None:
