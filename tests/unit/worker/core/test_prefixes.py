@@ -52,6 +52,13 @@ def test_whole_blocks_are_found_and_never_the_last_token() -> None:
     assert sum(len(s.token_ids) for s in driver.executed[2].batch.slices) == 4, "the last block is computed"
 
 
+def test_the_same_tokens_behind_others_are_not_found() -> None:
+    driver = driver_of()
+    run(driver, (*range(1, 5), *range(11, 15), 9))
+    run(driver, (*range(21, 25), *range(31, 35), 9))
+    assert run(driver, (*range(1, 5), *range(31, 35), 9)) == 4
+
+
 def test_answers_are_found_by_the_next_turn() -> None:
     driver = driver_of()
     key = driver.submit(tokens(8), greedy(9))
@@ -125,6 +132,14 @@ def test_what_shares_little_does_not_wait() -> None:
     assert driver.core.load(0.0, MEMORY).running_count == 2
     driver.submit((*tokens(500), *tokens(400, first=7)), greedy(4))
     assert driver.core.load(0.0, MEMORY).waiting_count == 1
+
+
+def test_a_step_that_fails_leaves_nothing_to_be_found() -> None:
+    driver = driver_of(max_batch_tokens=200)
+    driver.submit(tokens(40), greedy(4))
+    driver.want_batch()
+    driver.fail_step()
+    assert run(driver, tokens(40)) == 0
 
 
 def test_a_change_of_role_forgets_all() -> None:
