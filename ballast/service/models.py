@@ -72,6 +72,8 @@ def find_model(model: str | Path, *, weights: bool, check: Callable[[Path], obje
             raise ConfigError(
                 "model", f"{text!r} is no folder on this machine, and no name like org/name[@revision] of a hub"
             )
+        if check is not None:
+            check(folder)
         return FoundModel(folder, folder.resolve().name)
     folder = _fetched(name, _FACTS)
     if check is not None:
