@@ -523,6 +523,7 @@ def _limits(options: WorldOptions) -> WorkerLimits:
         admission_reserve_fraction=rules.admission_reserve_fraction,
         swap_block_count=rules.swap_space_bytes // (model.kv_bytes_per_token * rules.block_tokens),
         swap_blocks_per_step=rules.swap_blocks_per_step,
+        swaps_online=rules.swaps_online,
         prefix_caching=rules.prefix_caching,
     )
 

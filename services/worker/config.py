@@ -109,9 +109,10 @@ class WorkerSettings(ServiceSettings):
     fallback_policy: Literal["recompute", "swap"] = "recompute"
     """With drop, where a worker is out of KV all the same: compute again, or swap."""
     swap_space_bytes: ByteSize = Field(ByteSize(1 << 30), ge=0)
-    """Host memory for swapped KV: 1GiB."""
+    """Host memory for the KV of requests that give way: 1GiB. Offline ones use it with any policy; 0: they are computed
+    anew."""
     swap_blocks_per_step: int = Field(0, ge=0)
-    """KV blocks that are swapped during one step; 0: as many as hide behind it."""
+    """KV blocks that are copied there and back during one step; 0: as many as hide behind it."""
     threads: int = Field(1, ge=1, le=1024)
     """Threads that compute one engine step."""
     kernels: Literal["auto", "native", "torch"] = "auto"
@@ -142,7 +143,7 @@ class WorkerSettings(ServiceSettings):
 
     @property
     def swaps(self) -> bool:
-        """Whether victims keep their KV in host memory."""
+        """Whether online requests that give way keep their KV in host memory."""
         policy = self.overload_policy
         is_fallback = policy is OverloadPolicy.DROP and self.fallback_policy == "swap"
         return bool(self.swap_space_bytes) and (policy is OverloadPolicy.SWAP or is_fallback)

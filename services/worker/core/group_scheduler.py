@@ -9,6 +9,7 @@ from collections.abc import Callable, Container
 from ballast.common.errors import InvariantViolation
 from services.worker.core.batch import BlockNumber, SequenceId, StepResult
 from services.worker.core.blocks import BlockBook, blocks_for
+from services.worker.core.counts import SchedulingPolicies
 from services.worker.core.events import (
     AdmissionLimited,
     CapacityChanged,
@@ -27,7 +28,8 @@ from services.worker.core.events import (
 from services.worker.core.in_flight import InFlightBatch, InFlightBatches, Steps
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.line import OFFLINE_RANK
-from services.worker.core.scheduler import Scheduler, SchedulingPolicies
+from services.worker.core.scheduler import Scheduler
+from services.worker.core.scheduler_check import check as check_scheduler
 from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.policy.departure import Decoding
 
@@ -363,7 +365,7 @@ class GroupScheduler:
         scheduler.swap.limit(0 if event.stage_count > 1 else self._limits.swap_block_count)
         scheduler.former.limit_prefill(None)
         for sequence in self.sequences:
-            sequence.in_engine = False  # the stages of the new group have yet to hear of it
+            sequence.enter_engine()  # the stages of the new group have yet to hear of it
         self.shed(event.at_s)
 
     def _resize(self, event: CapacityChanged) -> None:
@@ -445,7 +447,7 @@ class GroupScheduler:
     def check(self) -> None:
         """Raise InvariantViolation unless counts, tables and batches agree."""
         scheduler = self.scheduler
-        scheduler.check(self.batches_in_flight.completed_step_id)
+        check_scheduler(scheduler, self.batches_in_flight.completed_step_id)
         self.book.check()
         self.batches_in_flight.check()
         reserved = {s.sequence_id: s.reserved_block_count for s in (*scheduler.running, *scheduler.swap.holders)}

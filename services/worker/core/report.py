@@ -52,9 +52,11 @@ def load_of(
         block_count, token_count = one.wanted_by_waiting
         waiting_block_count += block_count
         waiting_tokens = token_count  # the last group is the one in force
-        if swapped_count := len(one.swap):
-            waiting_count += swapped_count - one.swap.returning_count
-            waiting_block_count += sum(one.need(s) for s in one.swap.away)
+        if len(one.swap):
+            away = one.swap.away
+            waiting_count += len(away) + one.swap.leaving_count
+            waiting_block_count += sum(one.need(s) for s in away)
+            offline_waiting_count += len(one.swap.offline_away)
         running_count += one.running_count - len(offline)
         offline_running_count += len(offline)
         offline_block_count += one.offline_block_count

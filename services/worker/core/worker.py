@@ -20,6 +20,7 @@ from ballast.common.load import LoadReport, MemoryReport
 from ballast.common.sampling import FinishReason
 from services.worker.core.batch import SequenceId, TokenLogprobs
 from services.worker.core.blocks import BlockBook
+from services.worker.core.counts import SchedulingPolicies
 from services.worker.core.events import (
     Aborted,
     Adopted,
@@ -58,7 +59,6 @@ from services.worker.core.line import OFFLINE_RANK
 from services.worker.core.plain import PlainSteps, foresee, take
 from services.worker.core.report import IN_SERVICE, Parks, ReportTotals, load_of
 from services.worker.core.request_table import RequestTable, Stream
-from services.worker.core.scheduler import SchedulingPolicies
 from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.policy.harvest import Harvest
 from services.worker.policy.microbatching import Microbatching, by_token_count
