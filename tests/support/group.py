@@ -170,6 +170,7 @@ class GroupWorker:
     def __init__(self, name: str, model_dir: Path, ordinal: int, sizes: Sizes) -> None:
         self.name, self.model_dir = WorkerId(name), model_dir
         place = sizes.place
+        self.model_dir = model_dir
         self.engine = _load(name, model_dir, sizes)
         info = self.engine.info
         limits = WorkerLimits(
