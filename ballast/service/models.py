@@ -58,7 +58,7 @@ def find_model(model: str | Path, *, weights: bool, check: Callable[[Path], obje
     Args:
         model: A folder, or org/name[@revision].
         weights: Whether the tensors are wanted, too; config.json and tokenizer are always.
-        check: Looks at the folder with config.json before any tensor is fetched, and raises ConfigError if the model
+        check: Looks at the folder with config.json, before any tensor is fetched, and raises ConfigError if the model
             cannot be served.
 
     Raises:

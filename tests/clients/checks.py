@@ -139,7 +139,7 @@ def tool_loop() -> object:
 
 
 @check("anthropic")
-def error() -> object:
+def unknown_model() -> object:
     import anthropic
 
     try:

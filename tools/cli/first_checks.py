@@ -13,9 +13,10 @@ from services.gateway.config import GatewaySettings
 from services.monitor.config import MonitorSettings
 from services.planner.config import PlannerSettings
 from services.worker.config import WorkerSettings
+from tools.local.cluster import Service
 from tools.model.info import CheckpointInfo
 
-_SETTINGS: Mapping[str, type[Settings]] = {
+_SETTINGS: Mapping[Service, type[Settings]] = {
     "monitor": MonitorSettings,
     "planner": PlannerSettings,
     "worker": WorkerSettings,
@@ -25,7 +26,7 @@ _SETTINGS: Mapping[str, type[Settings]] = {
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def check_flags(flags: Mapping[str, Sequence[str]], model: str) -> None:
+def check_flags(flags: Mapping[Service, Sequence[str]], model: str) -> None:
     """Raises ConfigError for what a service would not start with."""
     for service, settings in _SETTINGS.items():
         needed = ["--model", model] if "model" in settings.model_fields else []
