@@ -172,15 +172,9 @@ def _story(seed: int) -> Story:
     troubles = draw(rng, worker_count, _STORY_S)
     several = any(trouble.kind in _OF_CONTROL for trouble in troubles) or rng.random() < 0.1
     made = _options(seed, rng, worker_count, several=several)
-    world, slowness = (
-        World(
-            made,
-            _arrivals(
-                rng, worker_count, swaps=made.rules.worker.swap_space_bytes > 0 and made.rules.worker.swaps_online
-            ),
-        ),
-        rng.choice((4.0, 7.0, 10.0)),
-    )
+    worker = made.rules.worker
+    arrivals = _arrivals(rng, worker_count, swaps=worker.swap_space_bytes > 0 and worker.swaps_online)
+    world, slowness = World(made, arrivals), rng.choice((4.0, 7.0, 10.0))
     world.wires.max_transfers, world.lines.forgets = rng.choice((2, 1024)), rng.random() < 0.5
     for instance in world.instances.values():
         instance.slowness = slowness
