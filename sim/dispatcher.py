@@ -306,6 +306,7 @@ class DispatcherNode:
                 deadline_at_s=now_s + command.deadline_s,
                 wants_text=False,
                 expects_handover=command.expects_handover,
+                cache_salt=request.cache_salt,
             )
         )
 
@@ -378,7 +379,10 @@ class DispatcherNode:
             self.feed(d.StepReceived(now_s, link.key, (), (), (), (), (), (), output.load, output.seen_handle))
             return
         endings = [
-            d.Ending(e.handle, e.finish_reason, e.matched_stop, e.error, e.refused, e.invalid, e.moved_to)
+            d.Ending(
+                *(e.handle, e.finish_reason, e.matched_stop, e.error, e.refused, e.invalid, e.moved_to),
+                e.cached_token_count,
+            )
             for e in emit.endings
         ]
         self.feed(

@@ -524,12 +524,17 @@ def _limits(options: WorldOptions) -> WorkerLimits:
         admission_reserve_fraction=rules.admission_reserve_fraction,
         swap_block_count=rules.swap_space_bytes // (model.kv_bytes_per_token * rules.block_tokens),
         swap_blocks_per_step=rules.swap_blocks_per_step,
+        swaps_online=rules.swaps_online,
         prefix_caching=rules.prefix_caching,
     )
 
 
 def _model_info(options: WorldOptions, geometry: Geometry) -> ModelInfo:
     model = options.model
+    layer_bytes, other_bytes = model.layer_parameter_bytes, model.other_parameter_bytes
+    if options.geometry is not None:  # of another model
+        layer_bytes = geometry.layer_parameters * geometry.extent_bytes
+        other_bytes = geometry.other_parameters * geometry.extent_bytes
     return ModelInfo(
         name=model.name,
         architecture=model.architecture,
@@ -540,7 +545,7 @@ def _model_info(options: WorldOptions, geometry: Geometry) -> ModelInfo:
         parameter_count=model.parameter_count,
         kv_bytes_per_token=model.kv_bytes_per_token,
         eos_token_ids=(),
-        layer_parameter_bytes=(model.layer_parameter_bytes,) * model.layer_count,
-        other_parameter_bytes=model.other_parameter_bytes,
+        layer_parameter_bytes=(layer_bytes,) * model.layer_count,
+        other_parameter_bytes=other_bytes,
         block_bytes=geometry.block_bytes,
     )

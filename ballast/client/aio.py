@@ -142,6 +142,7 @@ class AsyncClient:
             priority: interactive, default or batch.
             include_text: False leaves out the text: only token ids are wanted.
             fit_max_tokens: A max_tokens beyond the model's length is shortened instead of refused.
+            cache_salt: KV of the prompt is shared only with requests that give the same.
             template_variables: Further variables of the chat template: tools, enable_thinking and so on.
             metadata: Sent along with the call, as gRPC metadata: authorization, traceparent.
 
@@ -175,6 +176,7 @@ class AsyncClient:
         priority: PriorityClass | str = PriorityClass.DEFAULT,
         include_text: bool = True,
         fit_max_tokens: bool = False,
+        cache_salt: str = "",
         template_variables: Mapping[str, object] | None = None,
         metadata: Metadata | None = None,
     ) -> GenerationStream:
@@ -188,6 +190,7 @@ class AsyncClient:
             include_text=include_text,
             collect=collect,
             fit_max_tokens=fit_max_tokens,
+            cache_salt=cache_salt,
             template_variables=template_variables,
         )
         if deadline_s is not None and not deadline_s > 0.0:

@@ -34,6 +34,7 @@ def request_to_proto(
     priority: PriorityClass,
     include_text: bool,
     collect: bool,
+    cache_salt: str = "",
 ) -> pb.GenerateRequest:
     """Raises InvalidRequest unless there is exactly one well-formed prompt."""
     require_one_prompt(prompt=prompt, token_ids=token_ids, messages=messages)
@@ -44,6 +45,7 @@ def request_to_proto(
         omit_text=not include_text,
         collect=collect,
         fit_max_tokens=fit_max_tokens,
+        cache_salt=checked_text("cache_salt", cache_salt),
     )
     if prompt is not None:
         request.text = checked_text("prompt", prompt)

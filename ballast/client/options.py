@@ -19,5 +19,6 @@ class RequestOptions(TypedDict, total=False):
     priority: PriorityClass | str
     include_text: bool
     fit_max_tokens: bool
+    cache_salt: str
     template_variables: Mapping[str, object] | None
     metadata: Metadata | None

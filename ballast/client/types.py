@@ -62,6 +62,7 @@ class Usage:
         ttft_s: Time to the first token, as the dispatcher saw it.
         e2e_s: Time from arrival to the end, as the dispatcher saw it.
         seed: The seed that was used: given, or drawn when the request arrived.
+        cached_token_count: Tokens of the prompt whose KV had been computed for another request.
     """
 
     prompt_token_count: int
@@ -71,6 +72,7 @@ class Usage:
     ttft_s: float
     e2e_s: float
     seed: int
+    cached_token_count: int = 0
 
     @property
     def prompt_tokens(self) -> int:

@@ -59,6 +59,9 @@ class LoadReport:
     offline_wanted_tokens: int = 0  # of prompts of more offline requests that it could begin
     offline_tokens_total: int = 0  # computed for offline requests, of prompts and answers
     offline_lost_tokens_total: int = 0  # computed for offline requests that yielded, and computed anew
+    retained_block_count: int = 0  # free ones whose KV is kept for prompts that begin so
+    prefix_queries_total: int = 0  # tokens of requests let in for the first time
+    prefix_hits_total: int = 0  # those of them whose KV was there
     offline_yields_total: int = 0  # times an offline request gave its blocks or its place to online work
     parked: bool = False  # it serves nobody until it is woken: its device memory is given back, or about to be
     wake_s: float = 0.0  # that waking takes, as measured lately or estimated; 0: it cannot be parked
@@ -66,6 +69,10 @@ class LoadReport:
     @property
     def kv_usage_fraction(self) -> float:
         return self.used_block_count / self.block_count if self.block_count else 0.0
+
+    @property
+    def prefix_hit_fraction(self) -> float:
+        return self.prefix_hits_total / self.prefix_queries_total if self.prefix_queries_total else 0.0
 
     def has_jumped(self, since: "LoadReport") -> bool:
         """So much more KV is wanted than was told that nobody should learn it only with the next regular report."""

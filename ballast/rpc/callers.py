@@ -15,12 +15,14 @@ class Caller:
     """Attributes:
     name: Of the token, or ROLE/ID of the certificate; empty where nobody is asked who he is.
     operates: It may change the cluster, and what others have started.
+    has_token: The name is that of a token.
     classes: That its requests may be of.
     """
 
     name: str
     operates: bool
     classes: frozenset[PriorityClass] = ALL_CLASSES
+    has_token: bool = False
 
 
 ANYBODY = Caller("", operates=True)

@@ -106,6 +106,9 @@ def _check_load(report: pb.LoadReport) -> None:
         report.offline_tokens_total,
         report.offline_yields_total,
         report.offline_lost_tokens_total,
+        report.retained_block_count,
+        report.prefix_queries_total,
+        report.prefix_hits_total,
     )
     if min(counts) < 0:
         raise InvalidRequest("load", f"counts must not be negative, and a block has tokens: {report}")

@@ -45,6 +45,8 @@ VLLM_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "ballast_kv_cache_info": ("vllm:cache_config_info",),
     "ballast_preemptions": ("vllm:num_preemptions",),
     "ballast_prompt_tokens": ("vllm:prompt_tokens",),
+    "ballast_prefix_cache_queries": ("vllm:prefix_cache_queries",),
+    "ballast_prefix_cache_hits": ("vllm:prefix_cache_hits",),
     "ballast_generation_tokens": ("vllm:generation_tokens",),
     "ballast_request_ttft_seconds": ("vllm:time_to_first_token_seconds",),
     "ballast_inter_token_seconds": ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),

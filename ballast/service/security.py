@@ -313,7 +313,7 @@ class TokenAuthority:
         if not operates and method not in INFERS:
             what = method.rpartition("/")[2]
             refuse("role", PermissionDenied(f"{what} needs a token with the role operate; {token.name} may only infer"))
-        return Caller(token.name, operates=operates, classes=token.classes)
+        return Caller(token.name, operates=operates, classes=token.classes, has_token=True)
 
 
 def _bearer(context: _Context) -> str | None:

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Any, cast
 
 import grpc.aio
@@ -47,6 +48,7 @@ from services.dispatcher.text import PromptEncoder
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _MAX_REQUEST_ID_CHARS = 128
+_MAX_SALT_CHARS = 256
 _LOGPROBS_AT_ONCE = 64
 _MAX_TURNS = 8192  # of one conversation
 _PLANNER_TIMEOUT_S = 10.0
@@ -358,6 +360,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             traceparent=_traceparent(context) or (TraceContext.new().traceparent if self._traces else ""),
             output_token_ids=output,
             text_chars=resumption.text_char_count if resumption is not None else 0,
+            cache_salt=_cache_salt(message.cache_salt),
         )
 
     async def _encode_prompt(self, message: pb.GenerateRequest) -> Sequence[int]:
@@ -476,6 +479,16 @@ def _json_object(field: str, text: str) -> Mapping[str, object]:
     return cast(Mapping[str, object], value)
 
 
+def _cache_salt(given: str) -> bytes:
+    """Requests with tokens of different names share no KV, whatever they say: the time of an answer would tell one
+    what another has asked.
+    """
+    if len(given) > _MAX_SALT_CHARS:
+        raise InvalidRequest("cache_salt", f"has {len(given)} characters, at most {_MAX_SALT_CHARS} are allowed")
+    name = caller().name if caller().has_token else ""
+    return blake2b(f"{name}\0{given}".encode(), digest_size=16).digest() if name or given else b""
+
+
 def _traceparent(context: Context) -> str:
     """What W3C's header of this name says, for `tracing` to read; empty if the caller sent none."""
     for key, value in context.invocation_metadata() or ():
@@ -503,6 +516,7 @@ def _response(request: Request, delivery: Delivery, *, is_first: bool) -> pb.Gen
                 queue_s=facts.queue_s,
                 ttft_s=facts.ttft_s or 0.0,
                 e2e_s=facts.e2e_s,
+                cached_token_count=facts.cached_token_count,
                 seed=request.sampling.seed or 0,
             )
         )

@@ -25,6 +25,7 @@ from ballast.service.http_client import BrokenCall, HttpClient
 from ballast.service.http_forward import ClientGone, forward
 from ballast.service.logs import get_logger
 from ballast.service.otlp import SERVER, Context, Exporter, span
+from services.gateway import anthropic
 from services.gateway.endpoints import Call, Endpoints, Events, Reply
 from services.gateway.errors import Failure, failure_of, invalid
 from services.gateway.metrics import ClusterGauges, GatewayMetrics
@@ -33,7 +34,7 @@ from services.gateway.openai.writing import dumps, event
 _CLIENT_GONE = 499  # nginx's number for a client that has closed the connection
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,96}")
 _PASSED_ON = ("authorization", "traceparent", "tracestate")
-_TRACED = ("chatcmpl", "cmpl", "resp")  # kinds of calls that generate something
+_TRACED = ("chatcmpl", "cmpl", "resp", "msg")  # kinds of calls that generate something
 _JSON, _SSE = b"application/json", b"text/event-stream; charset=utf-8"
 
 _LARGE_BYTES = 16 << 10  # a smaller body costs less than asking who sends it
@@ -83,6 +84,8 @@ def build_app(
         ("POST", "/v1/chat/completions", "chatcmpl", endpoints.chat),
         ("POST", "/v1/completions", "cmpl", endpoints.complete),
         ("POST", "/v1/responses", "resp", endpoints.respond),
+        ("POST", "/v1/messages", "msg", endpoints.message),
+        ("POST", "/v1/messages/count_tokens", "msg", endpoints.count_tokens),
         ("GET", "/v1/models", "models", endpoints.models),
         ("GET", "/v1/models/{name:path}", "models", endpoints.model),
         ("POST", "/tokenize", "tokenize", endpoints.tokenize),
@@ -190,7 +193,7 @@ class Door:
         headers = _headers(scope)
         traced = self._trace(kind, headers)
         request_id, shown_id = _ids(kind, headers.get("x-request-id"))
-        answer = Answer(send, shown_id)
+        answer = (AnthropicAnswer if kind == "msg" else Answer)(send, shown_id)
         self._in_flight += 1
         self._metrics.in_flight.set(self._in_flight)
         try:
@@ -382,9 +385,15 @@ class Answer:
         """Sends it as the whole answer, or as the last event of one that has begun."""
         if self.has_begun:
             self.status = failure.status
-            await self._write(event(failure.body()), more=False)
+            await self._write(self._failure_event(failure), more=False)
         else:
-            await self.send_json(failure.status, failure.body(), failure.headers)
+            await self.send_json(*self._failure(failure), failure.headers)
+
+    def _failure(self, failure: Failure) -> tuple[int, Mapping[str, object]]:
+        return failure.status, failure.body()
+
+    def _failure_event(self, failure: Failure) -> bytes:
+        return event(failure.body())
 
     async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
@@ -399,6 +408,16 @@ class Answer:
 
     def _write(self, body: bytes, *, more: bool) -> Awaitable[None]:
         return self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+class AnthropicAnswer(Answer):
+    """The same, with failures in Anthropic's form."""
+
+    def _failure(self, failure: Failure) -> tuple[int, Mapping[str, object]]:
+        return anthropic.status_of(failure), anthropic.failure_form(failure, self.request_id)
+
+    def _failure_event(self, failure: Failure) -> bytes:
+        return anthropic.event("error", anthropic.failure_form(failure, self.request_id))
 
 
 class _Asgi:
@@ -424,6 +443,8 @@ def passed_on(headers: Mapping[str, str]) -> dict[str, str]:
             found[name] = value
         elif value is not None and name == "authorization":
             raise Unauthenticated("the header authorization is longer than 4096 characters, or not ASCII")
+    if "authorization" not in found and "x-api-key" in headers:  # as Anthropic's clients send it
+        return passed_on({**headers, "authorization": f"Bearer {headers['x-api-key']}"})
     return found
 
 

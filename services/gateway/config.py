@@ -10,7 +10,7 @@ from ballast.service.security import GuardedSettings
 
 class GatewaySettings(GuardedSettings):
     service: ClassVar[str] = "gateway"
-    summary: ClassVar[str] = "Serves OpenAI's HTTP interface on top of dispatchers."
+    summary: ClassVar[str] = "Serves OpenAI's and Anthropic's HTTP interfaces on top of dispatchers."
     developer: ClassVar[frozenset[str]] = frozenset(
         {
             "call_timeout_s",

@@ -10,6 +10,7 @@ from ballast import __version__
 from ballast.client import AsyncClient, Generation, GenerationChunk
 from ballast.common.errors import BallastError, DeadlineExceeded, Unavailable
 from ballast.common.sampling import SamplingParams
+from services.gateway.anthropic import MessagesRequest, MessagesWriter
 from services.gateway.errors import invalid
 from services.gateway.generation import Ask, Caller, Generator, Numbered, first_of
 from services.gateway.models import Served, ServedModel, unknown_model
@@ -116,11 +117,30 @@ class Endpoints:
         request = parse(ChatRequest, call.body)
         return await self._chat(call, request, lambda head, wishes: ChatWriter(head, wishes))
 
+    async def message(self, call: Call) -> Reply:
+        request = parse(MessagesRequest, call.body)
+        stop = request.stop_sequences or ()
+        # max_tokens has to be given, so clients give one that may exceed what the model has room for.
+        return await self._chat(
+            call, request.as_chat(), lambda head, wishes: MessagesWriter(head, wishes, stop), fit_max_tokens=True
+        )
+
+    async def count_tokens(self, call: Call) -> Reply:
+        tokens = await self._tokenize(call, parse(MessagesRequest, call.body).as_tokens())
+        return {"input_tokens": len(tokens)}
+
     async def respond(self, call: Call) -> Reply:
         request = parse(ResponsesRequest, call.body)
         return await self._chat(call, request.as_chat(), lambda head, wishes: ResponsesWriter(head, wishes, request))
 
-    async def _chat(self, call: Call, request: ChatRequest, make_writer: Callable[[Head, Wishes], Writer]) -> Reply:
+    async def _chat(
+        self,
+        call: Call,
+        request: ChatRequest,
+        make_writer: Callable[[Head, Wishes], Writer],
+        *,
+        fit_max_tokens: bool = False,
+    ) -> Reply:
         served = await self._served(call, request.model)
         refuse_unsupported(request)
         if request.modalities and request.modalities != ["text"]:
@@ -164,7 +184,7 @@ class Endpoints:
             thought_end_id=None if thoughts is None else await self._model.single_token(thoughts.end, call.metadata),
         )
         writer = make_writer(self._head(call, request, served), wishes)
-        return await self._answer(call, request, asks, writer, fit_max_tokens=not given)
+        return await self._answer(call, request, asks, writer, fit_max_tokens=fit_max_tokens or not given)
 
     async def complete(self, call: Call) -> Reply:
         request = parse(CompletionRequest, call.body)
@@ -215,6 +235,7 @@ class Endpoints:
             priority=priority_of(request),
             metadata=call.metadata,
             fit_max_tokens=fit_max_tokens,
+            cache_salt=request.cache_salt or "",
         )
         if request.stream:
             chunks = self._generator.stream(asks, caller)
@@ -261,21 +282,25 @@ class Endpoints:
 
     async def tokenize(self, call: Call) -> Reply:
         request = parse(TokenizeRequest, call.body)
+        tokens = await self._tokenize(call, request)
         served = await self._served(call, request.model)
+        return {"tokens": list(tokens), "count": len(tokens), "max_model_len": served.info.max_model_len}
+
+    async def _tokenize(self, call: Call, request: TokenizeRequest) -> Sequence[int]:
+        await self._served(call, request.model)
         if (request.prompt is None) == (request.messages is None):
             raise invalid("prompt", "give either prompt or messages")
         refuse_unsupported(request)
         variables = _template_variables(request)
         if request.tools:
             variables["tools"] = request.tools
-        tokens = await self._client.tokenize(
+        return await self._client.tokenize(
             request.prompt,
             messages=None if request.messages is None else messages_for_template(request.messages),
             template_variables=variables,
             add_special_tokens=request.add_special_tokens is not False,
             metadata=call.metadata,
         )
-        return {"tokens": list(tokens), "count": len(tokens), "max_model_len": served.info.max_model_len}
 
     async def detokenize(self, call: Call) -> Reply:
         request = parse(DetokenizeRequest, call.body)

@@ -34,12 +34,14 @@ class Caller:
         priority: Its class.
         metadata: Passed on to dispatchers: authorization, traceparent.
         fit_max_tokens: Nobody has asked for so many tokens: as many as the model's length has room for.
+        cache_salt: KV is shared only with requests that give the same.
     """
 
     request_id: str
     priority: PriorityClass
     metadata: Mapping[str, str]
     fit_max_tokens: bool
+    cache_salt: str = ""
 
 
 class Generator:
@@ -116,6 +118,7 @@ class Generator:
                 request_id=_request_id(caller, index),
                 priority=caller.priority,
                 fit_max_tokens=caller.fit_max_tokens,
+                cache_salt=caller.cache_salt,
                 template_variables=ask.template_variables,
                 metadata=caller.metadata,
             )
@@ -129,6 +132,7 @@ class Generator:
             request_id=_request_id(caller, index),
             priority=caller.priority,
             fit_max_tokens=caller.fit_max_tokens,
+            cache_salt=caller.cache_salt,
             template_variables=ask.template_variables,
             metadata=caller.metadata,
         )

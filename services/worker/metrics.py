@@ -35,7 +35,8 @@ class LoadCollector(Collector):
         load = self._load()
         blocks = GaugeMetricFamily("ballast_kv_blocks", "KV blocks by state", labels=["state"])
         blocks.add_metric(["used"], load.used_block_count)
-        blocks.add_metric(["free"], load.block_count - load.used_block_count)
+        blocks.add_metric(["free"], load.block_count - load.used_block_count - load.retained_block_count)
+        blocks.add_metric(["retained"], load.retained_block_count)
         yield blocks
         text = "Always 1; tokens of a KV block, and the number of blocks, are in the labels"
         info = GaugeMetricFamily("ballast_kv_cache_info", text, labels=["block_size", "num_gpu_blocks"])
@@ -78,7 +79,9 @@ class LoadCollector(Collector):
                 "Times a request gave up its KV so that others could go on",
                 load.preemptions_total,
             ),
-            ("ballast_prompt_tokens", "Prompt tokens that were computed", load.prompt_tokens_total),
+            ("ballast_prompt_tokens", "Tokens of prompts that got their first token", load.prompt_tokens_total),
+            ("ballast_prefix_cache_queries", "Tokens of requests let in", load.prefix_queries_total),
+            ("ballast_prefix_cache_hits", "Those of them whose KV was there", load.prefix_hits_total),
             ("ballast_generation_tokens", "Tokens that were generated", load.generation_tokens_total),
             ("ballast_offline_tokens", "Tokens computed for offline requests", load.offline_tokens_total),
             ("ballast_offline_lost_tokens", "Of these, computed anew after a yield", load.offline_lost_tokens_total),

@@ -317,6 +317,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             deadline_at_s=now_s + submit.deadline_s if submit.HasField("deadline_s") else None,
             wants_text=not submit.omit_text,
             expects_handover=submit.expects_handover,
+            cache_salt=submit.cache_salt,
         )
 
     async def _write(self, stream: OutputStream, context: Context) -> None:

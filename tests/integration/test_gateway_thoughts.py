@@ -5,6 +5,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 from openai import OpenAI
 
@@ -84,3 +85,29 @@ def test_streams_and_responses_count_the_same_tokens(thinking: Thinking, ai: Ope
     response = ai.responses.create(model=MODEL, input="a ship", max_output_tokens=200, extra_body=body)
     assert response.usage is not None
     assert response.usage.output_tokens_details.reasoning_tokens in (count, response.usage.output_tokens)
+
+
+def test_anthropics_form_has_the_same_answer(thinking: Thinking, ai: OpenAI) -> None:
+    options: Any = {**thinking.options, "max_tokens": 100, "logit_bias": None}
+    chat = ai.chat.completions.create(**options)
+    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 100, "seed": 5}
+    with httpx.Client(base_url=thinking.base, headers={"x-api-key": "any"}, timeout=60) as http:
+        answer = http.post("/messages", json=body).json()
+        events = http.post("/messages", json={**body, "stream": True}).text.split("\n\n")
+        count = http.post("/messages/count_tokens", json=body).json()
+        wrong = http.post("/messages", json={**body, "temperature": -1})
+        far = http.post("/messages", json={**body, "max_tokens": 1 << 20, "stop_sequences": [answer_start(chat)]})
+    [block] = answer["content"]
+    assert block["thinking"] == getattr(chat.choices[0].message, "reasoning", None), "it has no end"
+    assert (answer["stop_reason"], answer["usage"]["output_tokens"]) == ("max_tokens", 100)
+    assert answer["usage"]["output_tokens_details"]["thinking_tokens"] == 100
+    assert count["input_tokens"] == answer["usage"]["input_tokens"]
+    deltas = [json.loads(part.split("data: ")[1]) for part in events if "thinking_delta" in part]
+    assert "".join(delta["delta"]["thinking"] for delta in deltas) == block["thinking"]
+    assert events[0].startswith("event: message_start\n")
+    assert (wrong.status_code, wrong.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert (far.status_code, far.json()["stop_reason"]) == (200, "stop_sequence")
+
+
+def answer_start(chat: Any) -> str:
+    return chat.choices[0].message.reasoning_content[10:14]

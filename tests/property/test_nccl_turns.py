@@ -145,7 +145,7 @@ def _receive(side: Turns, sent: Sent) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_an_activation_waits_for_one_chunk_at_most(seed: int) -> None:
+def test_an_activation_waits_for_one_turn_at_most(seed: int) -> None:
     """Bulk goes both ways all the time; activations come at any moment, from either side."""
     chance = random.Random(seed)
     pair = Pair(Wires([Fate.LATE] * 200, late_s=0.0003))
@@ -178,6 +178,17 @@ def test_two_that_both_send_first_do_not_wait_for_each_other() -> None:
     into = [side.receive(Lane.BULK, target) for side, target in zip(pair.sides, targets, strict=True)]
     assert all(is_delivered(posted) for posted in (*out, *into))
     assert sum(sum(turn) for turn in pair.wires.turns) == 200
+    pair.close()
+
+
+def test_what_is_posted_meanwhile_goes_in_one_turn() -> None:
+    """A turn costs a word, two launches and a wait, however much goes."""
+    pair = Pair(Wires())
+    with pair.wires.changed:  # no turn ends
+        sent = [pair.send(0, Lane.BULK, torch.full((9,), number, dtype=torch.uint8)) for number in range(8)]
+    assert all(is_delivered(end) for each in sent for end in each.ends())
+    assert all(torch.equal(each.target, each.source) for each in sent)
+    assert len(pair.wires.turns) <= 3
     pair.close()
 
 

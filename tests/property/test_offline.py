@@ -163,6 +163,9 @@ class Fed:
             admission_reserve_fraction=rng.choice((0.0, 0.1)),
             max_waiting_count=1000,
             max_waiting_tokens=100_000,
+            swap_block_count=rng.choice((0, 5, 30)),
+            swap_blocks_per_step=rng.choice((0, 1, 4)),
+            swaps_online=False,  # what is copied alone would be copied beside an offline step, and so a step later
         )
         harvest = Harvest(lambda: COST, rng.choice((0.0, 0.25, 2.0)), rng.choice((None, 0.02)))
         self.made = made = Driver(bounds, rng.choice((12, 20, 40)), harvest=harvest)
@@ -197,7 +200,8 @@ class Fed:
                 if p.sequence_id in self._online
             ]
         )
-        yielded = before & {s.sequence_id for s in scheduler.line if s.rank == BATCH.rank}
+        waiting = [*scheduler.line, *scheduler.swap.offline_away]
+        yielded = before & {s.sequence_id for s in waiting if s.rank == BATCH.rank}
         stayed = before & {s.sequence_id for s in scheduler.offline}
         assert not yielded or not stayed or min(yielded) > max(stayed), f"{yielded} yielded, {stayed} stayed"
 

@@ -119,8 +119,10 @@ class FakeEngine:
             self._text_wanted[new.sequence_id] = text_wanted
         assert len({s.sequence_id for s in batch.slices}) == len(batch.slices)
         written = zip(batch.slices, execute.block_tables, strict=True)
-        touched = {table[b] for part, table in written for b in _blocks_of(part, self._block_tokens)}
-        assert not any(touched.intersection(copy.device_blocks) for copy in execute.copies)
+        written_blocks = {table[b] for part, table in written for b in _blocks_of(part, self._block_tokens)}
+        touched = {block for table in execute.block_tables for block in table}
+        for copy in execute.copies:
+            assert not (written_blocks if copy.out else touched).intersection(copy.device_blocks)
         early = batch.step_id % 2 == 0  # copies may be made at any time while the step runs
         if early:
             self._copy(execute.copies)
@@ -390,6 +392,7 @@ def limits(
     admission_reserve_fraction: float = 0.0,
     swap_block_count: int = 0,
     swap_blocks_per_step: int = 0,
+    swaps_online: bool = True,
     prefix_caching: bool = False,
 ) -> WorkerLimits:
     return WorkerLimits(
@@ -404,5 +407,6 @@ def limits(
         admission_reserve_fraction=admission_reserve_fraction,
         swap_block_count=swap_block_count,
         swap_blocks_per_step=swap_blocks_per_step,
+        swaps_online=swaps_online,
         prefix_caching=prefix_caching,
     )

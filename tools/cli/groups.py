@@ -90,5 +90,10 @@ def _kv_usage(load: LoadReport) -> Text:
     # Anything in use shows, and only full looks full.
     cells = _BAR_CELLS if fraction >= 1.0 else min(_BAR_CELLS - 1, -int(-fraction * _BAR_CELLS // 1))
     usage = Text("█" * cells, style=load_style(fraction))
-    usage.append("░" * (_BAR_CELLS - cells), style="dim")
-    return usage.append(f" {fraction:4.0%} of {load.block_count:,}", style="default")
+    retained = min(_BAR_CELLS - cells, -(-load.retained_block_count * _BAR_CELLS // max(1, load.block_count)))
+    usage.append("▒" * retained, style="cyan")  # free all the same
+    usage.append("░" * (_BAR_CELLS - cells - retained), style="dim")
+    usage.append(f" {fraction:4.0%} of {load.block_count:,}", style="default")
+    if load.prefix_hits_total:
+        usage.append(f", {load.prefix_hit_fraction:.0%} hits", style="cyan")
+    return usage

@@ -41,6 +41,7 @@ TOKENS, OPERATOR_TOKEN = "tokens", "operator.token"
 # Flags that are handed on as they are: flag -> the service it is for.
 _WORKER_FLAGS = {
     "--dtype": "auto, float32, bfloat16, float16 or float64",
+    "--model-impl": "what computes the model: auto (default), ballast or transformers",
     "--device": "cpu (default), cuda (a GPU for each worker) or cuda:N",
     "--tensor-parallel-size": "ranks of each worker, on as many devices",
     "--gpu-memory-utilization": "share of each GPU, where --device-memory-bytes says nothing (default: 0.9)",

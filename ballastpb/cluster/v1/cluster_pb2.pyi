@@ -294,6 +294,9 @@ class LoadReport(_message.Message):
     OFFLINE_LOST_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
     PARKED_FIELD_NUMBER: _builtins.int
     WAKE_S_FIELD_NUMBER: _builtins.int
+    RETAINED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    PREFIX_QUERIES_TOTAL_FIELD_NUMBER: _builtins.int
+    PREFIX_HITS_TOTAL_FIELD_NUMBER: _builtins.int
     block_tokens: _builtins.int
     block_count: _builtins.int
     used_block_count: _builtins.int
@@ -334,6 +337,11 @@ class LoadReport(_message.Message):
     """It serves nobody until it is woken."""
     wake_s: _builtins.float
     """Seconds that waking takes, as measured lately or estimated. 0: it cannot be parked."""
+    retained_block_count: _builtins.int
+    """Free blocks whose KV is kept for prompts that begin so. They are given up before anything else."""
+    prefix_queries_total: _builtins.int
+    """Of requests let in for the first time: their tokens, and those of them whose KV was there."""
+    prefix_hits_total: _builtins.int
     @_builtins.property
     def memory(self) -> Global___MemoryReport: ...
     def __init__(
@@ -367,10 +375,13 @@ class LoadReport(_message.Message):
         offline_lost_tokens_total: _builtins.int = ...,
         parked: _builtins.bool = ...,
         wake_s: _builtins.float = ...,
+        retained_block_count: _builtins.int = ...,
+        prefix_queries_total: _builtins.int = ...,
+        prefix_hits_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_tokens", b"block_tokens", "draining", b"draining", "generation_tokens_total", b"generation_tokens_total", "kept_block_count", b"kept_block_count", "max_prompt_token_count", b"max_prompt_token_count", "max_running_count", b"max_running_count", "memory", b"memory", "newest_epoch", b"newest_epoch", "offline_block_count", b"offline_block_count", "offline_lost_tokens_total", b"offline_lost_tokens_total", "offline_running_count", b"offline_running_count", "offline_tokens_total", b"offline_tokens_total", "offline_waiting_count", b"offline_waiting_count", "offline_wanted_tokens", b"offline_wanted_tokens", "offline_yields_total", b"offline_yields_total", "parked", b"parked", "preemptions_total", b"preemptions_total", "prompt_token_count", b"prompt_token_count", "prompt_tokens_total", b"prompt_tokens_total", "running_count", b"running_count", "spare_block_count", b"spare_block_count", "step_age_s", b"step_age_s", "steps_total", b"steps_total", "used_block_count", b"used_block_count", "waiting_block_count", b"waiting_block_count", "waiting_count", b"waiting_count", "wake_s", b"wake_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_tokens", b"block_tokens", "draining", b"draining", "generation_tokens_total", b"generation_tokens_total", "kept_block_count", b"kept_block_count", "max_prompt_token_count", b"max_prompt_token_count", "max_running_count", b"max_running_count", "memory", b"memory", "newest_epoch", b"newest_epoch", "offline_block_count", b"offline_block_count", "offline_lost_tokens_total", b"offline_lost_tokens_total", "offline_running_count", b"offline_running_count", "offline_tokens_total", b"offline_tokens_total", "offline_waiting_count", b"offline_waiting_count", "offline_wanted_tokens", b"offline_wanted_tokens", "offline_yields_total", b"offline_yields_total", "parked", b"parked", "preemptions_total", b"preemptions_total", "prefix_hits_total", b"prefix_hits_total", "prefix_queries_total", b"prefix_queries_total", "prompt_token_count", b"prompt_token_count", "prompt_tokens_total", b"prompt_tokens_total", "retained_block_count", b"retained_block_count", "running_count", b"running_count", "spare_block_count", b"spare_block_count", "step_age_s", b"step_age_s", "steps_total", b"steps_total", "used_block_count", b"used_block_count", "waiting_block_count", b"waiting_block_count", "waiting_count", b"waiting_count", "wake_s", b"wake_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

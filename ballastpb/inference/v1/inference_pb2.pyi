@@ -35,6 +35,7 @@ class GenerateRequest(_message.Message):
     COLLECT_FIELD_NUMBER: _builtins.int
     FIT_MAX_TOKENS_FIELD_NUMBER: _builtins.int
     RESUMPTION_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the caller for idempotency and cancelling; minted by the dispatcher when empty. At most 128 characters."""
     text: _builtins.str
@@ -45,6 +46,10 @@ class GenerateRequest(_message.Message):
     """One response at the end instead of one for each step."""
     fit_max_tokens: _builtins.bool
     """Shorten max_tokens to what the model's length has room for behind the prompt, instead of refusing the request."""
+    cache_salt: _builtins.str
+    """The KV of its prompt is shared only with requests that say the same, and come with the same token. Empty: with all
+    of the token.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -68,10 +73,11 @@ class GenerateRequest(_message.Message):
         collect: _builtins.bool = ...,
         fit_max_tokens: _builtins.bool = ...,
         resumption: Global___Resumption | None = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "prompt", b"prompt", "resumption", b"resumption", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["collect", b"collect", "conversation", b"conversation", "fit_max_tokens", b"fit_max_tokens", "omit_text", b"omit_text", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resumption", b"resumption", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "collect", b"collect", "conversation", b"conversation", "fit_max_tokens", b"fit_max_tokens", "omit_text", b"omit_text", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resumption", b"resumption", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "conversation"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -264,6 +270,7 @@ class Usage(_message.Message):
     TTFT_S_FIELD_NUMBER: _builtins.int
     E2E_S_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    CACHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     prompt_token_count: _builtins.int
     completion_token_count: _builtins.int
     replay_count: _builtins.int
@@ -274,6 +281,8 @@ class Usage(_message.Message):
     e2e_s: _builtins.float
     seed: _builtins.int
     """The seed that was used: given, or drawn on entry."""
+    cached_token_count: _builtins.int
+    """Of the prompt, tokens whose KV had been computed for another request."""
     def __init__(
         self,
         *,
@@ -284,10 +293,11 @@ class Usage(_message.Message):
         ttft_s: _builtins.float = ...,
         e2e_s: _builtins.float = ...,
         seed: _builtins.int = ...,
+        cached_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_token_count", b"completion_token_count", "e2e_s", b"e2e_s", "prompt_token_count", b"prompt_token_count", "queue_s", b"queue_s", "replay_count", b"replay_count", "seed", b"seed", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_token_count", b"cached_token_count", "completion_token_count", b"completion_token_count", "e2e_s", b"e2e_s", "prompt_token_count", b"prompt_token_count", "queue_s", b"queue_s", "replay_count", b"replay_count", "seed", b"seed", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -152,6 +152,7 @@ class Submit(_message.Message):
     DELIVERED_TEXT_CHARS_FIELD_NUMBER: _builtins.int
     EXPECTS_HANDOVER_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """Chosen by the dispatcher, unique on this stream: stands for (request_id, attempt) in all that follows."""
     request_id: _builtins.str
@@ -167,6 +168,8 @@ class Submit(_message.Message):
     """Another worker had the request, and named this one (Ending.moved_to): its KV may be here, or come in a moment."""
     traceparent: _builtins.str
     """Of the request's span, as W3C writes it: the worker's spans are inside it. Empty: nobody records this request."""
+    cache_salt: _builtins.bytes
+    """KV is shared only among requests with the same. Empty: with all that have none."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -190,10 +193,11 @@ class Submit(_message.Message):
         delivered_text_chars: _builtins.int = ...,
         expects_handover: _builtins.bool = ...,
         traceparent: _builtins.str = ...,
+        cache_salt: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "deadline_s", b"deadline_s", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "attempt", b"attempt", "deadline_s", b"deadline_s", "delivered_text_chars", b"delivered_text_chars", "expects_handover", b"expects_handover", "handle", b"handle", "omit_text", b"omit_text", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "attempt", b"attempt", "cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "delivered_text_chars", b"delivered_text_chars", "expects_handover", b"expects_handover", "handle", b"handle", "omit_text", b"omit_text", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_s: _TypeAlias = _typing.Literal["deadline_s"]  # noqa: Y015
     _WhichOneofArgType__deadline_s: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s"]  # noqa: Y015
@@ -367,6 +371,7 @@ class Ending(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     INVALID_FIELD_NUMBER: _builtins.int
     MOVED_TO_FIELD_NUMBER: _builtins.int
+    CACHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     finish_reason: _cluster_pb2.FinishReason.ValueType
     """UNSPECIFIED when refused."""
@@ -379,6 +384,8 @@ class Ending(_message.Message):
     """With ERROR: the request itself is at fault, and no other worker would do better."""
     moved_to: _builtins.str
     """The request goes on at this worker: submit it there (attempt + 1, expects_handover) with the tokens received."""
+    cached_token_count: _builtins.int
+    """Prompt tokens whose KV was there when the request was first let in."""
     def __init__(
         self,
         *,
@@ -389,10 +396,11 @@ class Ending(_message.Message):
         refused: _builtins.bool = ...,
         invalid: _builtins.bool = ...,
         moved_to: _builtins.str = ...,
+        cached_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "handle", b"handle", "invalid", b"invalid", "matched_stop", b"matched_stop", "moved_to", b"moved_to", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_token_count", b"cached_token_count", "error", b"error", "finish_reason", b"finish_reason", "handle", b"handle", "invalid", b"invalid", "matched_stop", b"matched_stop", "moved_to", b"moved_to", "refused", b"refused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

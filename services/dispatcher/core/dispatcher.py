@@ -401,6 +401,7 @@ class DispatcherCore:
     def _end(self, worker: Worker, tracked: Tracked, ending: Ending, at_s: float) -> list[Command]:
         """A worker's ending: the request's own, or a reason to try elsewhere."""
         request_id = tracked.request.request_id
+        tracked.cached_token_count = max(tracked.cached_token_count, ending.cached_token_count)
         if ending.refused:
             tracked.note(at_s, What.SENT_BACK, worker.key.worker_id)
             worker.take_off(tracked.handle)

@@ -32,6 +32,7 @@ class Request:
     traceparent: str = ""  # of the trace that it belongs to, as W3C writes it
     output_token_ids: Sequence[int] = field(default=(), repr=False)  # that its client has from another dispatcher
     text_chars: int = 0  # of their text, that the client has
+    cache_salt: bytes = b""  # workers share KV only among requests with the same
     taken_over: bool = False  # another dispatcher was serving it
 
 
@@ -46,6 +47,7 @@ class Ending:
     refused: bool = False
     invalid: bool = False
     moved_to: str = ""  # this worker goes on with it
+    cached_token_count: int = 0  # of its prompt, whose KV was there when it was first let in
 
 
 # ------------------------------------------------------------------------------------------------- events
@@ -203,6 +205,7 @@ class Facts:
     queue_s: float
     ttft_s: float | None  # None: no token came
     e2e_s: float
+    cached_token_count: int = 0  # of the prompt
     caller: str = ""
     traceparent: str = ""
     priority: PriorityClass = PriorityClass.DEFAULT

@@ -33,6 +33,7 @@ class Tracked:
     longest_gap_token: int = 0  # it came after so many tokens
     awaits_token: bool = True  # none has come since it was placed for the last time
     move_count: int = 0
+    cached_token_count: int = 0
     story: Story = field(default_factory=Story)
     blocked_since_s: float | None = None  # large, and no worker could run it at once
     offline: bool = field(init=False)  # of a class that uses what others leave
@@ -55,6 +56,7 @@ class Tracked:
             queue_s=self.queue_s + waited_s,
             ttft_s=None if first_s is None or self.request.output_token_ids else first_s - self.arrived_at_s,
             e2e_s=at_s - self.arrived_at_s,
+            cached_token_count=self.cached_token_count,
             caller=self.request.caller,
             traceparent=self.request.traceparent,
             priority=self.request.priority,

@@ -197,6 +197,7 @@ def submit_to_proto(place: Place) -> pb.Submit:
         omit_text=request.omit_text,
         delivered_text_chars=place.delivered_text_chars,
         expects_handover=place.expects_handover,
+        cache_salt=request.cache_salt,
         traceparent=_span_of(request.request_id, request.traceparent),
     )
 

@@ -43,6 +43,7 @@ class GenerationRequest(_Shape):
     service_tier: _SERVICE_TIERS | None = None
 
     priority: Literal["interactive", "default", "batch"] | int | None = None
+    cache_salt: str | None = Field(default=None, min_length=1)
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None

@@ -35,6 +35,7 @@ class ResponsesRequest(BaseModel):
     metadata: dict[str, str] | None = None
     service_tier: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: str | None = None
     seed: int | None = None
     reasoning: Item | None = None
     previous_response_id: str | None = None
@@ -66,6 +67,7 @@ class ResponsesRequest(BaseModel):
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=cast(Item, text_format) if isinstance(text_format, dict) else None,
             chat_template_kwargs=self.chat_template_kwargs,
+            cache_salt=self.cache_salt or None,
             reasoning_effort=(self.reasoning or {}).get("effort"),
         )
 
@@ -281,7 +283,7 @@ def _part(text: str) -> Item:
 def _usage(usage: Usage, reasoning_token_count: int) -> dict[str, object]:
     return {
         "input_tokens": usage.prompt_token_count,
-        "input_tokens_details": {"cached_tokens": 0},
+        "input_tokens_details": {"cached_tokens": usage.cached_token_count},
         "output_tokens": usage.completion_token_count,
         "output_tokens_details": {"reasoning_tokens": reasoning_token_count},
         "total_tokens": usage.prompt_token_count + usage.completion_token_count,

@@ -23,7 +23,7 @@ def event(value: object) -> bytes:
 
 
 def usage_of(
-    prompts: Iterable[Usage], usages: Iterable[Usage], reasoning_token_count: int | None = None
+    prompts: Sequence[Usage], usages: Iterable[Usage], reasoning_token_count: int | None = None
 ) -> dict[str, object]:
     """`prompts`: one for each different prompt, since choices share theirs."""
     prompt = sum(usage.prompt_token_count for usage in prompts)
@@ -32,6 +32,7 @@ def usage_of(
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_token_count for usage in prompts)},
     }
     if reasoning_token_count is not None:
         found["completion_tokens_details"] = {"reasoning_tokens": reasoning_token_count}

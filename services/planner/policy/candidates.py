@@ -22,7 +22,7 @@ MOST_STAGES = 8  # of a group that a comparison makes
 _LIKE_SPEED = 1.5  # machines are told apart by powers of this
 # A drop keeps what it moves from running: so long, or until the KV has come over a card of 200 Gbps in both directions.
 _STALL_S, _EXCHANGED_BYTES_PER_S = 0.3, 25e9
-_SAMPLED = 16  # merges of unlike members whose capacity is worked out; the others count as their mean
+_SAMPLED = 8  # merges of unlike members whose capacity is worked out; the others count as their mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +143,11 @@ class _Share:
         heavy = self.pool.between(first, first + self.heavy * merge_count)
         return heavy.plus(self.pool.between(last - self.light * merge_count, last))
 
-    def of(self, number: int, merge_count: int) -> Iterator[GroupState]:
-        """Its groups in one of the merges: the first has the most loaded one and the least loaded one."""
+    def of(self, number: int, merge_count: int) -> list[int]:
+        """Its groups in one of the merges, as the pool numbers them: the first has the fullest and the emptiest one."""
         places = [self.heavy_from + number + merge_count * i for i in range(self.heavy)]
         places += [-1 - self.light_from - number - merge_count * i for i in range(self.light)]
-        return (self.pool.groups[self.pool.order[place]] for place in places)
+        return [self.pool.order[place] for place in places]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,10 @@ class _Merges:
         return sums
 
     def merge(self, number: int) -> list[GroupState]:
-        return [group for share in self.shares for group in share.of(number, self.count)]
+        return [share.pool.groups[i] for share in self.shares for i in share.of(number, self.count)]
+
+    def ids(self, number: int) -> tuple[GroupId, ...]:
+        return tuple([share.pool.columns.group_ids[i] for share in self.shares for i in share.of(number, self.count)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +196,7 @@ class Candidate:
     @property
     def merges(self) -> tuple[tuple[GroupId, ...], ...]:
         """Groups that become one each."""
-        return tuple(tuple(g.group_id for g in part.merge(i)) for part in self.parts for i in range(part.count))
+        return tuple([part.ids(i) for part in self.parts for i in range(part.count)])
 
 
 NOTHING = Candidate("nothing")

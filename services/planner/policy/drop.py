@@ -312,7 +312,7 @@ class _Planning:
         return self.splitter.is_feasible([instance for i in members for instance in self.groups[i].members])
 
     def _group_plan(self, members: Sequence[int]) -> GroupPlan:
-        key = tuple(sorted(members))
+        key = tuple(sorted(members)) if len(members) > 2 or members[0] > members[-1] else tuple(members)
         if key not in self._group_plans:
             self._group_plans[key] = self.planner.plan([self.groups[i] for i in key])
         return self._group_plans[key]

@@ -23,8 +23,8 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
-from operator import mul
 from typing import NamedTuple
 
 from services.planner.policy.snapshot import InstanceState, ModelShape
@@ -92,10 +92,10 @@ class Splitter:
     def __init__(self, model: ModelShape, tolerance: SplitTolerance | None = None) -> None:
         self.model = model
         self.tolerance = tolerance or SplitTolerance()
-        self._spans: dict[Kinds, _Span | None] = {}
+        self._searches: dict[Kinds, _Search] = {}
         self._bounds: dict[tuple[Kinds, float], Bounds | None] = {}
         self._aftermath: dict[tuple[tuple[int, ...], int, int, int, int], Aftermath] = {}
-        self._layers: dict[tuple[int, int], list[int]] = {}
+        self._blocks: dict[tuple[int, int], list[int]] = {}
 
     def split(
         self, candidates: Sequence[Candidate], toward_memory: float | None = None, at_least: int = 0
@@ -122,9 +122,9 @@ class Splitter:
         if bounds is None:
             return None
         if self._are_whole(kinds):
-            most = {kind: reach[0] for (kind, _), reach in zip(kinds, bounds.reach, strict=True)}
+            most = {_memory(kind): reach[0] for (kind, _), reach in zip(kinds, bounds.reach, strict=True)}
             ordered = sorted(candidates, key=lambda c: (-c.kv_bytes_per_layer, c.instance.worker_id))
-            return _deal_out(ordered, self.model.layer_count, [most[_kind(c.instance)] for c in ordered])
+            return _deal_out(ordered, self.model.layer_count, [most[_memory(c.instance)] for c in ordered])
         ordered = sorted(candidates, key=lambda c: (_kind(c.instance), -c.kv_bytes_per_layer, c.instance.worker_id))
         return _cheapest_exchange(ordered, kinds, bounds.reach, self.model)
 
@@ -136,43 +136,47 @@ class Splitter:
         return self._bounds[key]
 
     def _bounds_of(self, kinds: Kinds, toward_memory: float) -> Bounds | None:
-        if kinds not in self._spans:
-            self._spans[kinds] = self._span(kinds)
-        span = self._spans[kinds]
-        if span is None:
+        if kinds not in self._searches:
+            self._searches[kinds] = self._search(kinds)
+        search = self._searches[kinds]
+        if search.even is None:
             return None
-        longest = span.even + (span.most - span.even) * toward_memory + _ROUNDING
-        blocks = self._most_blocks(kinds, longest)
-        enough = max(1, int(blocks * (1.0 - self.tolerance.capacity)))
+        longest = search.even + _ROUNDING
+        if toward_memory and is_unlike(kinds):
+            longest += (max(search.even, search.most) - search.even) * toward_memory
+        enough = max(1, int(search.most_blocks(longest) * (1.0 - self.tolerance.capacity)))
         reach = self._reach(kinds, longest, enough)
-        layers = [max(last - first for first, last in enumerate(row)) for row in reach]
+        layers = [max([last - first for first, last in enumerate(row)]) for row in reach]
         longest = max(most * kind.slowness for most, (kind, _) in zip(layers, kinds, strict=True))
         return Bounds(reach, enough, longest)
 
-    def _span(self, kinds: Kinds) -> "_Span | None":
+    def _search(self, kinds: Kinds) -> "_Search":
         layer_count = self.model.layer_count
-        times = sorted({layers * kind.slowness for kind, _ in kinds for layers in range(1, layer_count + 1)})
-        if not self._completes(kinds, times[-1], 1):
-            return None
-        even = self.tolerance.longest(times[_first_true(len(times), lambda i: self._completes(kinds, times[i], 1))])
-        if not is_unlike(kinds) or even >= times[-1]:
-            return _Span(even, even)
-        blocks = self._most_blocks(kinds, times[-1])
-        most = times[_first_true(len(times), lambda i: self._completes(kinds, times[i], blocks))]
-        return _Span(even, max(even, most))
-
-    def _most_blocks(self, kinds: Kinds, longest: float) -> int:
-        """That every stage has at least, of those no longer than this."""
-        most = max(kind.budget_bytes for kind, _ in kinds) // self.model.block_bytes + 1
-        return _first_true(most, lambda i: not self._completes(kinds, longest, 1 + i))
-
-    def _completes(self, kinds: Kinds, longest: float, blocks: int) -> bool:
-        """Whether all members can stand in some order so that their stages make up all layers."""
-        reach = self._reach(kinds, longest, blocks)
+        speeds = {kind.slowness for kind, _ in kinds}
+        times = sorted([layers * slowness for slowness in speeds for layers in range(1, layer_count + 1)])
         if not self._are_whole(kinds):
-            return _completes(kinds, reach, self.model.layer_count)
-        most = [row[0] for row in reach]
-        return min(most) > 0 and sum(map(mul, most, [count for _, count in kinds])) >= self.model.layer_count
+            most = max(kind.budget_bytes for kind, _ in kinds) // self.model.block_bytes + 1
+
+            def completes(longest: float, blocks: int) -> bool:
+                return _completes(kinds, self._reach(kinds, longest, blocks), layer_count)
+
+            return _Search(times, range(1, most + 1), completes, self.tolerance)
+        members = [(self._blocks_of(kind), kind.slowness, count) for kind, count in kinds]
+
+        def complete(longest: float, blocks: int) -> bool:
+            total = 0
+            for table, slowness, count in members:
+                layers = bisect_right(table, -blocks)
+                if layers > longest / slowness:
+                    layers = int(longest / slowness)
+                if not layers:
+                    return False
+                total += layers * count
+            return total >= layer_count
+
+        # What the smallest stage holds is what one of the members holds with some number of layers.
+        blocks = sorted([-count for table, _, _ in members for count in table if count < 0])
+        return _Search(times, blocks, complete, self.tolerance)
 
     def _are_whole(self, kinds: Kinds) -> bool:
         """Members that hold and execute every layer, and equal layers: the usual case, which needs no search."""
@@ -184,16 +188,16 @@ class Splitter:
         The first layer itself where there is no such stage. Of members that are whole for the first layer only.
         """
         if self._are_whole(kinds):
-            return [[min(self._most_layers(kind, blocks), int(longest / kind.slowness))] for kind, _ in kinds]
+            return [[min(bisect_right(self._blocks_of(k), -blocks), int(longest / k.slowness))] for k, _ in kinds]
         return [_reach(kind, self.model.at(kind.extent_bytes), longest, blocks) for kind, _ in kinds]
 
-    def _most_layers(self, kind: Kind, blocks: int) -> int:
-        """That it can execute with so many blocks of KV."""
+    def _blocks_of(self, kind: Kind) -> list[int]:
+        """Blocks of KV with 1, 2 .. layers, negative: so they ascend."""
         key = kind.budget_bytes, kind.extent_bytes
-        if key not in self._layers:
+        if key not in self._blocks:
             own, layers = self.model.at(kind.extent_bytes), range(1, self.model.layer_count + 1)
-            self._layers[key] = [-own.block_count(kind.budget_bytes, 0, count) for count in layers]
-        return bisect_right(self._layers[key], -blocks)
+            self._blocks[key] = [-own.block_count(kind.budget_bytes, 0, count) for count in layers]
+        return self._blocks[key]
 
     def aftermath(self, instance: InstanceState, first_layer: int, last_layer: int) -> Aftermath:
         """What becomes of a member's memory when it keeps these layers only."""
@@ -213,20 +217,62 @@ class Splitter:
         return len(instances) <= self.model.layer_count and self.bounds(kinds_of(instances), 0.0) is not None
 
 
-class _Span(NamedTuple):
-    """The longest stages that are worth a look."""
+class _Search:
+    """Looks for the stages that members of some kinds could have."""
 
-    even: float
-    most: float  # where the stages have the most memory
+    def __init__(
+        self,
+        times: Sequence[float],
+        blocks: Sequence[int],
+        completes: Callable[[float, int], bool],
+        tolerance: SplitTolerance,
+    ) -> None:
+        """
+        Args:
+            times: That a stage may take, ascending.
+            blocks: Of KV that the smallest stage may have, ascending.
+            completes: Whether all members can stand in some order so that their stages make up all layers, none of them
+                taking longer, and each with so many blocks.
+            tolerance: Of a balanced split.
+        """
+        self._times, self._blocks, self._completes = times, blocks, completes
+        self._tolerance = tolerance
+
+    @cached_property
+    def even(self) -> float | None:
+        """The longest stage of a balanced split; None: there is no split."""
+        times = self._times
+        shortest = _first_true(len(times), lambda i: self._completes(times[i], 1))
+        return self._tolerance.longest(times[shortest]) if shortest < len(times) else None
+
+    @cached_property
+    def most(self) -> float:
+        """The longest stage where the smallest one has as much KV as there can be."""
+        times, blocks = self._times, self.most_blocks(self._times[-1])
+        return times[_first_true(len(times) - 1, lambda i: self._completes(times[i], blocks))]
+
+    def most_blocks(self, longest: float) -> int:
+        """That every stage has at least, of those no longer than this; 0: there are none."""
+        blocks = self._blocks
+        count = _first_true(len(blocks), lambda i: not self._completes(longest, blocks[i]))
+        return blocks[count - 1] if count else 0
 
 
 def kinds_of(instances: Sequence[InstanceState]) -> Kinds:
+    if len(instances) == 2:  # the usual case, sooner
+        first, last = _kind(instances[0]), _kind(instances[1])
+        return ((first, 2),) if first == last else ((first, 1), (last, 1)) if first < last else ((last, 1), (first, 1))
     return tuple(sorted(Counter(map(_kind, instances)).items()))
 
 
 def is_unlike(kinds: Kinds) -> bool:
     """Whether some have more memory than others, or are faster."""
-    return len({(kind.budget_bytes, kind.extent_bytes, kind.slowness) for kind, _ in kinds}) > 1
+    return len(kinds) > 1 and len({_memory(kind) for kind, _ in kinds}) > 1
+
+
+def _memory(one: Kind | InstanceState) -> tuple[int, int, float]:
+    """And its speed."""
+    return one.budget_bytes, one.extent_bytes, one.slowness
 
 
 def _kind(i: InstanceState) -> Kind:
@@ -305,7 +351,7 @@ def _deal_out(ordered: Sequence[Candidate], layer_count: int, most: Sequence[int
         limits = most[first : first + loads.count(loads[first])]  # as loaded as this one: they share evenly
         behind = len(ordered) - first - len(limits)
         here = min(sum(limits), left - behind)
-        counts += _evenly(here, limits)
+        counts += _evenly(here, limits) if len(limits) > 1 else [here]
         left -= here
     stages: list[Stage] = []
     first = 0

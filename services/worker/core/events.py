@@ -385,6 +385,7 @@ class Ending:
     refused: bool = False  # not taken: place it elsewhere or later
     invalid: bool = False  # with ERROR: the request itself is at fault, no other worker would do better
     moved_to: str = ""  # not at its end: it goes on at this worker once it is submitted there
+    cached_token_count: int = 0  # of its prompt, whose KV was there when it was first let in
 
 
 @record()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Container
 from ballast.common.errors import InvariantViolation
 from services.worker.core.batch import BlockNumber, SequenceId, StepResult
 from services.worker.core.blocks import BlockBook, blocks_for
+from services.worker.core.counts import SchedulingPolicies
 from services.worker.core.events import (
     AdmissionLimited,
     CapacityChanged,
@@ -27,7 +28,8 @@ from services.worker.core.events import (
 from services.worker.core.in_flight import InFlightBatch, InFlightBatches, Steps
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.line import OFFLINE_RANK
-from services.worker.core.scheduler import Scheduler, SchedulingPolicies
+from services.worker.core.scheduler import Scheduler
+from services.worker.core.scheduler_check import check as check_scheduler
 from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.policy.departure import Decoding
 
@@ -445,7 +447,7 @@ class GroupScheduler:
     def check(self) -> None:
         """Raise InvariantViolation unless counts, tables and batches agree."""
         scheduler = self.scheduler
-        scheduler.check(self.batches_in_flight.completed_step_id)
+        check_scheduler(scheduler, self.batches_in_flight.completed_step_id)
         self.book.check()
         self.batches_in_flight.check()
         reserved = {s.sequence_id: s.reserved_block_count for s in (*scheduler.running, *scheduler.swap.holders)}

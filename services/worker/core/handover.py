@@ -52,7 +52,7 @@ class Handovers:
                 group_scheduler.give_up(sequence, at_s, f"goes to {to}")
             packed.setdefault(to, []).append(snapshot_of(sequence, at_s))
             if sequence.snapshot is None:
-                table.outbox.moved(sequence.key, to)
+                table.outbox.moved(sequence.key, to, sequence.cached_tokens or 0)
                 table.move_out(sequence, at_s, f"moved to {to}")
                 self.moved_total += 1
             else:

@@ -76,14 +76,16 @@ class Outbox:
         else:
             letter.resumed = (*letter.resumed, key.handle)
 
-    def moved(self, key: SequenceKey, to: str) -> None:
+    def moved(self, key: SequenceKey, to: str, cached_token_count: int = 0) -> None:
         """The request goes on at another leader."""
-        self._letter(key.stream_id).endings.append(Ending(key.handle, None, moved_to=to))
+        ending = Ending(key.handle, None, moved_to=to, cached_token_count=cached_token_count)
+        self._letter(key.stream_id).endings.append(ending)
 
     def ended(self, sequence: Sequence, reason: FinishReason, error: str, invalid: bool) -> None:
-        self._letter(sequence.key[0]).endings.append(
-            Ending(sequence.key[1], reason, sequence.stop.matched_stop, error, invalid=invalid)
-        )
+        stream_id, handle = sequence.key
+        cached, matched_stop = sequence.cached_tokens or 0, sequence.stop.matched_stop
+        ending = Ending(handle, reason, matched_stop, error, invalid=invalid, cached_token_count=cached)
+        self._letter(stream_id).endings.append(ending)
 
     def turned_away(self, key: SequenceKey, why: str, invalid: bool) -> None:
         """Never became a sequence: refused, or an ERROR if the request itself is at fault."""

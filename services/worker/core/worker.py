@@ -20,6 +20,7 @@ from ballast.common.load import LoadReport, MemoryReport
 from ballast.common.sampling import FinishReason
 from services.worker.core.batch import SequenceId, TokenLogprobs
 from services.worker.core.blocks import BlockBook
+from services.worker.core.counts import SchedulingPolicies
 from services.worker.core.events import (
     Aborted,
     Adopted,
@@ -58,7 +59,6 @@ from services.worker.core.line import OFFLINE_RANK
 from services.worker.core.plain import PlainSteps, foresee, take
 from services.worker.core.report import IN_SERVICE, Parks, ReportTotals, load_of
 from services.worker.core.request_table import RequestTable, Stream
-from services.worker.core.scheduler import SchedulingPolicies
 from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.policy.harvest import Harvest
 from services.worker.policy.microbatching import Microbatching, by_token_count
@@ -114,6 +114,7 @@ class WorkerCore:
         self._generation_tokens_total = 0
         self._offline_tokens_total = 0  # of prompts and answers
         self._offline_yields_total = self._offline_lost_tokens_total = 0  # of groups that have been closed
+        self._prefix_queries_total = self._prefix_hits_total = 0  # likewise
         self._stale_events_total = 0
 
     # ---------------------------------------------------------------- the one door
@@ -213,14 +214,8 @@ class WorkerCore:
         return group_scheduler
 
     def _group_scheduler_of(self, step_id: int) -> GroupScheduler:
-        return next(
-            (
-                group_scheduler
-                for group_scheduler in self._group_schedulers
-                if group_scheduler.batches_in_flight.next_completion == step_id
-            ),
-            self.group_scheduler,
-        )
+        found = [each for each in self._group_schedulers if each.batches_in_flight.next_completion == step_id]
+        return found[0] if found else self.group_scheduler
 
     def _open(self, event: GroupOpened) -> None:
         before, group_scheduler = self.group_scheduler, self._new_group_scheduler(event.book.block_count, event.book)
@@ -247,6 +242,8 @@ class WorkerCore:
         self._preemptions_total += group_scheduler.scheduler.preemptions_total
         self._offline_yields_total += group_scheduler.scheduler.offline_work.yields_total
         self._offline_lost_tokens_total += group_scheduler.scheduler.offline_work.lost_tokens_total
+        self._prefix_queries_total += group_scheduler.scheduler.prefixes.queried_tokens_total
+        self._prefix_hits_total += group_scheduler.scheduler.prefixes.hit_tokens_total
         self._stale_groups_total += group_scheduler.stale_total
         del self._group_schedulers[0]
 
@@ -366,6 +363,8 @@ class WorkerCore:
             self._offline_tokens_total,
             self._offline_yields_total,
             self._offline_lost_tokens_total,
+            self._prefix_queries_total,
+            self._prefix_hits_total,
         )
         step_age_s = max(0.0, at_s - self._progress_at_s) if self._is_busy else 0.0
         groups = [group_scheduler.scheduler for group_scheduler in self._group_schedulers]

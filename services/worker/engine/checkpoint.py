@@ -3,9 +3,10 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
@@ -17,14 +18,15 @@ from ballast.common.errors import ConfigError
 from services.worker.engine.model_config import ModelConfig, read_json
 from services.worker.engine.native.library import Kernels
 from services.worker.engine.parameters import Layout, Parameter, Source, end_parameters, layer_parameters
+from services.worker.engine.pinned_readers import PinnedReaders
 from services.worker.memory.parameters import ParameterStore
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
+FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
 _BAND_ELEMENTS = 4 << 20
 _SAMPLES, _SAMPLE_BYTES = 32, 4096  # of a file, for its revision
 _SAYS_NOTHING = ("transformers_version", "torch_dtype", "dtype")  # about what the tokens are, or said elsewhere
-_IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 
 
 class Checkpoint:
@@ -34,8 +36,9 @@ class Checkpoint:
         """`kernels` are needed to fill parameters that are packed for them."""
         self._kernels = kernels
         self._files: dict[Path, Any] = {}  # safetensors has no types for its handle
-        self._places = _places(model_dir)  # tensor -> file
+        self._places = tensor_places(model_dir)  # tensor -> file
         self._model_dir = model_dir
+        self._readers: PinnedReaders | None = None  # of a GPU, once one is filled
 
     def __enter__(self) -> Self:
         return self
@@ -43,6 +46,8 @@ class Checkpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._readers is not None:
+            self._readers.close()
         self._files.clear()
 
     def fill(self, parameters: Iterable[Parameter], stored: Mapping[str, torch.Tensor]) -> None:
@@ -51,13 +56,23 @@ class Checkpoint:
         Raises:
             ConfigError: a tensor is missing, has another shape or a dtype that is no float, or cannot be read.
         """
+        coming: list[Future[None]] = []
         for parameter in parameters:
             memory = stored[parameter.name]
+            if memory.device.type == "cuda" and self._readers is None:
+                self._readers = PinnedReaders(memory.device)
             if not parameter.sources:
                 memory.zero_()
             parameter.clear_padding(memory)
             for source in parameter.sources:
-                self._copy(source, parameter, memory)
+                for first_row, rows in self._bands(source, parameter):
+                    write = partial(parameter.write, memory, first_row, kernels=self._kernels)
+                    if self._readers is None:
+                        write(rows)
+                    else:
+                        coming.append(self._readers.submit(rows, write))
+        for band in coming:
+            band.result()
 
     def require_only(self, config: ModelConfig) -> None:
         """Raise ConfigError if the checkpoint holds a tensor the architecture has no use for.
@@ -68,13 +83,15 @@ class Checkpoint:
         if config.tied_embeddings:
             expected.add("lm_head.weight")  # some exports write the shared matrix twice
         for name in sorted(self._places):
-            if name not in expected and not name.endswith(_IGNORED_SUFFIXES):
+            if name not in expected and not name.endswith(IGNORED_SUFFIXES):
                 raise ConfigError(
                     f"{self._places[name]}: {name}", f"is not a tensor of {config.architecture} as config.json has it"
                 )
 
-    def _copy(self, source: Source, parameter: Parameter, memory: torch.Tensor) -> None:
-        """Copies in bands, so that what is converted beside the memory stays small."""
+    def _bands(self, source: Source, parameter: Parameter) -> Iterator[tuple[int, torch.Tensor]]:
+        """The parameter's rows from the first on, as they lie in the file: in bands, so that what is converted beside
+        the memory stays small.
+        """
         path = self._places.get(source.tensor)
         if path is None:
             raise ConfigError(f"{self._model_dir}: {source.tensor}", "the checkpoint has no such tensor")
@@ -87,8 +104,8 @@ class Checkpoint:
             wanted = (mine[0] * rows.count, *(width * columns.count for width in mine[1:]))
             if shape != wanted:
                 raise ConfigError(where, f"has shape {list(shape)}, config.json asks for {list(wanted)}")
-            if dtype not in _FLOAT_DTYPES:
-                supported = ", ".join(_FLOAT_DTYPES)
+            if dtype not in FLOAT_DTYPES:
+                supported = ", ".join(FLOAT_DTYPES)
                 raise ConfigError(where, f"has dtype {dtype}, supported are {supported}")
             band = max(1, _BAND_ELEMENTS // math.prod(mine[1:]))
             begin = rows.index * mine[0]
@@ -96,7 +113,7 @@ class Checkpoint:
             for first in range(0, source.row_count, band):
                 end = min(first + band, source.row_count)
                 read = cast(torch.Tensor, tensor[(slice(begin + first, begin + end), *inside)])
-                parameter.write(memory, source.first_row + first, read, self._kernels)
+                yield source.first_row + first, read
         except (SafetensorError, OSError) as error:
             raise ConfigError(where, f"cannot be read: {error}") from error
 
@@ -120,16 +137,25 @@ def load_parameters(
     are read behind what fills the layers, as the thread that reads them calls `compute_here`, too.
     Errors as in `Checkpoint.fill`.
     """
-    with (
-        Checkpoint(model_dir, kernels) as checkpoint,
-        ThreadPoolExecutor(1, thread_name_prefix="checksums", initializer=compute_here) as thread,
-    ):
+    with Checkpoint(model_dir, kernels) as checkpoint:
         checkpoint.require_only(config)
         for part, parameters in end_parameters(config, layout).items():
             checkpoint.fill(parameters, store.part(part))
+        fill_layers(
+            store,
+            lambda layer: checkpoint.fill(layer_parameters(config, layer, layout), store.layer(layer)),
+            compute_here,
+        )
+
+
+def fill_layers(
+    store: ParameterStore, fill: Callable[[int], None], compute_here: Callable[[], None] | None = None
+) -> None:
+    """Fill all layers, one after the other; the checksum of each is taken while the next one is read."""
+    with ThreadPoolExecutor(1, thread_name_prefix="checksums", initializer=compute_here) as thread:
         checksums: list[Future[bytes]] = []
-        for layer in range(config.layer_count):
-            checkpoint.fill(layer_parameters(config, layer, layout), store.layer(layer))
+        for layer in range(store.layer_count):
+            fill(layer)
             checksums.append(thread.submit(store.layer_checksum, layer))
         store.loaded_checksums.update((layer, checksum.result()) for layer, checksum in enumerate(checksums))
 
@@ -144,7 +170,7 @@ def revision_of(model_dir: Path) -> str:
     """
     said = {k: v for k, v in read_json(model_dir / "config.json").items() if k[:1] != "_" and k not in _SAYS_NOTHING}
     digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
-    for path in sorted(set(_places(model_dir).values())):
+    for path in sorted(set(tensor_places(model_dir).values())):
         try:
             size = path.stat().st_size
             digest.update(f"{path.name} {size}".encode())
@@ -162,7 +188,8 @@ def _all_parameters(config: ModelConfig) -> list[Parameter]:
     return [parameter for part in parts for parameter in part]
 
 
-def _places(model_dir: Path) -> dict[str, Path]:
+def tensor_places(model_dir: Path) -> dict[str, Path]:
+    """Tensor -> the file that holds it. Raises ConfigError if files or tensors are missing."""
     single, index = model_dir / _SINGLE, model_dir / _INDEX
     if index.exists():
         return _places_by_index(model_dir, index)

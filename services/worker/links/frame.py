@@ -15,7 +15,7 @@ from services.worker.links.frame_kinds import FrameKind
 from services.worker.links.traffic import TrafficClass
 
 MAGIC = 0xBA57
-VERSION = 6
+VERSION = 7
 MAX_DIMENSIONS = 2
 
 # magic, version, kind, class, flags, dtype, dimensions | epoch | stream | extent x2 | transfer, sequence, topic, meta

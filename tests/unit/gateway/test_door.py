@@ -107,6 +107,22 @@ async def test_headers_go_on_and_ids_come_back() -> None:
     assert (parts.count(200), parts.in_flight) == (2, 0)
 
 
+async def test_anthropics_clients_show_their_key_under_another_name_and_read_other_failures() -> None:
+    parts = Parts(max_concurrent_requests=1)
+    client = Client(headers={"x-api-key": "secret"})
+    await parts.serve(client, echo)
+    assert json.loads(client.body)["metadata"] == {"authorization": "Bearer secret"}
+
+    async def full(_: Call) -> Reply:
+        raise Overloaded("full", 2.0)
+
+    client = Client()
+    scope: Any = {"type": "http", "headers": []}
+    send: Any = client.send
+    await parts.door.endpoint(PATH, "msg", full)(scope, client.receive, send)
+    assert (client.status, client.error["type"]) == (529, "overloaded_error")
+
+
 async def test_bodies_are_bounded_in_size_and_time() -> None:
     parts = Parts(body_timeout_s=0.05)
     pieces = [{"type": "http.request", "body": b" " * 60, "more_body": True} for _ in range(3)]

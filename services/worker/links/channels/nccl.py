@@ -80,13 +80,13 @@ class NcclMover:
         self._stream = stream
         self._peer = 1 - rank
 
-    def move(self, out: torch.Tensor | None, into: torch.Tensor | None) -> None:
+    def move(self, out: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
         with self._stream.current():
             self._group._start_coalescing()
-            if out is not None:
-                self._group.send([out], self._peer, 0)
-            if into is not None:
-                self._group.recv([into], self._peer, 0)
+            for payload in out:
+                self._group.send([payload], self._peer, 0)
+            for payload in into:
+                self._group.recv([payload], self._peer, 0)
             work = self._group._end_coalescing()
             self._stream.finish(work)
             work.wait(_EVER)  # does not wait any more, but raises: to be completed is not to have gone well

@@ -1,9 +1,9 @@
 """Payloads of two lanes, both ways, in one order that both sides know.
 
 A communicator does one thing after another, and both sides must ask for the same: two that send first wait for ever.
-So the side of rank 0 decides. It learns over a socket what the other has posted, and says for each turn whose payloads
-go: at most one each way, of one lane. While an urgent one is known of, no bulk goes; so an urgent payload waits for the
-turn under way, which is a chunk at most.
+So the side of rank 0 decides. It learns over a socket what the other has posted, and says for each turn how many
+payloads go each way, of one lane: a turn costs the same for one and for several. While an urgent one is known of, no
+bulk goes; so an urgent payload waits for the turn under way, which is no more than the bulk that is in flight.
 
 All of it is one thread's, which alone calls the mover. What waits for a payload waits for that thread's word, so no
 failure counts as delivered; an abort is that word for everything, at once.
@@ -15,6 +15,7 @@ import os
 import select
 import socket
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from enum import IntEnum
 from threading import Condition, Thread
@@ -27,9 +28,10 @@ from services.worker.links.ports import ChannelBroken
 
 _ABORT_S = 10.0  # for the mover to come back
 
-# A word is a byte. To rank 0: what has been posted. From it: whose turn it is.
-_RECEIVES, _BULK = 1, 2
-_DOWN, _UP = 1, 4  # payloads of rank 0, of rank 1
+# A word is a byte. To rank 0: what has been posted. From it: whose turn it is, with the numbers of payloads.
+_BULK, _RECEIVES = 1, 2
+_DOWN, _UP = 1, 4  # the first bits of the numbers: payloads of rank 0, of rank 1
+_MOST = 7  # payloads each way
 
 
 class Lane(IntEnum):
@@ -40,10 +42,10 @@ class Lane(IntEnum):
 
 
 class Mover(Protocol):
-    """Moves at most one payload each way at a time. One thread calls it, but for `abort`."""
+    """Moves payloads each way at a time. One thread calls it, but for `abort`."""
 
-    def move(self, out: torch.Tensor | None, into: torch.Tensor | None) -> None:
-        """Returns when both are where they belong, and both sides have asked for the same.
+    def move(self, out: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
+        """Returns when all are where they belong, and both sides have asked for the same.
 
         Raises:
             Exception: something is not. After `abort` it may do either.
@@ -161,16 +163,16 @@ class Turns:
         except Exception as error:  # noqa: BLE001 whatever it is, the lanes must hear of it
             self._end(f"{type(error).__name__}: {error}")
 
-    def _decide(self) -> tuple[Lane, bool, bool] | None:
-        """The next turn, when there is one: the lane, and whether rank 0 sends and whether rank 1 does."""
+    def _decide(self) -> tuple[Lane, int, int] | None:
+        """The next turn, when there is one: the lane, and how many payloads rank 0 sends and how many rank 1."""
         with self._changed:
             lane = Lane.URGENT if self._knows_of(Lane.URGENT) else Lane.BULK
-            down = bool(self._out[lane]) and self._theirs[lane, True] > 0
-            up = bool(self._into[lane]) and self._theirs[lane, False] > 0
+            down = min(len(self._out[lane]), self._theirs[lane, True], _MOST)
+            up = min(len(self._into[lane]), self._theirs[lane, False], _MOST)
             if down or up:
                 self._theirs[lane, True] -= down
                 self._theirs[lane, False] -= up
-                self._connection.send(bytes([_DOWN * down | _UP * up | _BULK * (lane is Lane.BULK)]))
+                self._connection.send(bytes([down << _DOWN | up << _UP | _BULK * (lane is Lane.BULK)]))
                 return lane, down, up
         self._listen()
         return None
@@ -194,9 +196,9 @@ class Turns:
             lane = Lane.BULK if word & _BULK else Lane.URGENT
             self._theirs[lane, bool(word & _RECEIVES)] += 1
 
-    def _told(self) -> tuple[Lane, bool, bool]:
+    def _told(self) -> tuple[Lane, int, int]:
         word = self._read(1)[0]
-        return Lane.BULK if word & _BULK else Lane.URGENT, bool(word & _DOWN), bool(word & _UP)
+        return Lane.BULK if word & _BULK else Lane.URGENT, word >> _DOWN & _MOST, word >> _UP & _MOST
 
     def _read(self, size: int) -> bytes:
         words = self._connection.recv(size)
@@ -204,27 +206,30 @@ class Turns:
             raise ChannelBroken("the peer has ended the connection")
         return words
 
-    def _take(self, lane: Lane, down: bool, up: bool) -> None:
+    def _take(self, lane: Lane, down: int, up: int) -> None:
         sends, receives = (down, up) if self._decides else (up, down)
         with self._changed:
             if self._why:
                 return
             try:
-                out = self._out[lane].popleft() if sends else None
-                into = self._into[lane].popleft() if receives else None
+                out = [self._out[lane].popleft() for _ in range(sends)]
+                into = [self._into[lane].popleft() for _ in range(receives)]
             except IndexError:
                 raise ChannelBroken("the peer gives a turn to what nobody has posted") from None
             self._moves = True
         try:
-            self._mover.move(None if out is None else out.tensor, None if into is None else into.tensor)
+            self._mover.move(_tensors(out), _tensors(into))
             is_done = True
         except Exception as error:  # noqa: BLE001 as above; what is raised may be anything that a device's driver says
             is_done = False
             self._end(f"{type(error).__name__}: {error}")
         with self._changed:
             self._moves = False
-            for posted in (out, into):
-                if posted is not None:
-                    posted.tensor = None
-                    posted.is_done = is_done and not self._why  # an aborted one comes back as if it were done
+            for posted in (*out, *into):
+                posted.tensor = None
+                posted.is_done = is_done and not self._why  # an aborted one comes back as if it were done
             self._changed.notify_all()
+
+
+def _tensors(posted: Sequence[Posted]) -> list[torch.Tensor]:
+    return [each.tensor for each in posted if each.tensor is not None]

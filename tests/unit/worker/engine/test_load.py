@@ -1,5 +1,6 @@
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,13 @@ from safetensors.torch import load_file, save_file
 
 from ballast.common.errors import ConfigError
 from services.worker.core.batch import Slice
+from services.worker.engine import checkpoint
 from services.worker.engine.checkpoint import revision_of
 from services.worker.engine.load import Engine, load_engine
 from services.worker.engine.model_config import read_model_config
 from services.worker.engine.native import library
 from services.worker.engine.parameters import Layout, end_parameters, layer_parameters, layout_for
+from services.worker.engine.pinned_readers import PinnedReaders
 from tests.support.engine import KERNELS, forward
 from tools.model.tiny import make_tiny
 
@@ -88,6 +91,28 @@ def test_fused_parameters_hold_the_checkpoint(model_dir: Path, kernels: str) -> 
         assert torch.equal(layer["output"], stored["model.layers.1.self_attn.o_proj.weight"])
         head, table = end_parameters(engine.config, layout)["head"][1], engine.memory.parameters.part("head")
         assert torch.equal(head.read(table["weight"], engine.kernels), stored["lm_head.weight"])
+
+
+def test_readers_bring_the_same_through_memory_of_their_own(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a GPU, but for the pinning."""
+    slots: list[str] = []
+    monkeypatch.setattr(checkpoint, "_BAND_ELEMENTS", 1 << 10)
+
+    def empty(size_bytes: int) -> torch.Tensor:
+        slots.append(threading.current_thread().name)
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    with load(model_dir) as engine, checkpoint.Checkpoint(model_dir, engine.kernels) as opened:
+        opened._readers = PinnedReaders(torch.device("cpu"), empty)
+        layout = layout_for("cpu", engine.kernels)
+        stored = engine.memory.parameters.layer(1)
+        wanted = {name: tensor.clone() for name, tensor in stored.items()}
+        for tensor in stored.values():
+            tensor.fill_(-1.0)
+        opened.fill(layer_parameters(engine.config, 1, layout), stored)
+        assert all(torch.equal(stored[name], wanted[name]) for name in stored)
+    assert len(set(slots)) == len(slots) > 0, "each reader has one slot"
+    assert not any(thread.name.startswith("readers") for thread in threading.enumerate())
 
 
 def test_tied_checkpoints_store_the_table_once(tmp_path: Path) -> None:
