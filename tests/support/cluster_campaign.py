@@ -40,6 +40,7 @@ _SWAP_BLOCKS = (*[0] * 18, 6, 40)  # most clusters compute anew who gives way: t
 _CACHING = 0.7  # share of the clusters
 _STORY_S = 9.0  # requests come for so long, in two bursts
 _HEALED_WITHIN_S = 60.0
+_STANDS_WITHIN_S = 30.0  # once nothing breaks, an instance is parked, or serves again
 _PATIENCE_S = 300.0  # the longest is over by then: one slow worker that is left, and swaps
 _LONGEST_S = {Stage.COMMITTING: 25.0, Stage.EXCHANGING: 40.0, Stage.ABORTING: 20.0}  # of a trouble, and some more
 _LEAVES_S = 100.0  # a restore without room at home exchanges for as long as requests leave its groups
@@ -224,8 +225,8 @@ _OF_CONTROL = (
 
 
 def _heal(world: World) -> None:
-    """Nothing breaks any more: within half a minute of being woken every living worker is a whole one and serves alone.
-    Then a drop that is asked for succeeds, and a restore; and one is parked and woken.
+    """Nothing breaks any more: within a minute every living worker is a whole one and serves alone. Then a drop that is
+    asked for succeeds, and a restore; and one is parked and woken, within half a minute each.
     """
     _until_well(world)
     world.check()
@@ -245,10 +246,9 @@ def _heal(world: World) -> None:
         world.planner.feed(p.RestoreRequested(clock.now_s, "end", "restore"))
         _until_well(world)
         world.planner.feed(p.StandingRequested(clock.now_s, "end", "park", living[0], away=True))
-        _until(
-            clock, lambda: "" if world.instances[living[0]].member.memory.is_parked else f"{living[0]} is not parked"
-        )
-        _until_well(world)
+        memory = world.instances[living[0]].member.memory
+        _until(clock, lambda: "" if memory.is_parked else f"{living[0]} is not parked", _STANDS_WITHIN_S)
+        _until_well(world, _STANDS_WITHIN_S)
 
 
 def _check_stages(world: World) -> None:
@@ -272,7 +272,7 @@ def _migrated(world: World) -> Counter[str]:
     return Counter({"moved": moved - anew, "anew": anew, "stayed": sum(each.not_moved for each in totals)})
 
 
-def _until_well(world: World) -> None:
+def _until_well(world: World, within_s: float = _HEALED_WITHIN_S) -> None:
     """And all are woken."""
 
     def look() -> str:
@@ -281,7 +281,7 @@ def _until_well(world: World) -> None:
             world.planner.feed(p.StandingRequested(world.clock.now_s, "end", name, worker_id, away=False))
         return _why_ill(world)
 
-    _until(world.clock, look)
+    _until(world.clock, look, within_s)
 
 
 def _away(world: World) -> list[WorkerId]:
@@ -290,8 +290,8 @@ def _away(world: World) -> list[WorkerId]:
     return [m.worker_id for g in groups for m in g.members if m.standing in (Standing.LEAVING, Standing.PARKED)]
 
 
-def _until(clock: Clock, why_not: Callable[[], str]) -> None:
-    deadline_s, why = clock.now_s + _HEALED_WITHIN_S, ""
+def _until(clock: Clock, why_not: Callable[[], str], within_s: float = _HEALED_WITHIN_S) -> None:
+    deadline_s, why = clock.now_s + within_s, ""
     while clock.now_s < deadline_s:
         until_s = clock.now_s + _LOOK_S
         while clock.now_s < until_s:
