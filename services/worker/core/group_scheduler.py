@@ -365,7 +365,7 @@ class GroupScheduler:
         scheduler.swap.limit(0 if event.stage_count > 1 else self._limits.swap_block_count)
         scheduler.former.limit_prefill(None)
         for sequence in self.sequences:
-            sequence.in_engine = False  # the stages of the new group have yet to hear of it
+            sequence.enter_engine()  # the stages of the new group have yet to hear of it
         self.shed(event.at_s)
 
     def _resize(self, event: CapacityChanged) -> None:

@@ -96,7 +96,7 @@ class PrefixIndex:
         """Numbers of its first blocks, as many as there are. Its last token is always computed: it gives the next."""
         found: list[BlockNumber] = []
         numbers = self._numbers
-        if self._closed or not numbers:
+        if self._closed or not numbers or sequence.scores_prompt:
             return found
         for key in self._chain(sequence, (sequence.token_count - 1) // self._block_tokens):
             number = numbers.get(key)
@@ -131,7 +131,7 @@ class PrefixIndex:
         size, block_count, token_count = self._block_tokens, 0, 0
         keys = set[BlockKey]()
         for sequence, need in waiting:
-            whole = 0 if self._closed else (sequence.token_count - 1) // size
+            whole = 0 if self._closed or sequence.scores_prompt else (sequence.token_count - 1) // size
             keys.update(self._chain(sequence, whole) if whole else ())
             block_count += need - whole
             token_count += sequence.token_count - whole * size
@@ -177,7 +177,9 @@ class PrefixIndex:
 
     def name(self, sequence: Sequence) -> None:
         """Its whole blocks with KV get numbers, unless others have the same tokens: then they stay its own."""
-        if self._closed or sequence.snapshot is not None or sequence.sequence_id in self._displaced:
+        if self._closed or sequence.scores_prompt:
+            return
+        if sequence.snapshot is not None or sequence.sequence_id in self._displaced:
             return
         end = sequence.computed_tokens // self._block_tokens
         held = self._held.get(sequence.sequence_id)

@@ -151,6 +151,17 @@ class Sequence:
         output = self.output_token_ids[max(0, first - prompt_count) : end - prompt_count]
         return (*self.prompt_token_ids[first:], *output)
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Its prompt's logprobs are wanted and not there yet: one engine computes all of it, from its beginning."""
+        return self.sampling.prompt_logprobs is not None and not self.output_token_ids
+
+    def enter_engine(self) -> None:
+        """It comes to an engine that does not know it."""
+        self.in_engine = False
+        if self.scores_prompt and self.state is SequenceState.RUNNING:
+            self.computed_tokens = self.dispatched_tokens = 0
+
     def as_new(self) -> NewSequence:
         return NewSequence(self.sequence_id, self.prompt_token_ids, tuple(self.output_token_ids), self.sampling)
 

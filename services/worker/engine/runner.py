@@ -11,6 +11,7 @@ from services.worker.engine.decode_graphs import DecodeGraphs
 from services.worker.engine.implementation import StageModel
 from services.worker.engine.model_config import ModelFacts
 from services.worker.engine.packing import PackedStep, Packer
+from services.worker.engine.prompt_logprobs import PromptLogprobs
 from services.worker.engine.sampler import AnySampler, Sampled, SampleRow
 from services.worker.engine.upload import upload
 from services.worker.memory.kv_cache import KvCache
@@ -35,6 +36,7 @@ class ModelRunner:
         self._kv = kv
         self.graphs = graphs
         self._packer = Packer(kv.shape.block_tokens)
+        self._prompts = PromptLogprobs(lambda hidden_RD: self._model.logits(hidden_RD))
 
     @property
     def sequence_ids(self) -> tuple[SequenceId, ...]:
@@ -71,10 +73,12 @@ class ModelRunner:
         samples = last_layer == self._config.layer_count
         for sequence_id in batch.removed:
             self._sampler.remove(sequence_id)
+            self._prompts.remove(sequence_id)
             self._packer.forget(sequence_id)
         if samples:
             for new in batch.added:
                 self._sampler.add(new)
+                self._prompts.add(new)
         if not batch.slices:
             return StepResult(batch.step_id, (), (), time.perf_counter() - started_s)
         packed = self._packer.pack(batch.slices, block_tables)
@@ -83,12 +87,17 @@ class ModelRunner:
             hidden_TD = self.compute(packed, hidden_TD, first_layer, last_layer)
             if not samples:
                 return hidden_TD
+            self._prompts.take(batch.slices, packed.first_rows, hidden_TD)
             rows = [SampleRow(s.sequence_id, s.first_position + len(s.token_ids)) for s in batch.slices if s.samples]
             sampled = self._sample(rows, packed, hidden_TD) if rows else None
         elapsed_s = time.perf_counter() - started_s
         if sampled is None:
             return StepResult(batch.step_id, (), (), elapsed_s)
-        return StepResult(batch.step_id, sampled.token_ids, sampled.logprobs, elapsed_s, errors=sampled.errors)
+        logprobs = sampled.logprobs
+        if any(logprobs):
+            pairs = zip(rows, logprobs, strict=True)
+            logprobs = tuple(self._prompts.with_prompt(row.sequence_id, each) for row, each in pairs)
+        return StepResult(batch.step_id, sampled.token_ids, logprobs, elapsed_s, errors=sampled.errors)
 
     def _sample(self, rows: Sequence[SampleRow], packed: PackedStep, hidden_TD: torch.Tensor) -> Sampled:
         """While a device computes the layers: it is waited for at the end."""
@@ -123,4 +132,5 @@ class ModelRunner:
         """Another leader's batches follow: they bring every sequence anew."""
         for sequence_id in self._sampler.sequence_ids:
             self._sampler.remove(sequence_id)
+            self._prompts.remove(sequence_id)
         self._packer.forget_all()

@@ -339,9 +339,6 @@ class BindingsDriver:
         properties.type = self._cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         properties.location.id = index
-        # Without this, a network card cannot read the memory, though the GPU could let it.
-        rdma = self._attribute(index, "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED")
-        properties.allocFlags.gpuDirectRDMACapable = int(bool(rdma))
         return properties
 
     def _make_access(self, index: int) -> Any:
