@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from ballast.client import FinishReason, Generation, GenerationChunk, Usage
 from services.gateway.openai.formats import plain
 from services.gateway.openai.scanner import AnswerParser, Arguments, CallBegin, CallEnd, Event, Format, Reasoning, Text
-from services.gateway.openai.writing import DONE, chat_logprobs, dumps, event, quote, usage_of
+from services.gateway.openai.writing import DONE, chat_logprobs, dumps, event, prompt_logprobs, quote, usage_of
 
 TOOL_CALLS = "tool_calls"  # why an answer has ended that has called functions
 
@@ -45,6 +45,7 @@ class Wishes:
     usage: bool  # in a stream; complete answers always have it
     token_ids: bool
     format: Format = plain
+    prompt_logprobs: bool = False
     most_calls: int | None = None
     thought_end_id: int | None = None
 
@@ -77,6 +78,7 @@ class ChatWriter:
             **self._head.begin("chat.completion"),
             "choices": [self._choice(index, generation) for index, generation in enumerate(generations)],
             "usage": usage_of(usages[:1], usages, self._reasoning_token_count()),
+            **({"prompt_logprobs": prompt_logprobs(generations[0].logprobs)} if self._wishes.prompt_logprobs else {}),
         }
 
     def chunk(self, index: int, chunk: GenerationChunk) -> bytes:

@@ -60,8 +60,9 @@ class GenerationRequest(_Shape):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
 
+    prompt_logprobs: int | None = None
+
     # Any: refused whatever they are.
-    prompt_logprobs: Any = None
     bad_words: Any = None
     allowed_token_ids: Any = None
     truncate_prompt_tokens: Any = None
@@ -92,7 +93,6 @@ class GenerationRequest(_Shape):
 
 # Fields of OpenAI's and vLLM's routes that change the answer and are not followed, with what to use.
 UNSUPPORTED = {
-    "prompt_logprobs": "logprobs of prompts are not computed",
     "bad_words": "use logit_bias, or structured_outputs with a regex",
     "allowed_token_ids": "use logit_bias, or structured_outputs with a choice",
     "truncate_prompt_tokens": "shorten the prompt, with the help of /tokenize",

@@ -413,6 +413,7 @@ class Emit:
     seen_handle: int  # the highest handle that the core knows of this stream
     preempted: tuple[int, ...] = ()  # handles of what had been let in, here or elsewhere, and waits now
     resumed: tuple[int, ...] = ()  # handles of what was told to wait so, and has been let in again
+    marks: tuple[int, ...] = ()  # of prompts whose KV is here now, or was used again
 
 
 @dataclass(frozen=True, slots=True)

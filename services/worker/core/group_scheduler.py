@@ -7,6 +7,7 @@ it `enter`, gives out its tokens when a batch completes, and takes it out again 
 from collections.abc import Callable, Container
 
 from ballast.common.errors import InvariantViolation
+from ballast.common.marks import Mark
 from services.worker.core.batch import BlockNumber, SequenceId, StepResult
 from services.worker.core.blocks import BlockBook, blocks_for
 from services.worker.core.counts import SchedulingPolicies
@@ -231,6 +232,12 @@ class GroupScheduler:
         _, forgotten, _ = self.scheduler.prefixes.take_news()
         self.book.forget(forgotten)
 
+    def take_marks(self) -> list[Mark]:
+        """Of prompts whose KV is here, or was used again, since the last time."""
+        prefixes = self.scheduler.prefixes
+        marks, prefixes.new_marks = prefixes.new_marks, []
+        return marks
+
     def name_computed(self, in_flight_batch: InFlightBatch) -> None:
         """A batch has been run on all stages: others may read what it has computed of prompts."""
         for sequence in in_flight_batch.chunked:
@@ -380,7 +387,7 @@ class GroupScheduler:
         scheduler.swap.limit(0 if event.stage_count > 1 else self._limits.swap_block_count)
         scheduler.former.limit_prefill(None)
         for sequence in self.sequences:
-            sequence.in_engine = False  # the stages of the new group have yet to hear of it
+            sequence.enter_engine()  # the stages of the new group have yet to hear of it
         self.shed(event.at_s)
 
     def _resize(self, event: CapacityChanged) -> None:

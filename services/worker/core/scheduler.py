@@ -157,6 +157,8 @@ class Scheduler(GroupCounts):
 
     def _run(self, sequence: Sequence, added_block_count: int, at_s: float, why: str) -> None:
         sequence.move(SequenceState.RUNNING, at_s, why)
+        if not sequence.in_engine:
+            sequence.enter_engine()
         if sequence.preempted:
             self.turned.append(sequence)
         self._reserve(sequence, added_block_count)

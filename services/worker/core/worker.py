@@ -127,6 +127,8 @@ class WorkerCore:
         group_scheduler = self.group_scheduler
         if isinstance(event, OfLeaving):
             event, group_scheduler = event.event, self._leaving()
+        for each in self._group_schedulers:
+            each.scheduler.prefixes.at_s = event.at_s
         execute: Execute | Removed | None = None
         handed_over: HandedOver | None = None
         lost = isinstance(event, GroupLost)
@@ -143,6 +145,7 @@ class WorkerCore:
                 self._expire(event.at_s)
             case StreamOpened():
                 self._request_table.streams.setdefault(event.stream_id, Stream())
+                self._outbox.marks((event.stream_id,), self.group_scheduler.scheduler.prefixes.marks)
             case StreamClosed():
                 self._close(event)
             case StepFailed():
@@ -172,6 +175,8 @@ class WorkerCore:
                 group_scheduler.handle(event)
         if self._request_table.turned:
             self._request_table.tell_turned()
+        if self.group_scheduler.scheduler.prefixes.new_marks:
+            self._outbox.marks(self._request_table.streams, self.group_scheduler.take_marks())
         commands: list[Command] = [*self._outbox.take(self._seen_handle)]
         tells = isinstance(event, _TELLS_REMOVED)
         for each in self._group_schedulers:
@@ -223,6 +228,7 @@ class WorkerCore:
         if len(self._group_schedulers) > 1:
             raise InvariantViolation("a group_scheduler is opened while another one is leaving")
         before.dissolve(event.at_s)
+        group_scheduler.scheduler.prefixes.kept_since_s = event.at_s
         self._handovers.forget_kv(before, event.at_s)
         self._group_schedulers.append(group_scheduler)
         if not before.leads:

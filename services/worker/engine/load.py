@@ -1,7 +1,9 @@
 """Builds an engine from a checkpoint folder."""
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -148,6 +150,9 @@ def load_engine(
     index = gpu_index(device)
     compute_here = own_stream(torch.device("cpu") if index is None else torch.device("cuda", index))
     compute_here()  # what the largest steps take is kept for the stream that they run on
+    if index is not None:  # sums of products that are split over programs are added in float32 then
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     served, native = choose_model(
         model_dir,
         model_impl=model_impl,
@@ -166,6 +171,8 @@ def load_engine(
         meter, beside_bytes = CudaMeter(index), 0
         if largest is not None:
             beside_bytes = beside(open_cuda(index), meter, served, block_tokens, longest, largest, recorded)
+            gc.collect()
+            torch.cuda.empty_cache()  # of recordings that were made to be measured
         if device_memory_bytes is None:
             device_memory_bytes = fitting_budget(meter, gpu_memory_utilization, beside_bytes + links_bytes)
             if peers is not None:
@@ -200,7 +207,18 @@ def load_engine(
         revision=revision_of(model_dir),
     )
     return Engine(
-        info, served, config, memory, model, native, step_threads, attention, sampler, runner, grammars, compute_here
+        info,
+        served,
+        config,
+        memory,
+        model,
+        native,
+        step_threads,
+        attention,
+        sampler,
+        runner,
+        grammars,
+        partial(_compute_from_now_on, compute_here, memory.pool.backend.device),
     )
 
 
@@ -299,6 +317,15 @@ def _max_model_len(wanted: int | None, config: ModelFacts) -> int:
 def _backend(device: str) -> MemoryBackend:
     index = gpu_index(device)
     return HostBackend() if index is None else open_cuda(index)
+
+
+def _compute_from_now_on(compute_here: Callable[[], None], device: torch.device) -> None:
+    """Each thread has a handle of cuBLAS and memory for it, which are made here, and not in somebody's first step."""
+    compute_here()
+    if device.type == "cuda":
+        some = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
+        torch.mm(some, some)
+        torch.addmm(some[0], some, some)
 
 
 def _sampler(device: torch.device, config: ModelFacts, grammars: Grammars | None, native: Kernels | None) -> AnySampler:
