@@ -399,5 +399,6 @@ class DispatcherNode:
                 output.seen_handle,
                 emit.preempted,
                 emit.resumed,
+                emit.marks,
             )
         )

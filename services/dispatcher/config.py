@@ -17,6 +17,7 @@ class DispatcherSettings(ServiceSettings):
             "worker_queue_count",
             "large_fraction",
             "large_patience_s",
+            "prefix_marks",
             "recall_after_s",
             "growth_tokens",
             "move_wait_s",
@@ -85,6 +86,9 @@ class DispatcherSettings(ServiceSettings):
     """Seconds for which others may overtake a large request."""
     recall_after_s: float = Field(0.1, ge=0)
     """Seconds that a request waits at a full worker before it is taken back for one that has room."""
+    prefix_marks: int = Field(1 << 17, ge=0, le=1 << 24)
+    """Beginnings of prompts, in pieces of 256 tokens, of which it remembers where their KV is, to send others like them
+    there; 0: none."""
     growth_tokens: int = Field(64, ge=0)
     """Tokens of an answer before any is known: what it is going to grow by is learnt, for each class of requests."""
     replay_limit: int = Field(3, ge=0)

@@ -177,7 +177,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             workers=self._worker_statuses(),
             model=MODEL.message(model) if model is not None else None,
             backlog_request_count=len(core.backlog),
-            backlog_token_count=core.backlog.token_count,
+            backlog_token_count=core.backlog.distinct_token_count,
             offline_queued_count=len(core.feed),
             running_request_count=core.fleet.placed_count + core.moving_count,
             max_queued_request_count=self._bounds.max_queued_request_count,

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -19,10 +20,10 @@ from ballast.rpc.tls import CA
 from ballast.service.models import find_model
 from ballast.service.state import StateServer
 from ballast.service.tokens import TokenRole
-from services.worker.engine.model_config import read_model_config
 from sim.jobs.machines import emulated_model
 from tools.cli.arguments import Commands
 from tools.cli.certs import make
+from tools.cli.served import check_served
 from tools.cli.tokens import add_token
 from tools.local.cluster import LocalCluster, Service
 from tools.local.keeper import Keeper
@@ -65,6 +66,8 @@ _PLANNER_FLAGS = {
     "--pipeline-degree": "instances of a pipeline, with static-pipeline",
     "--ttft-target-s": "with drop: seconds within which a first token is soon enough (default: 0.5)",
     "--restore": "on or off: whether dropped parameters come back",
+    "--park": "on or off: whether workers that nobody needs give their memory back until they are woken",
+    "--least-instances": "with park: so many workers serve, however little there is to do (default: 1)",
 }
 _GATEWAY_FLAGS = {
     "--allowed-origins": "whose pages a browser lets read answers: https://HOST, several with commas, or *",
@@ -178,7 +181,8 @@ def run(args: argparse.Namespace) -> int:
             _say("no --model given: serving a small model with random weights; its answers mean nothing")
         else:
             # What is wrong with a model is said here, once, and fetched once, with a progress bar.
-            read_info(find_model(args.model, weights=True, check=read_model_config).folder)
+            check = functools.partial(check_served, model_impl=args.model_impl or "auto")
+            read_info(find_model(args.model, weights=True, check=check).folder)
         return asyncio.run(_Up(args).run())
 
 

@@ -91,6 +91,12 @@ class GroupCounts:
         return sum([min(count, most) for count in left if count > 1])
 
     @property
+    def uncomputed_tokens(self) -> int:
+        """Tokens of running online prompts in no batch yet."""
+        left = [s.token_count - max(s.computed_tokens, s.dispatched_tokens) for s in self.online]
+        return sum([count for count in left if count > 1])
+
+    @property
     def online(self) -> list[Sequence]:
         """Online sequences that run, in order of service."""
         running = self.running

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from hashlib import blake2b
 
 from ballast.common.errors import InvariantViolation
+from ballast.common.marks import MARK_TOKENS, Mark, first_mark, mark_after
 from services.worker.core.batch import BlockNumber, NamedBlocks, NumberRuns, SequenceId, TakenBlocks
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.sequence import Sequence
@@ -51,7 +52,11 @@ class PrefixIndex:
         self._numbers: dict[BlockKey, BlockNumber] = {}
         self._keys: dict[BlockNumber, BlockKey] = {}
         self._holders: dict[BlockNumber, int] = {}  # sequences that hold it, at least 1
-        self._retained: OrderedDict[BlockNumber, None] = OrderedDict()  # held by none; the first is given up first
+        self._retained: OrderedDict[BlockNumber, float] = OrderedDict()  # held by none, and since when; the first goes
+        self._marks: dict[BlockNumber, Mark] = {}  # of blocks with which one ends
+        self.new_marks: list[Mark] = []  # computed, or used again, since somebody took them
+        self.at_s = 0.0  # of the event that is handled
+        self.kept_since_s = 0.0  # all that has been used since then is still here
         self._held: dict[SequenceId, list[BlockNumber | None]] = {}  # of its first blocks; None: one without a number
         self._begun: list[Sequence] = []  # have taken blocks, and are in no plan yet
         self._displaced: set[SequenceId] = set()  # their KV is not on the stages that there are now
@@ -65,6 +70,10 @@ class PrefixIndex:
     @property
     def retained_count(self) -> int:
         return len(self._retained)
+
+    @property
+    def marks(self) -> list[Mark]:
+        return list(self._marks.values())
 
     @property
     def must_tell(self) -> bool:
@@ -160,20 +169,21 @@ class PrefixIndex:
                 shared_count += 1
             else:
                 del self._retained[number]
+        self._tell_marks(sequence, hit_tokens)
         if numbers:
             self._begun.append(sequence)
             sequence.dispatched_tokens = hit_tokens  # counted as computed from now on; it is when a batch says so
         self.shared_count += shared_count
         return shared_count
 
-    def begin(self) -> None:
-        """A batch is being formed: it tells the stages what has been taken since the last one."""
+    def begin(self) -> list[Sequence]:
+        """A batch is being formed: it tells the stages what has been taken since the last one. Returns by whom."""
         for sequence in self._begun:
             held = self._held[sequence.sequence_id]
             sequence.computed_tokens = sequence.dispatched_tokens
-            sequence.on_stages = True
             self._taken.append(TakenBlocks(sequence.sequence_id, runs_of(n for n in held if n is not None)))
-        self._begun.clear()
+        begun, self._begun = self._begun, []
+        return begun
 
     def name(self, sequence: Sequence) -> None:
         """Its whole blocks with KV get numbers, unless others have the same tokens: then they stay its own."""
@@ -200,6 +210,19 @@ class PrefixIndex:
             held.append(number)
             count += 1
         self._note_named(sequence, begin, count)
+        self._tell_marks(sequence, end * self._block_tokens)
+
+    def _tell_marks(self, sequence: Sequence, token_count: int) -> None:
+        """So many of its tokens have numbered blocks."""
+        marks = sequence.marks
+        first = len(marks)
+        for index in range(first, token_count // MARK_TOKENS):
+            before = marks[-1] if marks else first_mark(sequence.cache_salt)
+            marks.append(mark_after(before, sequence.token_ids(index * MARK_TOKENS, MARK_TOKENS)))
+            key = sequence.block_keys[(index + 1) * MARK_TOKENS // self._block_tokens - 1]
+            if (number := self._numbers.get(key)) is not None:
+                self._marks[number] = marks[-1]
+        self.new_marks += marks[first:]
 
     def _note_named(self, sequence: Sequence, first: int, count: int) -> None:
         """So many blocks of its table have got the last numbers."""
@@ -225,7 +248,7 @@ class PrefixIndex:
                 continue
             del self._holders[number]
             if kept and not self._closed:
-                self._retained[number] = None
+                self._retained[number] = self.at_s
             else:
                 self._forget(number)
         self.shared_count -= shared_count
@@ -234,11 +257,12 @@ class PrefixIndex:
     def fit(self, free_block_count: int) -> None:
         """No more blocks are retained than are free."""
         for _ in range(len(self._retained) - max(0, free_block_count)):
-            number, _ = self._retained.popitem(last=False)
+            number, self.kept_since_s = self._retained.popitem(last=False)
             self._forget(number)
 
     def _forget(self, number: BlockNumber) -> None:
         del self._numbers[self._keys.pop(number)]
+        self._marks.pop(number, None)
         self._forgotten.append(number)
 
     def forget_all(self, running: list[Sequence]) -> int:
@@ -249,8 +273,9 @@ class PrefixIndex:
         self._displaced = {s.sequence_id for s in running if s.computed_tokens}
         for sequence in self._begun:
             sequence.dispatched_tokens = sequence.computed_tokens
-        for known in (self._numbers, self._keys, self._holders, self._retained, self._held):
+        for known in (self._numbers, self._keys, self._holders, self._retained, self._held, self._marks):
             known.clear()
+        self.kept_since_s = self.at_s
         for news in (self._begun, self._named, self._taken, self._forgotten):
             news.clear()
         return shared_count

@@ -96,6 +96,8 @@ def load_of(
         offline_wanted_tokens=0 if draining or parks.parked else scheduler.offline_wanted_tokens,
         offline_tokens_total=totals.offline_tokens,
         offline_yields_total=totals.offline_yields + sum(one.offline_work.yields_total for one in groups),
+        uncomputed_token_count=sum(one.uncomputed_tokens for one in groups) + waiting_tokens,
+        prefixes_kept_s=max(0.0, scheduler.prefixes.at_s - scheduler.prefixes.kept_since_s),
         retained_block_count=scheduler.prefixes.retained_count,
         prefix_queries_total=totals.prefix_queries + sum(one.prefixes.queried_tokens_total for one in groups),
         prefix_hits_total=totals.prefix_hits + sum(one.prefixes.hit_tokens_total for one in groups),

@@ -59,6 +59,7 @@ class Sequence:
         "first_token_at_s",
         "in_engine",
         "key",
+        "marks",
         "may_overfill",
         "on_stages",
         "output_token_ids",
@@ -93,6 +94,7 @@ class Sequence:
         self.wants_text = submitted.wants_text
         self.cache_salt = submitted.cache_salt  # sequences that have another one do not share its KV
         self.block_keys: list[bytes] = []  # of its first whole blocks, as far as they were needed: `core.prefixes`
+        self.marks: list[int] = []  # that dispatchers have been told of: `ballast.common.marks`
         # Prompt tokens whose KV was there when it was first let in; None: it has not been yet.
         self.cached_tokens: int | None = 0 if self.output_token_ids else None
         self.stop = stop

@@ -1,4 +1,4 @@
-# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 """The Triton kernels behind `GpuSampler`. Importing this module needs triton; nothing else may import it eagerly.
 
 A program is a row. All filters are borders on how far a logit lies below the row's best: a distance, float32, not
