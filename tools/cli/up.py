@@ -67,6 +67,8 @@ _PLANNER_FLAGS = {
     "--pipeline-degree": "instances of a pipeline, with static-pipeline",
     "--ttft-target-s": "with drop: seconds within which a first token is soon enough (default: 0.5)",
     "--restore": "on or off: whether dropped parameters come back",
+    "--park": "on or off: whether workers that nobody needs give their memory back until they are woken",
+    "--least-instances": "with park: so many workers serve, however little there is to do (default: 1)",
 }
 _GATEWAY_FLAGS = {
     "--allowed-origins": "whose pages a browser lets read answers: https://HOST, several with commas, or *",
