@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import grpc.aio
@@ -492,7 +493,7 @@ def _with_model(settings: WorkerSettings) -> WorkerSettings:
     name = hub_name(str(settings.model))
     if name is None:
         return settings
-    found = find_model(settings.model, weights=settings.engine == "torch", check=read_model_config)
+    found = find_model(settings.model, weights=settings.engine == "torch", check=_check_of(settings))
     named = {"model": found.folder, "served_model_name": settings.served_model_name or found.name}
     return settings.model_copy(update=named)
 
@@ -506,6 +507,21 @@ def _with_limits(settings: WorkerSettings) -> WorkerSettings:
     most = step_limits_of(settings, gpu_bytes(settings.device))
     found = {"max_num_seqs": most.sequences, "max_num_batched_tokens": most.tokens, "max_num_queued_reqs": most.queued}
     return settings.model_copy(update=found)
+
+
+def _check_of(settings: WorkerSettings) -> Callable[[Path], object]:
+    if settings.engine != "torch":
+        return read_model_config
+    from services.worker.engine.choice import choose_model
+
+    return functools.partial(
+        choose_model,
+        model_impl=settings.model_impl,
+        dtype=settings.dtype,
+        device=settings.device.partition(":")[0],
+        kernels=settings.kernels,
+        max_model_len=settings.max_model_len,
+    )
 
 
 async def main(life: Lifecycle) -> None:

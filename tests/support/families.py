@@ -51,9 +51,13 @@ _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_po
 FAMILIES: dict[str, dict[str, Any]] = {
     "afmoe": {},
     "apertus": {},
+    "aria_text": {},
+    "bitnet": {},
     "arcee": {},
     "cohere": {},
     "cohere2": _WINDOW,
+    "cohere2_moe": _WINDOW,
+    "cwm": _WINDOW,
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "dots1": {},
@@ -102,7 +106,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm": {},
     "starcoder2": {},
 }
-REFUSED = ("bloom", "falcon", "mamba")  # positions inside their own attention, or state that is no KV
+_OTHER_STATE = "keeps other state than keys and values, or does not say how it attends"
+REFUSED = {  # name -> why, in the words of the error
+    "bert": "is neither causal nor a window nor a chunk",
+    "bloom": _OTHER_STATE,
+    "diffllama": "attends more than once in a layer",
+    "falcon": _OTHER_STATE,
+    "mamba": _OTHER_STATE,
+}
 _FRACTION = 5
 
 

@@ -168,7 +168,7 @@ def _load(name: str, model_dir: Path, sizes: Sizes) -> Engine:
 
 class GroupWorker:
     def __init__(self, name: str, model_dir: Path, ordinal: int, sizes: Sizes) -> None:
-        self.name = WorkerId(name)
+        self.name, self.model_dir = WorkerId(name), model_dir
         place = sizes.place
         self.model_dir = model_dir
         self.engine = _load(name, model_dir, sizes)

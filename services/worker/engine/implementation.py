@@ -11,6 +11,7 @@ from services.worker.engine.attention import AttentionBackend, AttentionStep, Cp
 from services.worker.engine.attention_cuda import CudaAttention
 from services.worker.engine.attention_flashinfer import FlashInferAttention
 from services.worker.engine.checkpoint import Checkpoint, load_parameters
+from services.worker.engine.layer_attention import LayerKind
 from services.worker.engine.model import Model
 from services.worker.engine.model_config import ModelConfig, ModelFacts
 from services.worker.engine.native.library import Kernels
@@ -102,7 +103,15 @@ class Implementation(Protocol):
     """One model, computed in one dtype on one device."""
 
     @property
+    def name(self) -> str: ...
+
+    @property
     def config(self) -> ModelFacts: ...
+
+    @property
+    def kinds(self) -> Sequence[LayerKind]:
+        """What attention is in each layer; none, where it is the same plain one in all."""
+        ...
 
     @property
     def parameter_count(self) -> int:
@@ -155,6 +164,14 @@ class BallastModel:
     peers: Peers | None
     attention_backend: str
     whole: ModelConfig  # of all ranks
+
+    @property
+    def name(self) -> str:
+        return "ballast"
+
+    @property
+    def kinds(self) -> Sequence[LayerKind]:
+        return ()
 
     @property
     def parameter_count(self) -> int:

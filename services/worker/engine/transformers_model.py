@@ -12,7 +12,7 @@ import copy
 import itertools
 import math
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,14 +119,6 @@ class _Run:
     seen: dict[int, LayerKind] | None = None  # of a probe
 
 
-class _Seen(Exception):
-    """A probe has come to a layer's attention."""
-
-    def __init__(self, kind: LayerKind) -> None:
-        super().__init__()
-        self.kind = kind
-
-
 _running = threading.local()  # `.decoder`: whose forward this thread is in
 
 
@@ -171,9 +163,11 @@ class Decoder:
             run.layer = index
             try:
                 given = forward(hidden, *args[1:], **named)
-            except _Seen as seen:
-                assert run.seen is not None
-                run.seen[index] = seen.kind
+            except ConfigError:
+                raise
+            except Exception:  # experts are chosen by numbers that a probe has not: attention has been seen by then
+                if run.seen is None or index not in run.seen:
+                    raise
                 return (hidden,) if self._gives_tuples else hidden
             if index == run.last - 1:
                 run.result = given[0] if isinstance(given, tuple) else given
@@ -208,7 +202,7 @@ class Decoder:
             return self.model(input_ids=token_ids[None], use_cache=False).logits[0]
 
     def probe(self) -> list[LayerKind]:
-        """What attention is in each layer, found by a forward without memory that skips all behind attention.
+        """What attention is in each layer, found by a forward without memory.
 
         Raises:
             ConfigError: a layer has another kind of state than keys and values, or cannot be run on packed rows.
@@ -285,19 +279,22 @@ def _attend_probe(
         raise ConfigError("config.json", f"which tokens a token sees in {type(module).__name__} {why}")
     if key.shape[2] != query.shape[2]:
         raise ConfigError("config.json", f"{type(module).__name__} attends to other rows than its own")
-    raise _Seen(
-        LayerKind(
-            heads=query.shape[1],
-            kv_heads=key.shape[1],
-            key_dim=key.shape[3],
-            value_dim=value.shape[3],
-            scale=float(scaling if scaling is not None else query.shape[3] ** -0.5),
-            window=sees[0],
-            chunk=sees[1],
-            soft_cap=softcap,
-            has_sinks=s_aux is not None,
-        )
+    run: _Run = _running.decoder.run
+    assert run.seen is not None
+    if run.layer in run.seen:
+        raise ConfigError("config.json", f"{type(module).__name__} attends more than once in a layer")
+    run.seen[run.layer] = LayerKind(
+        heads=query.shape[1],
+        kv_heads=key.shape[1],
+        key_dim=key.shape[3],
+        value_dim=value.shape[3],
+        scale=float(scaling if scaling is not None else query.shape[3] ** -0.5),
+        window=sees[0],
+        chunk=sees[1],
+        soft_cap=softcap,
+        has_sinks=s_aux is not None,
     )
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
 def _probe_mask(
@@ -414,6 +411,8 @@ class TransformersDecoder(Decoder):
 class TransformersModel:
     """An `Implementation`: the modelling code of `transformers`."""
 
+    name = "transformers"
+
     def __init__(
         self, model_dir: Path, facts: ModelFacts, config: Any, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -526,15 +525,14 @@ class TransformersModel:
         kv: KvCache,
         ids: torch.Tensor,
         borders: tuple[int, ...],
-    ) -> torch.Tensor:
-        """In a chunk, and the last token by itself."""
+    ) -> Sequence[torch.Tensor]:
+        """In two chunks, and then token by token."""
         size, first = kv.shape.block_tokens, kv.window.first_block
         table = tuple(range(first, first - (-len(ids) // size)))
         tokens = tuple(ids.tolist())
         found: list[torch.Tensor] = []
-        for begin, end in ((0, len(tokens) - 1), (len(tokens) - 1, len(tokens))):
-            if begin == end:
-                continue
+        third, last = len(tokens) // 3, len(tokens)
+        for begin, end in itertools.pairwise(sorted({0, third, *range(2 * third, last + 1)})):
             packed = Packer(size).pack([Slice(0, begin, tokens[begin:end], True)], [table])
             token_ids = torch.from_numpy(packed.token_ids_T).to(self._device)
             positions = torch.from_numpy(packed.positions_T).to(self._device)
@@ -543,13 +541,17 @@ class TransformersModel:
                 step = attention.prepare(packed)
                 hidden = model.run_layers(hidden, positions, step, first_layer=low, last_layer=high)
             found.append(model.logits(hidden).float())
-        return torch.cat(found)
+        return torch.cat(found).split([third, third, last - 2 * third])
 
 
-def _apart(wanted: torch.Tensor, found: torch.Tensor) -> float:
-    differing = (wanted - found).abs().amax(1) / wanted.abs().amax(1).clamp(min=1e-6)
-    apart = float(differing.median())
-    return apart if math.isfinite(apart) else math.inf
+def _apart(wanted: torch.Tensor, found: Sequence[torch.Tensor]) -> float:
+    """The largest of the parts' medians."""
+    most = 0.0
+    for rows, parts in zip(wanted.split([len(part) for part in found]), found, strict=True):
+        differing = (rows - parts).abs().amax(1) / rows.abs().amax(1).clamp(min=1e-6)
+        median = float(differing.median()) if len(rows) else 0.0
+        most = max(most, median if math.isfinite(median) else math.inf)
+    return most
 
 
 def _specs(part: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
