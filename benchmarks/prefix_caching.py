@@ -53,7 +53,7 @@ class Cell:
     request_count: int
 
 
-def arrivals_of(share: float, instance_count: int, seed: int) -> list[Arrival]:
+def arrivals_of(share: float, rate_per_s: float, seed: int) -> list[Arrival]:
     rng, arrivals, at_s = random.Random(seed), list[Arrival](), 0.0
     weights = [1 / rank for rank in range(1, _BEGINNINGS + 1)]
     common = round(share * _PIECES)
@@ -63,7 +63,7 @@ def arrivals_of(share: float, instance_count: int, seed: int) -> list[Arrival]:
         hash_ids = (*(beginning * 100 + n for n in range(common)), *(own + n for n in range(_PIECES - common)))
         tokens = _PIECES * _PIECE_TOKENS
         arrivals.append(Arrival(at_s, tokens, _ANSWER_TOKENS, hash_ids=hash_ids, hash_tokens=_PIECE_TOKENS))
-        at_s += rng.expovariate(_RATE_PER_S * instance_count)
+        at_s += rng.expovariate(rate_per_s)
     return arrivals
 
 
@@ -239,14 +239,16 @@ def main() -> None:
     parser.add_argument("--model", default="Llama-2-13B")
     parser.add_argument("--trace", type=Path, help="lines of JSON with hash_ids, instead of drawn requests")
     parser.add_argument("--until-s", type=float, default=120.0, help="of the trace (default: 120)")
+    parser.add_argument("--rate-per-s", type=float, default=_RATE_PER_S, help="of each instance (default: %(default)s)")
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     instance_count = int(args.cluster.partition("x")[0])
     cells: list[Cell] = []
-    for share in SHARES if args.trace is None else (0.0,):
+    for share in args.shares if args.trace is None else (0.0,):
         if args.trace is None:
-            arrivals = arrivals_of(share, instance_count, args.seed)
+            arrivals = arrivals_of(share, args.rate_per_s * instance_count, args.seed)
         else:
             arrivals = arrivals_from(args.trace, args.until_s)
         for way in WAYS:
