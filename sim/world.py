@@ -418,6 +418,7 @@ class World:
                 epoch=layout.epoch if layout is not None else 0,
                 epoch_reason=layout.reason if layout is not None else "",
                 group_sizes=tuple(len(group.members) for group in layout.groups) if layout is not None else (),
+                on_count=sum(not instance.member.memory.is_parked for instance in self.instances.values()),
             )
         )
 

@@ -191,6 +191,11 @@ class DeviceMemory:
 
     can_park = True  # this memory is one process' own
 
+    @property
+    def is_parked(self) -> bool:
+        """The device has back what parameters of layers and KV had."""
+        return self.pool.has_given_up
+
     def park(self) -> None:
         """No request is here, and all layers are kept elsewhere: gives up layers and KV, and the memory to the device.
         Parts that are no layer stay.
