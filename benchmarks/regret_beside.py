@@ -44,17 +44,8 @@ def main() -> int:
     args = parser.parse_args()
     cells = [name for name in CELLS if any(fnmatch(name, pattern) for pattern in args.cells.split(","))]
     table = Table(title="without / with offline work beside it", title_justify="left")
-    for name in (
-        "cell",
-        "policy",
-        "draw",
-        "P50 TTFT s",
-        "P99 TTFT s",
-        "P99 TPOT s",
-        "drops",
-        "restores",
-        "harvest tok/s",
-    ):
+    columns = ("cell", "policy", "draw", "P50 TTFT s", "P99 TTFT s", "P99 TPOT s", "drops", "restores", "harvest tok/s")
+    for name in columns:
         table.add_column(name, justify="left" if name in ("cell", "policy") else "right")
     for name in cells:
         for policy in args.policies.split(","):
