@@ -17,7 +17,7 @@ PYTEST := $(BIN)/pytest -q -m "not slow and not gpu"
 SPREAD = -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder
 export PYTHONUNBUFFERED = 1
 
-.PHONY: setup kernels demo up test test-again test-sanitized test-clusters test-exactness check check-static check-tests fmt bench reproduce proto compose-check kubernetes-check install-check gpu-check docs pages clean
+.PHONY: setup kernels demo up test test-again test-sanitized test-clusters test-exactness test-families check check-static check-tests fmt bench reproduce proto compose-check kubernetes-check install-check gpu-check docs pages clean
 
 setup: $(VENV)/.ready kernels  ## install everything into .venv, and compile the kernels
 
@@ -73,6 +73,9 @@ test-clusters: setup  ## thousands of simulated clusters whose processes crash a
 test-exactness: setup  ## 20,000 requests through random drops, merges and restores: no token may change
 	BALLAST_EXACTNESS_HISTORIES=$(HISTORIES) $(BIN)/pytest -q -n $$((2 * $$(nproc))) --dist loadgroup \
 		tests/integration/test_group_exactness.py
+
+test-families: setup  ## every family of decoders against transformers; of the tests it is a fifth, by the commit
+	BALLAST_FAMILIES=all $(BIN)/pytest -q $(SPREAD) tests/golden/test_families.py
 
 fmt: setup
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .

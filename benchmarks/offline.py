@@ -35,6 +35,7 @@ from tools.bench.traces import read_trace
 MODEL, CLUSTER = "Llama-2-7B", "1xA100-40G"
 ONLINE = (1024, 128)
 WARM_S = 10.0
+HOST_BYTES = 64 << 30  # of host memory for what yields
 _NO_BOUND = 1e9
 _LONGEST_TOKENS = 4000
 
@@ -46,6 +47,7 @@ class Mode:
     target_s: float | None = None
     offline: bool = True
     by_class: bool = False  # priorities alone
+    mirrors: bool = True  # what yields keeps its KV on the host
 
     @property
     def is_ours(self) -> bool:
@@ -54,7 +56,7 @@ class Mode:
 
 ALONE = Mode("online alone", offline=False)
 PRIORITIES = Mode("priorities", by_class=True)
-BOUNDARIES = Mode("step boundaries", slowdown=_NO_BOUND)
+BOUNDARIES = Mode("step boundaries", slowdown=_NO_BOUND, mirrors=False)
 OURS = Mode("ours, +25 %")
 MODES = (ALONE, PRIORITIES, BOUNDARIES, OURS, Mode("ours, 50 ms", target_s=0.05))
 CURVE = (
@@ -140,7 +142,9 @@ def run(load: Load, mode: Mode, seed: int) -> Outcome:
     began_s = time.monotonic()
     size = WorkerSize(block_tokens=16, max_batch_tokens=512, tpot_target_s=mode.target_s)
     rules = find_policy("recompute")(production_rules(size))
-    rules = replace(rules, worker=replace(rules.worker, offline_slowdown=mode.slowdown))
+    host_bytes = HOST_BYTES if mode.mirrors else 0
+    worker = replace(rules.worker, offline_slowdown=mode.slowdown, swap_space_bytes=host_bytes, swaps_online=False)
+    rules = replace(rules, worker=worker)
     offline = None
     if mode.offline:
         priority = PriorityClass.DEFAULT if mode.by_class else PriorityClass.BATCH

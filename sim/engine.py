@@ -12,7 +12,8 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.ids import WorkerId
 from services.worker.core.batch import Batch, StepResult
 from services.worker.core.events import BlockCopy
-from services.worker.emulation.phantom import Area, phantom
+from services.worker.emulation.copier import HostMarks, copy_marks, one_way
+from services.worker.emulation.phantom import phantom
 from services.worker.emulation.runner import WEIGHTS, Marks, layer_mark
 from services.worker.pipeline.unhurried import never
 from sim.clock import Clock
@@ -129,25 +130,16 @@ class SimCopier:
         self._block_s = block_s
         self._now = now
         self._busy = busy
-        self._host: dict[tuple[int, int], int] = {}  # layer and block -> mark
+        self._host: HostMarks = {}
         self._began_s = self._took_s = 0.0
 
     def copy(self, copies: Sequence[BlockCopy], layers: Sequence[int]) -> float:
         """How long it takes."""
-        counts = [0, 0]
-        for copy in copies:
-            counts[copy.out] += len(copy.device_blocks) * len(layers)
-            if self._memory is not None:
+        if self._memory is not None:
+            for copy in copies:
                 for layer in layers:
-                    self._take_along(copy, layer, phantom(self._memory.kv.layer(layer)).area)
-        return max(counts) * self._block_s
-
-    def _take_along(self, copy: BlockCopy, layer: int, area: Area) -> None:
-        for here, there in zip(copy.device_blocks, copy.host_blocks, strict=True):
-            if copy.out:
-                self._host[layer, there] = area.cell(here)
-            else:
-                area.set_cell(here, self._host[layer, there])
+                    copy_marks(copy, layer, phantom(self._memory.kv.layer(layer)).area, self._host)
+        return one_way(copies, len(layers)) * self._block_s
 
     def start(self, copies: Sequence[BlockCopy], layers: Sequence[int]) -> None:
         self._began_s, self._took_s = self._now(), self.copy(copies, layers)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from ballast.common.errors import InvalidRequest, StaleEpoch
 from ballast.common.ids import Epoch, Incarnation, WorkerId
-from ballast.common.layout import Member
+from ballast.common.layout import Layout, Member, Standing
 from ballast.common.transition import Phase
 from ballast.rpc.fencing import PLANNER_TOKEN, Fence
 from ballastpb.worker.v1 import worker_pb2 as pb
@@ -81,13 +81,14 @@ class PlannerNode:
         self._timer = 0
         self._numbers = 0
         self._candidacy: Candidacy | None = None
+        self._empties = False  # another round of moves is due
         self.feed(p.TimerFired(clock.now_s, "start"))
         if elected:
             self._candidacy = Candidacy(clock, state, self.process, "planner", LEADERSHIP_TTL_S, self._lead)
             clock.every(_LOOK_UP_S, b"planner looks", lambda: self.process.run_due("look", self._look_for_monitor))
         else:
             self._lead(lead_for_ever(state, "planner", name))
-        if migrations.balances or rules.parks:
+        if migrations.balances:
             clock.every(INTERVAL_S, b"planner balances", lambda: self.process.run_due("balance", self._balance))
 
     def _lead(self, token: int | None) -> None:
@@ -129,6 +130,7 @@ class PlannerNode:
                     self.records.append(record)
             case p.Publish(layout, _):
                 self.published.append(layout.epoch)
+                self._empty(layout)
             case p.NothingDone():
                 self.nothing_done.append((self._clock.now_s, command))
             case p.PredictionSettled(predicted):
@@ -253,6 +255,19 @@ class PlannerNode:
                     self._order(layout.epoch, move)
 
         self._clock.after(self._delays.rpc_s, b"planner asks loads", lambda: self._ask_loads(order))
+
+    def _empty(self, layout: Layout) -> None:
+        """As long as somebody leaves, rounds of balancing, which elsewhere are for those that balance."""
+        leaves = any(m.standing is Standing.LEAVING for group in layout.groups for m in group.members)
+        if leaves and not (self._empties or self._migrations.balances):
+            self._empties = True
+            self._clock.after(INTERVAL_S, b"planner empties", self._go_on_emptying)
+
+    def _go_on_emptying(self) -> None:
+        self._empties = False
+        if not self.process.crashed:
+            self.process.run_due("balance", self._balance)
+            self._empty(self.core.layout)
 
     def _order(self, epoch: Epoch, move: Move) -> None:
         """All members hear of it. What is ordered and not heard is ordered anew in the next round."""

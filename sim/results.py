@@ -1,6 +1,7 @@
 """What a simulation has seen, as plain data. Instants count from the arrival of the trace's zero."""
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -45,6 +46,13 @@ class Sample:
     epoch: int
     epoch_reason: str
     group_sizes: tuple[int, ...]
+    on_count: int  # instances that have not given their memory back
+
+
+def mean_on(samples: Sequence[Sample], until_s: float) -> float:
+    """Instances, on average over the samples until then."""
+    counts = [sample.on_count for sample in samples if sample.at_s <= until_s]
+    return sum(counts) / len(counts) if counts else 0.0
 
 
 @dataclass(slots=True, kw_only=True)

@@ -23,6 +23,7 @@ class WorkerRules:
     tpot_target_s: float | None = None  # what a token may take; None: whatever it does
     offline_slowdown: float = 0.25  # without a target, a step takes so much longer at most
     swap_space_bytes: int = 0  # host memory of an instance for KV of who gives way; 0: they are computed anew
+    swaps_online: bool = True  # False: it is for offline requests alone
     swap_blocks_per_step: int = 0  # 0: as many as hide behind a step
     prefix_caching: bool = False  # KV of equal prompt beginnings is computed once: for clients with `hash_ids`
 

@@ -428,6 +428,7 @@ class World:
                 epoch=layout.epoch if layout is not None else 0,
                 epoch_reason=layout.reason if layout is not None else "",
                 group_sizes=tuple(len(group.members) for group in layout.groups) if layout is not None else (),
+                on_count=sum(not instance.member.memory.is_parked for instance in self.instances.values()),
             )
         )
 
@@ -550,6 +551,7 @@ def _limits(options: WorldOptions) -> WorkerLimits:
         admission_reserve_fraction=rules.admission_reserve_fraction,
         swap_block_count=rules.swap_space_bytes // (model.kv_bytes_per_token * rules.block_tokens),
         swap_blocks_per_step=rules.swap_blocks_per_step,
+        swaps_online=rules.swaps_online,
         prefix_caching=rules.prefix_caching,
     )
 

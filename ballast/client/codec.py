@@ -10,12 +10,15 @@ from ballast.client.types import (
     ClusterStatus,
     EndedRequests,
     GenerationChunk,
+    Logprobs,
     RequestStory,
+    TokenLogprob,
 )
 from ballast.common.errors import InvalidRequest
 from ballast.common.sampling import PriorityClass, SamplingParams
 from ballast.rpc import codec
-from ballast.rpc.mapping import Mapper
+from ballast.rpc.mapping import Mapper, map_specially
+from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.inference.v1 import inference_pb2 as pb
 
 Sampling = SamplingParams | Mapping[str, Any]  # Any: checked by SamplingParams
@@ -144,6 +147,21 @@ def _json(field: str, value: Mapping[str, object]) -> str:
         raise InvalidRequest(field, f"cannot be written as JSON: {error}") from error
 
 
+def _logprobs_to_proto(logprobs: Logprobs) -> cluster_pb2.Logprobs:
+    return cluster_pb2.Logprobs(
+        chosen=_TOKEN.message(logprobs.chosen),
+        top=map(_TOKEN.message, logprobs.top),
+        prompt=map(_logprobs_to_proto, logprobs.prompt),
+    )
+
+
+def _logprobs_from_proto(message: cluster_pb2.Logprobs) -> Logprobs:
+    prompt = tuple(map(_logprobs_from_proto, message.prompt))
+    return Logprobs(_TOKEN.record(message.chosen), tuple(map(_TOKEN.record, message.top)), prompt)
+
+
+_TOKEN = Mapper(TokenLogprob, cluster_pb2.TokenLogprob)
+map_specially(Logprobs, cluster_pb2.Logprobs, _logprobs_to_proto, _logprobs_from_proto)
 _CHUNK = Mapper(GenerationChunk, pb.GenerateResponse, given=("matched_stop",), ignored=("prompt_digest",))
 _STATUS = Mapper(ClusterStatus, pb.GetStatusResponse, given=("address",))
 _ENDED = Mapper(EndedRequests, pb.ListEndedResponse)

@@ -44,10 +44,13 @@ class Logprobs:
     Attributes:
         chosen: The token that was generated.
         top: The most probable tokens there, best first; as many as `SamplingParams.logprobs` says.
+        prompt: Of the first generated token, if `SamplingParams.prompt_logprobs` asks for it: those of all tokens of
+            the prompt. The first of them has nothing before it: 0, and no others.
     """
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]
+    prompt: "tuple[Logprobs, ...]" = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,6 +59,8 @@ class LoadReport:
     offline_wanted_tokens: int = 0  # of prompts of more offline requests that it could begin
     offline_tokens_total: int = 0  # computed for offline requests, of prompts and answers
     offline_lost_tokens_total: int = 0  # computed for offline requests that yielded, and computed anew
+    uncomputed_token_count: int = 0  # of prompts that run or wait here: in no batch yet, and not to be had from others
+    prefixes_kept_s: float = 0.0  # whatever was used within so many seconds is still here
     retained_block_count: int = 0  # free ones whose KV is kept for prompts that begin so
     prefix_queries_total: int = 0  # tokens of requests let in for the first time
     prefix_hits_total: int = 0  # those of them whose KV was there

@@ -109,6 +109,7 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None  # number of alternatives beside the chosen token; None: no logprobs at all
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens, which come with those of the first token
     logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])  # token id -> added to its logit
     grammar: Grammar | None = None  # what the answer's text has to follow; None: anything goes
 
@@ -130,6 +131,10 @@ class SamplingParams:
             _whole("seed", self.seed, -(2**63), 2**63 - 1)
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+            if self.logprobs is None:
+                raise InvalidRequest("sampling.prompt_logprobs", "come with logprobs, which have to be asked for, too")
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidRequest("sampling.stop", f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}")
         for text in self.stop:

@@ -106,6 +106,8 @@ def _check_load(report: pb.LoadReport) -> None:
         report.offline_tokens_total,
         report.offline_yields_total,
         report.offline_lost_tokens_total,
+        report.uncomputed_token_count,
+        report.prefixes_kept_s,
         report.retained_block_count,
         report.prefix_queries_total,
         report.prefix_hits_total,

@@ -58,7 +58,7 @@ def find_model(model: str | Path, *, weights: bool, check: Callable[[Path], obje
     Args:
         model: A folder, or org/name[@revision].
         weights: Whether the tensors are wanted, too; config.json and tokenizer are always.
-        check: Looks at the folder with config.json before any tensor is fetched, and raises ConfigError if the model
+        check: Looks at the folder with config.json, before any tensor is fetched, and raises ConfigError if the model
             cannot be served.
 
     Raises:
@@ -72,6 +72,8 @@ def find_model(model: str | Path, *, weights: bool, check: Callable[[Path], obje
             raise ConfigError(
                 "model", f"{text!r} is no folder on this machine, and no name like org/name[@revision] of a hub"
             )
+        if check is not None:
+            check(folder)
         return FoundModel(folder, folder.resolve().name)
     folder = _fetched(name, _FACTS)
     if check is not None:

@@ -244,6 +244,7 @@ def build_shell(
             order=Order(settings.queue_order),
             large_patience_s=settings.large_patience_s,
             recall_after_s=settings.recall_after_s,
+            prefix_marks=settings.prefix_marks,
         ),
         RoutingRules(
             worker_queue_count=settings.worker_queue_count,

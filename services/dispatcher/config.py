@@ -17,6 +17,7 @@ class DispatcherSettings(ServiceSettings):
             "worker_queue_count",
             "large_fraction",
             "large_patience_s",
+            "prefix_marks",
             "recall_after_s",
             "growth_tokens",
             "move_wait_s",
@@ -61,9 +62,9 @@ class DispatcherSettings(ServiceSettings):
     max_connections: int = Field(0, ge=0, le=1 << 20)
     """Connections that may be open; more are closed as they come. 0: as many as the process may open files, less
     those it needs itself."""
-    max_message_bytes: int = Field(4 << 20, ge=1 << 16, le=16 << 20)
+    max_message_bytes: int = Field(9 << 20, ge=1 << 16, le=16 << 20)
     """Bytes of one request, a prompt with all that belongs to it; a larger one is refused. A million token ids take
-    3 MiB."""
+    3 MiB. The longest body that gateways take by default passes."""
     max_request_bytes: int = Field(1 << 30, ge=16 << 20)
     """Bytes of requests over 64 KiB that may be under way, all together; more are refused likewise."""
     max_deadline_s: float = Field(3600.0, gt=0)
@@ -85,6 +86,9 @@ class DispatcherSettings(ServiceSettings):
     """Seconds for which others may overtake a large request."""
     recall_after_s: float = Field(0.1, ge=0)
     """Seconds that a request waits at a full worker before it is taken back for one that has room."""
+    prefix_marks: int = Field(1 << 17, ge=0, le=1 << 24)
+    """Beginnings of prompts, in pieces of 256 tokens, of which it remembers where their KV is, to send others like them
+    there; 0: none."""
     growth_tokens: int = Field(64, ge=0)
     """Tokens of an answer before any is known: what it is going to grow by is learnt, for each class of requests."""
     replay_limit: int = Field(3, ge=0)

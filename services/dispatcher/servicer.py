@@ -56,6 +56,7 @@ _CALLERS_TOLD = 10
 _MAX_DETOKENIZED = 1 << 17
 # A prompt of that many tokens, and as many generated ones, fit into one message to a worker.
 _MAX_PROMPT_TOKENS = 1_000_000
+_MAX_PROMPT_LOGPROBS = 1 << 18  # come in one message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +177,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             workers=self._worker_statuses(),
             model=MODEL.message(model) if model is not None else None,
             backlog_request_count=len(core.backlog),
-            backlog_token_count=core.backlog.token_count,
+            backlog_token_count=core.backlog.distinct_token_count,
             offline_queued_count=len(core.feed),
             running_request_count=core.fleet.placed_count + core.moving_count,
             max_queued_request_count=self._bounds.max_queued_request_count,
@@ -420,6 +421,11 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         Like in vLLM, a max_tokens that was asked for and does not fit is an error, and the default is shortened.
         """
         changes: dict[str, int] = {}
+        if sampling.prompt_logprobs is not None:
+            count = len(prompt) * (1 + sampling.prompt_logprobs)
+            if count > _MAX_PROMPT_LOGPROBS:
+                why = f"of {len(prompt)} tokens are {count:,} numbers; at most {_MAX_PROMPT_LOGPROBS:,} fit"
+                raise InvalidRequest("sampling.prompt_logprobs", f"{why}: ask for fewer alternatives")
         self._check_token_ids("sampling.logit_bias", list(sampling.logit_bias))
         if sampling.seed is None:
             changes["seed"] = secrets.randbits(63)
@@ -438,7 +444,8 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         if is_first and service.resumption is not None:
             response.prompt_digest = digest_of(request.prompt_token_ids)
         if not request.omit_text:
-            for count, logprobs in enumerate(response.logprobs, start=1):
+            prompt = response.logprobs[0].prompt if response.logprobs else ()
+            for count, logprobs in enumerate(itertools.chain(prompt, response.logprobs), start=1):
                 if count % _LOGPROBS_AT_ONCE == 0:
                     await asyncio.sleep(0)  # others take their turn: a collected answer may have tens of thousands
                 for entry in (logprobs.chosen, *logprobs.top):

@@ -166,7 +166,14 @@ class Endpoints:
         thoughts = thoughts_of(self._reasoning, served.chat_template, variables)
         if grammar is not None and thoughts is not None:
             grammar = thoughts.before(grammar)
-        sampling = sampling_of(request, served.default_sampling, max_tokens=limit, logprobs=logprobs, grammar=grammar)
+        sampling = sampling_of(
+            request,
+            served.default_sampling,
+            max_tokens=limit,
+            logprobs=logprobs,
+            grammar=grammar,
+            prompt_logprobs=_prompt_logprobs(request),
+        )
         is_harmony = self._tool_format is ToolFormat.OPENAI or "<|channel|>" in served.chat_template
         if tools is not None or is_harmony:
             sampling = replace(sampling, skip_special_tokens=False)  # as which some models have these tags
@@ -180,6 +187,8 @@ class Endpoints:
             usage=request.wants_usage,
             token_ids=bool(request.return_token_ids),
             format=_format(tools, thoughts, is_harmony=is_harmony),
+            prompt_logprobs=request.prompt_logprobs is not None,
+            reasoning=request.include_reasoning is not False,
             most_calls=None if tools is None else tools.most_calls,
             thought_end_id=None if thoughts is None else await self._model.single_token(thoughts.end, call.metadata),
         )
@@ -190,17 +199,21 @@ class Endpoints:
         request = parse(CompletionRequest, call.body)
         served = await self._served(call, request.model)
         refuse_unsupported(request)
-        if request.echo and request.logprobs is not None:
-            why = "and logprobs cannot both be given: logprobs of prompts are not computed"
-            raise invalid("echo", why, code="unsupported_value")
         if request.best_of is not None and request.best_of != request.choice_count:
             raise invalid("best_of", "is not supported beyond n", code="unsupported_value")
         prompts = _prompts(request)
         limit = _COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
         form = form_of(request.response_format, request.structured)
         call.tell_left_out(form.left_out)
+        counts = (_prompt_logprobs(request), request.logprobs if request.echo else None)
+        scored = [count for count in counts if count is not None]
         sampling = sampling_of(
-            request, served.default_sampling, max_tokens=limit, logprobs=request.logprobs, grammar=form.grammar
+            request,
+            served.default_sampling,
+            max_tokens=1 if limit == 0 else limit,
+            logprobs=request.logprobs,
+            grammar=form.grammar,
+            prompt_logprobs=max(scored, default=None),
         )
         each_prompt = self._for_each_choice(sampling, request.choice_count, len(prompts))
         asks = [
@@ -215,9 +228,11 @@ class Endpoints:
                 logprobs=request.logprobs is not None,
                 usage=request.wants_usage,
                 token_ids=bool(request.return_token_ids),
+                prompt_logprobs=request.prompt_logprobs is not None,
             ),
             echoes,
             request.choice_count,
+            drops=limit == 0,
         )
         return await self._answer(call, request, asks, writer, fit_max_tokens=request.max_tokens is None)
 
@@ -344,6 +359,12 @@ def _format(tools: ToolUse | None, thoughts: Thoughts | None, *, is_harmony: boo
     if is_harmony:
         return format_of(ToolFormat.OPENAI, (), thoughts)
     return plain if thoughts is None else answer(thoughts, plain)
+
+
+def _prompt_logprobs(request: GenerationRequest) -> int | None:
+    if request.prompt_logprobs is not None and request.stream:
+        raise invalid("prompt_logprobs", "are part of complete answers; leave stream out", code="unsupported_value")
+    return request.prompt_logprobs
 
 
 def _top_logprobs(request: ChatRequest) -> int | None:

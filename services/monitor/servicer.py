@@ -32,7 +32,7 @@ from services.monitor.core.messages import (
     StreamEnded,
 )
 from services.monitor.policy.demand import GroupDemand
-from services.monitor.policy.pressure import Overload, Relief, ScaleAdvice
+from services.monitor.policy.pressure import Overload, Relief
 from services.monitor.shell import MonitorShell, ReportStream, Row
 
 _GOODBYE_PROOF_S = 0.05
@@ -40,7 +40,7 @@ _MOST_INT64 = (1 << 63) - 1
 
 # Any: the message types of a call do not matter to its context.
 _Context = grpc.aio.ServicerContext[Any, Any]
-_Sums = TypeVar("_Sums", bound=GroupDemand | Overload | Relief | ScaleAdvice)
+_Sums = TypeVar("_Sums", bound=GroupDemand | Overload | Relief)
 
 
 class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
@@ -186,7 +186,6 @@ _EVENT = Choice(
         "snapshot_end": Mapper(SnapshotEnd, pb.SnapshotEnd),
         "overload": Mapper(Overload, pb.Overload, given=("groups",)),
         "relief": Mapper(Relief, pb.Relief, given=("groups",)),
-        "scale_advice": Mapper(ScaleAdvice, pb.ScaleAdvice),
     },
 )
 
@@ -194,8 +193,8 @@ _EVENT = Choice(
 def _change_to_proto(change: Change, cause_id: str) -> pb.WatchEventsResponse:
     if not isinstance(change, Raised):
         return _EVENT.message(change, cause_id=cause_id)
-    groups = {} if isinstance(change.signal, ScaleAdvice) else {"groups": list(map(_group_to_proto, change.groups))}
-    return _EVENT.message(_within_int64(change.signal), inner=groups, cause_id=cause_id)
+    groups = list(map(_group_to_proto, change.groups))
+    return _EVENT.message(_within_int64(change.signal), inner={"groups": groups}, cause_id=cause_id)
 
 
 def _group_to_proto(group: GroupDemand) -> pb.GroupDemand:

@@ -49,14 +49,9 @@ from services.monitor.core.messages import (
     WriteRegistry,
 )
 from services.monitor.policy.demand import ClusterDemand, GroupDemand
-from services.monitor.policy.pressure import Overload, Relief, ScaleAdvice, Signal
+from services.monitor.policy.pressure import Overload, Relief, Signal
 
 _INSTANCES = Gauge("ballast_instances", "Instances that report to the monitor and count as alive", registry=REGISTRY)
-_WANTED = Gauge(
-    "ballast_instances_wanted",
-    "Instances whose KV memory, with all parameters, would hold the demand of about the last minute; for autoscalers",
-    registry=REGISTRY,
-)
 _KV_USAGE = Gauge(
     "ballast_instance_kv_usage_fraction",
     "Share of the instance's KV blocks that are in use, 0 to 1",
@@ -105,14 +100,6 @@ _OVERLOADS = Counter(
 _RELIEFS = Counter(
     "ballast_reliefs_total", "Times demand had fallen so far that dropped parameters could return", registry=REGISTRY
 )
-_SCALE_ADVICE = Counter(
-    "ballast_scale_advice_total",
-    "Times the monitor advised to add (out) or remove (in) instances",
-    ["advice"],
-    registry=REGISTRY,
-)
-for _advice in ("in", "out"):
-    _SCALE_ADVICE.labels(_advice)  # 0 and not absent before the first
 
 _MAX_WATCHERS = 64  # streams of events that may be open at once: planners, dispatchers and people are fewer
 _WATCHER_QUEUE_LENGTH = 4096  # events that a watcher may be behind before it is sent away
@@ -374,9 +361,6 @@ class MonitorShell:
             case Relief():
                 _RELIEFS.inc()
                 log.info("relief", **self._sums())
-            case ScaleAdvice(out, why, missing_bytes):
-                _SCALE_ADVICE.labels("out" if out else "in").inc()
-                log.warning("scale out" if out else "scale in", why=why, missing_bytes=missing_bytes)
 
     def _error(self, why: CloseReason, have: int, want: int) -> BallastError:
         match why:
@@ -468,7 +452,6 @@ class MonitorShell:
 
     def _update_gauges(self) -> None:
         _INSTANCES.set(len(self.core.entries))
-        _WANTED.set(self.core.wanted.instance_count or len(self.core.entries))
         now_s = time.monotonic()
         self._update_demand_gauges(now_s)
         for worker_id in self._labelled - set(self.core.entries):

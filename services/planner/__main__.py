@@ -22,6 +22,7 @@ from services.planner.config import PlannerSettings
 from services.planner.core.change_requests import Planning
 from services.planner.core.conductor import ConductorRules
 from services.planner.core.machine import PlannerCore, PlannerRules
+from services.planner.core.sizing import SizingRules
 from services.planner.core.stages import CoordinatorRules
 from services.planner.metrics import PlannerMetrics
 from services.planner.peers import Members, MonitorEvents
@@ -101,6 +102,13 @@ def build_shell(
             policy=settings.overload_policy,
             pipeline_degree=settings.pipeline_degree,
             restores=settings.restore,
+            sizing=SizingRules(
+                parks=settings.park,
+                advises=True,
+                least_instances=settings.least_instances,
+                dwell_s=settings.park_dwell_s,
+                last_name=settings.park_order == "last-name",
+            ),
             planning=Planning(targets=Targets(ttft_s=settings.ttft_target_s)),
             coordinator=CoordinatorRules(restore_prepare_timeout_s=settings.restore_timeout_s),
         ),

@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -38,6 +38,15 @@ class PlannerSettings(ServiceSettings):
     may take what it takes."""
     restore: bool = True
     """With drop: whether parameters come back when demand has fallen; off is for comparisons."""
+    park: bool = False
+    """Whether instances that nobody needs for a while are parked, and woken before they are missed."""
+    least_instances: int = Field(default=1, ge=1)
+    """With park: so many serve, however little there is to do."""
+    park_dwell_s: float = Field(default=10.0, ge=0)
+    """With park: seconds for which one instance less has to be enough before one leaves; at least twice what waking
+    takes."""
+    park_order: Literal["emptiest", "last-name"] = "emptiest"
+    """With park: who leaves first. last-name where a platform ends instances in the order of their names."""
     migrate_below_tokens: float = Field(default=32.0, ge=0)
     """With migrate: a worker with room for fewer tokens per running request gives requests away. About what an answer
     makes until the next look."""

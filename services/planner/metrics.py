@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from ballast.common.layout import Layout
+from ballast.common.layout import Layout, Standing
 from ballast.service.metrics import REGISTRY
 from services.planner.core.messages import WriteOutcome
 from services.planner.core.prediction_log import Predicted
@@ -14,6 +14,14 @@ from services.planner.core.stages import Stage
 _EPOCH = Gauge("ballast_layout_epoch", "Number of the layout in force; grows with every change", registry=REGISTRY)
 _GROUPS = Gauge(
     "ballast_layout_groups", "Groups that serve; fewer than instances while parameters are dropped", registry=REGISTRY
+)
+_WANTED = Gauge(
+    "ballast_instances_wanted",
+    "Instances that should serve, by what is predicted of waits and memory; for autoscalers. 0: not known, or standby",
+    registry=REGISTRY,
+)
+_STANDINGS = Gauge(
+    "ballast_instances_standing", "Instances of the layout by their standing", ["standing"], registry=REGISTRY
 )
 _CHANGES = Counter(
     "ballast_layout_changes_total", "Layouts that took effect while this planner watched", registry=REGISTRY
@@ -108,6 +116,8 @@ for _kind in ("drop", "restore"):
 for _fate in ("kept", "recomputed"):
     _VICTIMS.labels(_fate)
 _NOTHING_DONE.labels("overload")
+for _standing in Standing:
+    _STANDINGS.labels(_standing)
 for _what in ("ttft_p99", "tpot"):
     _PREDICTED.labels(_what)
 
@@ -130,8 +140,14 @@ class PlannerMetrics:
         for gone in self._sizes - set(sizes):
             _GROUP_SIZES.remove(gone)
         self._sizes = set(sizes)
+        standings = [member.standing for group in layout.groups for member in group.members]
+        for standing in Standing:
+            _STANDINGS.labels(standing).set(standings.count(standing))
         for size in self._sizes:
             _GROUP_SIZES.labels(size).set(sizes.count(size))
+
+    def wanted(self, count: int) -> None:
+        _WANTED.set(count)
 
     def write(self, outcome: WriteOutcome) -> None:
         _WRITES.labels(outcome.name.lower()).inc()

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import grpc.aio
@@ -19,6 +20,7 @@ import grpc.aio
 from ballast.common.errors import ConfigError
 from ballast.common.ids import Incarnation, WorkerId
 from ballast.common.instance import Instance as Announcement
+from ballast.common.model import ModelInfo
 from ballast.common.sampling import Grammar
 from ballast.common.traffic import Pace
 from ballast.rpc.server import RpcServer, ensure_free
@@ -80,13 +82,14 @@ class Kit:
     engine: LoadedEngine
     cost: Callable[[], CostModel | None]  # of the stage that is executed: microbatches are formed by it
     costs: OnlineCost | None = None  # which is told what steps take
-    copier: BlockCopier | None = None  # for what gives way, if KV is swapped
+    copier: BlockCopier | None = None  # of KV to host memory and back, for what gives way
     compile_grammar: CompileGrammar | None = None  # ahead of the engine, which would stand still meanwhile
     open_plane: Callable[[WorkerId, str, Hub, bytes | None], DataPlane] | None = (
         None  # another one than tensors travel over
     )
     device: str = "emulated"
     lost_rank: Callable[[], str | None] | None = None  # who of several ranks has ended
+    swap_blocks: int = 0  # that the copier has
     joins: bool = True  # it may become a member of groups, and KV may travel from and to it
 
 
@@ -130,6 +133,7 @@ def load(settings: WorkerSettings, devices: Sequence[str] = ()) -> Kit:
         links_bytes=links_bytes,
         enforce_eager=settings.enforce_eager,
         attention_backend=settings.attention_backend,
+        model_impl=settings.model_impl,
     )
     devices = devices or (settings.device,)
     log = RankLog(settings.worker_id or "worker", settings.log_level, settings.log_format)
@@ -138,24 +142,26 @@ def load(settings: WorkerSettings, devices: Sequence[str] = ()) -> Kit:
     gc.freeze()  # torch alone makes so many objects that a full collection holds up a step
     try:
         costs = load_costs(settings, engine)
-        swap_blocks = swap_block_count(settings, engine)
-        if swap_blocks and ranked is not None and not ranked.exchanges:
+        reaches = ranked is None or ranked.exchanges
+        if settings.swaps and not reaches:
             raise ConfigError("worker.overload_policy", "KV of GPUs out of each other's reach cannot be swapped")
+        swap_blocks = swap_block_count(settings, engine.info) if reaches else 0
         copier = HostBlocks(engine.memory.kv, swap_blocks) if swap_blocks else None
     except BaseException:
         engine.close()
         raise
     compile_grammar = engine.grammars.ahead if engine.grammars is not None else None
     device = describe(engine.memory.pool.backend.device)
+    kit = Kit(engine, costs.current, costs, copier, compile_grammar, device=device, swap_blocks=swap_blocks)
     if ranked is None:
-        return Kit(engine, costs.current, costs, copier, compile_grammar, device=device)
-    device = f"{len(devices)} ranks from {device} on"
-    kit = Kit(engine, costs.current, costs, copier, compile_grammar, device=device)
+        return replace(kit, joins=engine.implementation.pipelines)
+    kit = replace(kit, device=f"{len(devices)} ranks from {device} on")
     return replace(kit, lost_rank=ranked.lost, joins=ranked.exchanges)
 
 
 def _emulated(settings: WorkerSettings) -> Kit:
     from services.worker.emulation.connection import EmulatedOpener
+    from services.worker.emulation.copier import EmulatedCopier
     from services.worker.emulation.engine import emulate
     from services.worker.links.pace import StagePace
     from services.worker.links.plane import DataPlane
@@ -163,8 +169,6 @@ def _emulated(settings: WorkerSettings) -> Kit:
 
     if settings.profile is None:
         raise ConfigError("worker.profile", "an emulated engine needs the file that says what things take")
-    if settings.swaps:
-        raise ConfigError("worker.overload_policy", "KV of an emulated engine cannot be swapped to host memory")
     told = "device_memory_bytes" in settings.model_fields_set
     engine = emulate(
         read_machine(settings.profile),
@@ -180,7 +184,9 @@ def _emulated(settings: WorkerSettings) -> Kit:
         opener = EmulatedOpener(hub, machine.link_bytes_per_s, engine.runner.clock)
         return DataPlane(me, opener, host=resolve_host(host), pace=StagePace(), secret=secret, port=settings.data_port)
 
-    return Kit(cast(LoadedEngine, engine), lambda: cost, open_plane=open_plane)
+    swap_blocks = swap_block_count(settings, engine.info)
+    copier = EmulatedCopier(engine.memory, swap_blocks, machine.host_bytes_per_s) if swap_blocks else None
+    return Kit(cast(LoadedEngine, engine), lambda: cost, None, copier, open_plane=open_plane, swap_blocks=swap_blocks)
 
 
 def load_costs(settings: WorkerSettings, engine: Engine) -> OnlineCost:
@@ -229,7 +235,7 @@ def step_limits_of(settings: WorkerSettings, gpu_bytes: int | None = None) -> St
     )
 
 
-def limits_of(settings: WorkerSettings, engine: LoadedEngine) -> WorkerLimits:
+def limits_of(settings: WorkerSettings, engine: LoadedEngine, swap_block_count: int) -> WorkerLimits:
     most = step_limits_of(settings)
     return WorkerLimits(
         block_tokens=settings.block_size,
@@ -241,8 +247,9 @@ def limits_of(settings: WorkerSettings, engine: LoadedEngine) -> WorkerLimits:
         max_waiting_count=most.queued,
         max_waiting_tokens=settings.max_num_queued_tokens,
         admission_reserve_fraction=settings.admission_reserve_fraction,
-        swap_block_count=swap_block_count(settings, engine),
+        swap_block_count=swap_block_count,
         swap_blocks_per_step=settings.swap_blocks_per_step,
+        swaps_online=settings.swaps,
         prefix_caching=settings.enable_prefix_caching,
         prefix_seed=secrets.token_bytes(16) + f"{engine.info.name} {engine.info.dtype}".encode(),
     )
@@ -270,17 +277,15 @@ def _cost_of_all_layers(kit: Kit) -> Callable[[], CostModel | None]:
     return kit.cost if costs is None else lambda: costs.of_layers(layer_count)
 
 
-def swap_block_count(settings: WorkerSettings, engine: Instance) -> int:
+def swap_block_count(settings: WorkerSettings, info: ModelInfo) -> int:
     """Blocks of all layers that the host keeps for those that give way.
 
     Raises:
-        ConfigError: none fits.
+        ConfigError: none fits, and online requests are to be swapped.
     """
-    if not settings.swaps:
-        return 0
-    block_bytes = engine.info.block_bytes * engine.info.layer_count
+    block_bytes = info.block_bytes * info.layer_count
     count = int(settings.swap_space_bytes) // block_bytes
-    if not count:
+    if settings.swaps and not count:
         raise ConfigError("worker.swap_space_bytes", f"must hold a KV block of all layers, {block_bytes} bytes")
     return count
 
@@ -320,7 +325,7 @@ class WorkerProcess:
         microbatching = lookahead(kit.cost) if settings.microbatching == "lookahead" else by_token_count
         target = target_of(settings, kit)
         core, book = stage_core(
-            limits_of(settings, engine),
+            limits_of(settings, engine, kit.swap_blocks),
             engine,
             secrets.randbits(31),
             microbatching,
@@ -488,7 +493,7 @@ def _with_model(settings: WorkerSettings) -> WorkerSettings:
     name = hub_name(str(settings.model))
     if name is None:
         return settings
-    found = find_model(settings.model, weights=settings.engine == "torch", check=read_model_config)
+    found = find_model(settings.model, weights=settings.engine == "torch", check=_check_of(settings))
     named = {"model": found.folder, "served_model_name": settings.served_model_name or found.name}
     return settings.model_copy(update=named)
 
@@ -502,6 +507,21 @@ def _with_limits(settings: WorkerSettings) -> WorkerSettings:
     most = step_limits_of(settings, gpu_bytes(settings.device))
     found = {"max_num_seqs": most.sequences, "max_num_batched_tokens": most.tokens, "max_num_queued_reqs": most.queued}
     return settings.model_copy(update=found)
+
+
+def _check_of(settings: WorkerSettings) -> Callable[[Path], object]:
+    if settings.engine != "torch":
+        return read_model_config
+    from services.worker.engine.choice import choose_model
+
+    return functools.partial(
+        choose_model,
+        model_impl=settings.model_impl,
+        dtype=settings.dtype,
+        device=settings.device.partition(":")[0],
+        kernels=settings.kernels,
+        max_model_len=settings.max_model_len,
+    )
 
 
 async def main(life: Lifecycle) -> None:

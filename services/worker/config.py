@@ -51,6 +51,9 @@ class WorkerSettings(ServiceSettings):
     """Name of the model for clients. Default: the folder's, or org/name."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     """Number format of parameters and KV; auto: the checkpoint's own."""
+    model_impl: Literal["auto", "ballast", "transformers"] = "auto"
+    """What computes the model: Ballast's own classes (ballast), or the modelling code of transformers over Ballast's
+    memory; auto: Ballast's for the models that they know, else transformers'."""
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:(\d+|auto))?)$")
     """Where to compute: cpu, cuda (the first GPU), cuda:N, or cuda:auto, the first that no other worker has claimed."""
     tensor_parallel_size: int = Field(1, ge=1, le=64)
@@ -106,9 +109,10 @@ class WorkerSettings(ServiceSettings):
     fallback_policy: Literal["recompute", "swap"] = "recompute"
     """With drop, where a worker is out of KV all the same: compute again, or swap."""
     swap_space_bytes: ByteSize = Field(ByteSize(1 << 30), ge=0)
-    """Host memory for swapped KV: 1GiB."""
+    """Host memory for the KV of requests that give way: 1GiB. Offline ones use it with any policy; 0: they are computed
+    anew."""
     swap_blocks_per_step: int = Field(0, ge=0)
-    """KV blocks that are swapped during one step; 0: as many as hide behind it."""
+    """KV blocks that are copied there and back during one step; 0: as many as hide behind it."""
     threads: int = Field(1, ge=1, le=1024)
     """Threads that compute one engine step."""
     kernels: Literal["auto", "native", "torch"] = "auto"
@@ -139,7 +143,7 @@ class WorkerSettings(ServiceSettings):
 
     @property
     def swaps(self) -> bool:
-        """Whether victims keep their KV in host memory."""
+        """Whether online requests that give way keep their KV in host memory."""
         policy = self.overload_policy
         is_fallback = policy is OverloadPolicy.DROP and self.fallback_policy == "swap"
         return bool(self.swap_space_bytes) and (policy is OverloadPolicy.SWAP or is_fallback)

@@ -339,4 +339,5 @@ def step_to_proto(output: Output) -> pb.StepOutput:
         message.endings.extend(map(_ENDING.message, emit.endings))
         message.preempted_handles.extend(emit.preempted)
         message.resumed_handles.extend(emit.resumed)
+        message.marks.extend(emit.marks)
     return message

@@ -57,6 +57,7 @@ def machine_of(card: Gpu, spec: ModelSpec, vocab_size: int | None = None) -> Mac
         memory_bytes=int(card.memory_bytes * figures.memory_fraction) * gpus,
         execution=Roofline(costs=roofline.costs, balance=fitted(roofline, spec.layer_count)),
         link_bytes_per_s=card.nic_bytes_per_s * figures.link_fraction * gpus,
+        host_bytes_per_s=card.host_bytes_per_s * gpus,
         disk_bytes_per_s=figures.disk_bytes_per_s,
         remap_s_per_byte=figures.remap_s / (spec.parameter_bytes / 2),  # what a drop of half the layers moves
     )
@@ -95,6 +96,7 @@ def profiled_machine(path: Path, checkpoint: CheckpointInfo, memory_bytes: int) 
         memory_bytes=memory_bytes,
         execution=Measured(layer=costs.layer, step=costs.step, first=costs.first, last=costs.last),
         link_bytes_per_s=profile.link.bandwidth_bytes_per_s,
+        host_bytes_per_s=profile.copies.to_device_bytes_per_s,
         disk_bytes_per_s=profile.copies.to_device_bytes_per_s,
         remap_s_per_byte=(profile.remap_s_per_gb or 0.0) / 1e9,
     )

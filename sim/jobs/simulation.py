@@ -254,6 +254,9 @@ def with_knobs(spec: PolicySpec, rules: ClusterRules) -> ClusterRules:
             case "ttft-target-s":
                 planning = replace(transitions.planning, targets=Targets(ttft_s=_seconds(setting)))
                 transitions = replace(transitions, planning=planning)
+            case "park":
+                sizing = replace(transitions.sizing, parks=_switch(setting, "on", "off"))
+                transitions = replace(transitions, sizing=sizing)
             case "restore":
                 transitions = replace(transitions, restores=_switch(setting, "on", "off"))
             case "queue-order":

@@ -22,11 +22,12 @@ from sim.cost import Roofline
 from sim.hardware import Cluster, ModelSpec, Timings
 from sim.jobs.settled import capacity_tokens, prompt_s
 from sim.jobs.simulation import SimJob, specs_of, world_of
-from sim.results import Outcome, RequestRecord
+from sim.results import Outcome, RequestRecord, mean_on
 from tools.bench.slo import Slo
 from tools.bench.traces import Trace, TraceRequest
 
 DROP = "drop"
+PARK, BOTH = "recompute:park=on", "drop:park=on"  # instances that nobody needs give their memory back
 _PATIENCE_S = 60.0  # after the last arrival and its goal: for steps, where they have one
 _WINDOWS_S = (1.0, 5.0, 15.0, 30.0, 60.0, 120.0, 300.0, 900.0)
 _LOOK_S = 0.2  # between two looks at what other processes say
@@ -47,6 +48,7 @@ class Run:
     ttft_p99_s: float | None
     tpot_p50_s: float | None
     drop_count: int
+    mean_on: float  # GPUs that had their memory, on average until the last request came or the run ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +304,7 @@ def attempt(job: SimJob, slo: Slo, progress: Callable[[int, float], None] | None
         ttft_p99_s=_quantile(firsts_s, 0.99),
         tpot_p50_s=_quantile(paces_s, 0.5),
         drop_count=sum(t.journal.kind.value == "drop" for t in run.transitions),
+        mean_on=mean_on(run.samples, job.trace.span_s) * job.model.gpus_per_instance,
     )
 
 

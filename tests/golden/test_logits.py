@@ -5,10 +5,11 @@ import random
 import pytest
 import torch
 
+from ballast.common.sampling import SamplingParams
 from services.worker.core.batch import Slice
 from services.worker.engine.load import Engine, load_engine
 from tests.golden.conftest import CheckpointMaker
-from tests.support.engine import KERNELS, BlockPool, forward
+from tests.support.engine import GREEDY, KERNELS, BlockPool, Job, forward, generate
 from tests.support.reference import reference_logits
 
 pytestmark = [pytest.mark.golden]
@@ -43,6 +44,30 @@ def test_logits_are_close_to_those_of_transformers(
         ours = in_chunks(engine, token_ids, [100, 1, 1, 198], table)
     theirs = reference_logits(checkpoint(arch, False), token_ids, dtype)
     torch.testing.assert_close(ours, theirs, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, 64, 512])
+def test_logprobs_of_a_prompt_are_those_of_transformers(checkpoint: CheckpointMaker, chunk_tokens: int) -> None:
+    model_dir = checkpoint("qwen2", False)
+    rng = random.Random(7)
+    scored = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=0, prompt_logprobs=3)
+    jobs = [Job(i, tokens(rng.randrange(1, 150), seed=i), 3, scored if i % 2 else GREEDY) for i in range(9)]
+    with load_engine(model_dir, dtype="float64", device_memory_bytes=MEMORY_BYTES) as engine:
+        generate(engine, jobs, at_once=4, chunk_tokens=chunk_tokens)
+    for job in jobs:
+        if job.sampling is GREEDY:
+            assert job.logprobs == [None] * 3
+            continue
+        first, *others = [logprobs for logprobs in job.logprobs if logprobs is not None]
+        assert [each.prompt for each in others] == [(), ()]
+        assert tuple(each.token_id for each in first.prompt) == job.prompt
+        assert (first.prompt[0].logprob, first.prompt[0].top) == (0.0, ())
+        theirs = reference_logits(model_dir, job.prompt, "float64").log_softmax(-1)
+        for position, ours in enumerate(first.prompt[1:]):
+            assert ours.logprob == pytest.approx(float(theirs[position, ours.token_id]), abs=1e-6)
+            best = theirs[position].topk(3)
+            assert [token_id for token_id, _ in ours.top] == best.indices.tolist()
+            assert [value for _, value in ours.top] == pytest.approx(best.values.tolist(), abs=1e-6)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 from tokenizers import Tokenizer
 
-from ballast.common.sampling import FinishReason, SamplingParams
+from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
 from services.worker.engine.load import Engine, load_engine
 from services.worker.text import load_tokenizer
 from tests.golden.conftest import CheckpointMaker
@@ -189,6 +189,35 @@ def test_after_swaps(world: World, blocks: int, swap: tuple[int, int]) -> None:
     answers = run(loop, world.requests)
     assert loop.copied_blocks >= 6
     assert_same(world, answers)
+
+
+@pytest.mark.parametrize(("blocks", "host"), [(60, 200), (60, 12), (100, 60), (60, 0)])
+def test_after_yields(world: World, blocks: int, host: int) -> None:
+    """Every third request is online and comes while the others run."""
+    loop, answers = world.loop(blocks=blocks, swap=(host, 0)), dict[int, Answer]()
+    order = random.Random(blocks).sample(range(REQUESTS), REQUESTS)
+    online, turns = [i for i in order if i % 3 == 0], 0
+
+    def submit(index: int, priority: PriorityClass) -> None:
+        request = world.requests[index]
+        answers[index] = loop.submit(request.prompt, request.sampling, priority=priority)
+
+    def arrive() -> bool:
+        nonlocal turns
+        turns += 1
+        if online and turns % 12 == 0:
+            submit(online.pop(), PriorityClass.INTERACTIVE)
+        return bool(online)
+
+    for index in order:
+        if index % 3:
+            submit(index, PriorityClass.BATCH)
+    loop.run(arrive)
+    loop.finish()
+    load = loop.load()
+    assert load.offline_yields_total >= 6
+    assert (loop.copied_blocks > 0) == (host > 0)
+    assert_same(world, [answers[index] for index in range(REQUESTS)])
 
 
 @pytest.mark.parametrize("part", [0.1, 0.5, 1.0])

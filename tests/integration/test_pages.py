@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ import pytest
 
 from tests.support.browser import browser_window, find_browser
 from tests.support.cluster import RunningCluster
-from tests.support.pages import ROOT, Session, differs, session, steps
+from tests.support.pages import ROOT, Session, Step, differs, session, steps
 
 EXAMPLES = ROOT / "examples"
 
@@ -33,6 +34,17 @@ def test_a_page_shows_what_its_commands_print(page: str, shell: Session) -> None
         assert step.printed is not None
         why = differs(shell.run(step), step.printed)
         assert not why, f"{page}: {step.source}: {why}\nwritten anew by python -m tests.support.pages {page}"
+
+
+@pytest.mark.parametrize("page", ["docs/gpu.md", "docs/operate.md"])
+def test_drops_that_a_page_tells_people_to_make_are_made_where_nothing_lacks(page: str, shell: Session) -> None:
+    commands = set(re.findall(r"ballast drop --workers [^`\n&|]*[^`\n&| ]", (ROOT / page).read_text()))
+    assert commands
+    assert not re.search(r"ballast drop(?! --(workers|bytes)) *(--hold|&&|`)", (ROOT / page).read_text())
+    shell.run(next(step for step in steps(ROOT / "docs/first-cluster.md") if step.source.startswith("ballast up")))
+    for command in commands:
+        said = shell.run(Step("sh", f"{command} && ballast restore\n", None))
+        assert said.count("done") >= 2, said
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.support.cluster_swarm import Kind
 
 SEEDS = 500  # of the gate: two minutes of two cores
 CHUNK = 125
-_SEEN = ("drop done", "restore done", "restore aborted", "moved", "stayed")
+_SEEN = ("drop done", "restore done", "restore aborted", "moved", "stayed", "leaving", "parked", "waking")
 LONG_SEEDS = int(os.environ.get("BALLAST_CLUSTER_SEEDS", "8000"))
 LONG_CHUNK = 500
 
@@ -30,7 +30,7 @@ def run(first: int, last: int) -> tuple[Counter[str], set[str]]:
     ended, kinds = Counter[str](), set[str]()
     for seed in range(first, last):
         told = story(seed)
-        ended += told.transitions + told.migrated
+        ended += told.transitions + told.migrated + told.standings
         kinds |= {kind for kind, _ in told.met}
     return ended, kinds
 

@@ -45,7 +45,8 @@ st.register_type_strategy(
         logprobs=st.none() | st.integers(0, 20),
         logit_bias=st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-100, 100, width=32), max_size=3),
     )
-    | st.builds(SamplingParams, grammar=st.builds(Grammar, st.sampled_from(GrammarKind), _TEXT)),
+    | st.builds(SamplingParams, grammar=st.builds(Grammar, st.sampled_from(GrammarKind), _TEXT))
+    | st.builds(SamplingParams, logprobs=st.integers(0, 20), prompt_logprobs=st.integers(0, 20)),
 )
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.monitor.core.machine import pressure_rules
 from services.monitor.policy.demand import ClusterDemand
-from services.monitor.policy.pressure import Overload, Pressure, PressureRules, Relief, ScaleAdvice, Signal
+from services.monitor.policy.pressure import Overload, Pressure, PressureRules, Relief, Signal
 from tests.support.pressure import ALONE, MERGED, RULES, sample
 
 STEP_S = 0.2
@@ -49,7 +49,7 @@ def run(history: list[ClusterDemand]) -> list[tuple[ClusterDemand, Signal]]:
 
 def transitions(said: list[tuple[ClusterDemand, Signal]], history: list[ClusterDemand]) -> list[float]:
     """When one was asked for. A relief that an overload takes back before the groups have changed is none."""
-    asked = [(one, signal) for one, signal in said if not isinstance(signal, ScaleAdvice)]
+    asked = said
     taken_back = {
         one.at_s
         for (one, signal), (after, other) in itertools.pairwise(asked)
@@ -79,8 +79,6 @@ def test_relief_only_below_half_and_overload_only_near_capacity(history: list[Cl
             case Overload(required_bytes):
                 assert required_bytes > 0
                 assert one.wanted_bytes >= RULES.overload_arming_fraction * one.capacity_bytes
-            case ScaleAdvice(out, _, missing_bytes):
-                assert (missing_bytes > 0) == out
 
 
 @given(histories())
@@ -124,7 +122,7 @@ def test_an_oscillating_load_that_is_obeyed_flaps_no_faster_than_the_dwell_time(
         capacity, groups = (ENLARGED, MERGED) if merged else (CAPACITY, ALONE)
         for signal in pressure.observe(sample(at_s, wanted, capacity_bytes=capacity, groups=groups)):
             wants_merged = isinstance(signal, Overload)
-            if not isinstance(signal, ScaleAdvice) and wants_merged != merged:
+            if wants_merged != merged:
                 due_at_s = at_s + 0.5
     assert all(b - a >= RULES.dwell_s - 1e-6 for a, b in itertools.pairwise(changes))
 

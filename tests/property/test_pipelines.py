@@ -23,6 +23,7 @@ def test_histories_go_where_it_hurts() -> None:
     assert sum(history.cluster.overlapped for history in played) >= 50
     assert sum(worker.copied_blocks for history in played for worker in history.cluster.workers) >= 50
     assert sum(history.cluster.swapped_in_pipelines for history in played) >= 20
+    assert sum(history.returned_from_mirrors for history in played) >= 20
     cores = [worker.core.totals for history in played for worker in history.cluster.workers]
     assert sum(totals.adopted for totals in cores) >= 100
     assert sum(totals.preemptions for totals in cores) >= 100

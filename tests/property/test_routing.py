@@ -23,6 +23,7 @@ views = st.builds(
     draining=st.sampled_from((False, False, False, True)),
     kept_block_count=st.integers(0, 6),
     instance_count=st.sampled_from((1, 1, 2, 4)),
+    uncomputed_token_count=st.integers(0, 500),
 )
 needs = st.builds(Need, tokens=st.integers(1, 700), growth_tokens=st.integers(0, 128))
 rules = st.builds(
@@ -31,12 +32,17 @@ rules = st.builds(
     large_fraction=st.sampled_from((0.0, 0.25, 1.0)),
     growth_tokens=st.sampled_from((0, 16, 64)),
 )
-changes = st.lists(st.tuples(views, st.booleans(), st.lists(needs, max_size=3)), min_size=1, max_size=25)
+keys = st.builds(WorkerKey, st.sampled_from([WorkerId(f"w{i}") for i in range(7)]), st.just(Incarnation(1)))
+hits = st.just(dict[WorkerKey, int]()) | st.dictionaries(keys, st.sampled_from((256, 512)), max_size=4)
+asks = st.lists(st.tuples(needs, hits), max_size=3)
+changes = st.lists(st.tuples(views, st.booleans(), asks), min_size=1, max_size=25)
 
 
 @given(changes, rules, st.booleans())
 def test_the_ranking_chooses_as_the_plain_rule(
-    told: list[tuple[WorkerView, bool, list[Need]]], rules: RoutingRules, may_queue_large: bool
+    told: list[tuple[WorkerView, bool, list[tuple[Need, dict[WorkerKey, int]]]]],
+    rules: RoutingRules,
+    may_queue_large: bool,
 ) -> None:
     ranking, known = Ranking(rules), dict[WorkerKey, WorkerView]()
     for view, stays, asked in told:
@@ -49,7 +55,7 @@ def test_the_ranking_chooses_as_the_plain_rule(
         assert {key: ranking.get(key) for key in ranking} == {
             key: view for key, view in known.items() if has_place(view, rules)
         }
-        for need in asked:
-            plain = choose([*known.values()], need, rules, may_queue_large=may_queue_large)
-            chosen = ranking.choose(need, may_queue_large=may_queue_large)
+        for need, hit in asked:
+            plain = choose([*known.values()], need, rules, hit, may_queue_large=may_queue_large)
+            chosen = ranking.choose(need, hit, may_queue_large=may_queue_large)
             assert chosen == (None if plain is None else plain.worker)

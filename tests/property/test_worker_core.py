@@ -9,6 +9,7 @@ from ballast.common.load import MemoryReport
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
 from services.dispatcher.policy.freeness import runs_at_once
 from services.worker.core.events import Aborted, DrainRequested, Emit, SequenceKey, StreamClosed, Tick
+from services.worker.policy.harvest import Harvest
 from services.worker.policy.token_target import TokenTarget
 from tests.support.dispatcher_core import view_of
 from tests.support.worker_core import VOCAB_SIZE, Driver, certain_chars, greedy, limits, piece, undisturbed
@@ -52,6 +53,8 @@ class WorkerMachine(RuleBasedStateMachine):
         max_waiting_count=st.integers(1, 6),
         reserve_fraction=st.sampled_from([0.0, 0.1]),
         swap=st.sampled_from([(0, 0), (0, 0), (5, 1), (40, 1), (40, 3), (40, 0)]),
+        swaps_online=st.booleans(),
+        fills=st.booleans(),
         target_s=st.sampled_from([None, None, 1e-9, 0.014, 0.018]),
     )
     def start(
@@ -63,6 +66,8 @@ class WorkerMachine(RuleBasedStateMachine):
         max_waiting_count: int,
         reserve_fraction: float,
         swap: tuple[int, int],
+        swaps_online: bool,
+        fills: bool,
         target_s: float | None,
     ) -> None:
         self.driver = Driver(
@@ -76,9 +81,11 @@ class WorkerMachine(RuleBasedStateMachine):
                 admission_reserve_fraction=reserve_fraction,
                 swap_block_count=swap[0],
                 swap_blocks_per_step=swap[1],
+                swaps_online=swaps_online,
             ),
             block_count,
             None if target_s is None else TokenTarget(target_s, lambda: COST),
+            Harvest(lambda: COST, 1.0) if fills else None,
         )
 
     def _open(self, stream_id: int) -> None:
@@ -228,8 +235,8 @@ class WorkerMachine(RuleBasedStateMachine):
             return
         core = self.driver.core
         waiting = [s for s in core.group_scheduler.scheduler.waiting if s.may_overfill or s.output_token_ids]
-        away = core.group_scheduler.scheduler.swap.away
-        assert self.driver.preempted == {s.key for s in (*waiting, *away)}
+        swap = core.group_scheduler.scheduler.swap
+        assert self.driver.preempted == {s.key for s in (*waiting, *swap.away, *swap.offline_away)}
 
     @invariant()
     def no_more_prompts_are_let_in_than_are_computed_soon(self) -> None:

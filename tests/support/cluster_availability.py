@@ -102,7 +102,7 @@ class Availability:
         self, node: DispatcherNode, seen: _Seen, well: dict[WorkerId, float], now_s: float, *, is_majority: bool
     ) -> None:
         groups = node.core.fleet.layout.groups if node.core.fleet.layout is not None else ()
-        serves = any(all(m.worker_id in well for m in group.members) for group in groups)
+        serves = any(all(m.worker_id in well for m in group.members) and group.leader.takes_new for group in groups)
         if serves or not is_majority:
             seen.unserved_since_s = None
             return

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, Incarnation, WorkerId
-from ballast.common.layout import Group, Layout
+from ballast.common.layout import Group, Layout, Standing
 from ballast.common.transition import TransitionKind
 from ballast.service.logs import silence
 from services.planner.core import messages as p
@@ -25,6 +25,7 @@ from services.planner.core.stages import Stage
 from sim.clients import Arrival
 from sim.clock import Clock
 from sim.memory import Geometry
+from sim.offline import OfflineLoad
 from sim.results import Outcome, SimRun
 from sim.world import World, WorldOptions
 from tests.support.agreement import Agreement
@@ -36,10 +37,12 @@ _LAYERS = 6
 _WORKER_COUNTS = (2, 2, 3, 3, 4)
 _EXTENT_BYTES = 64 << 20
 _BLOCKS_IN_EXTENT = 2
+_OFFLINE = 0.3  # of the clusters have offline work beside the requests
 _SWAP_BLOCKS = (*[0] * 18, 6, 40)  # most clusters compute anew who gives way: those that swap take longer
 _CACHING = 0.7  # share of the clusters
 _STORY_S = 9.0  # requests come for so long, in two bursts
 _HEALED_WITHIN_S = 60.0
+_STANDS_WITHIN_S = 30.0  # once nothing breaks, an instance is parked, or serves again
 _PATIENCE_S = 300.0  # the longest is over by then: one slow worker that is left, and swaps
 _LONGEST_S = {Stage.COMMITTING: 25.0, Stage.EXCHANGING: 40.0, Stage.ABORTING: 20.0}  # of a trouble, and some more
 _LEAVES_S = 100.0  # a restore without room at home exchanges for as long as requests leave its groups
@@ -55,6 +58,7 @@ class Story:
     setting: str  # of the cluster
     troubles: tuple[str, ...]
     transitions: Counter[str]
+    standings: Counter[str]  # of members in layouts
     met: Counter[tuple[str, str]]  # trouble and the phase that it met
     migrated: Counter[str]  # what came of live migrations
 
@@ -107,6 +111,13 @@ def _options(seed: int, rng: random.Random, worker_count: int, *, several: bool)
             admission_reserve_fraction=0.0,
         )
     worker = replace(worker, prefix_caching=of_swap.random() < _CACHING)
+    offline = None
+    if of_swap.random() < _OFFLINE:
+        lengths = [(of_swap.randint(5, 120), of_swap.randint(3, 60)) for _ in range(64)]
+        offline = OfflineLoad(lengths=lengths, waiting_count=3, until_s=_STORY_S)
+        swap_bytes = of_swap.choice((0, 8, 60)) * model.kv_bytes_per_token * worker.block_tokens
+        if not worker.swap_space_bytes:
+            worker = replace(worker, swap_space_bytes=swap_bytes, swaps_online=False)
     patient = replace(limits, replay_limit=50, no_worker_timeout_s=120.0)
     rules = replace(
         rules,
@@ -122,6 +133,7 @@ def _options(seed: int, rng: random.Random, worker_count: int, *, several: bool)
         geometry=geometry,
         rules=rules,
         marks=True,
+        offline=offline,
         dispatcher_count=rng.choice((1, 2)),
         monitor_count=2 if several else 1,
         planner_count=2 if several else 1,
@@ -162,10 +174,9 @@ def _story(seed: int) -> Story:
     troubles = draw(rng, worker_count, _STORY_S)
     several = any(trouble.kind in _OF_CONTROL for trouble in troubles) or rng.random() < 0.1
     made = _options(seed, rng, worker_count, several=several)
-    world, slowness = (
-        World(made, _arrivals(rng, worker_count, swaps=made.rules.worker.swap_space_bytes > 0)),
-        rng.choice((4.0, 7.0, 10.0)),
-    )
+    worker = made.rules.worker
+    arrivals = _arrivals(rng, worker_count, swaps=worker.swap_space_bytes > 0 and worker.swaps_online)
+    world, slowness = World(made, arrivals), rng.choice((4.0, 7.0, 10.0))
     world.wires.max_transfers, world.lines.forgets = rng.choice((2, 1024)), rng.random() < 0.5
     for instance in world.instances.values():
         instance.slowness = slowness
@@ -181,9 +192,12 @@ def _story(seed: int) -> Story:
         is_hasty=rng.random() < 0.25,
         migrates=rng.random() < 0.3,
         clients_leave=rng.random() < 0.3,
+        parker=random.Random(-seed - 1) if seed % 3 == 1 else None,
         lost=epochs.forget,
     )
+    standings = Counter[str]()
     world.state.watch(epochs.see)
+    world.state.watch(lambda layout: standings.update(m.standing for g in layout.groups for m in g.members))
     agreement = Agreement(world)
     world.clock.every(_GLANCE_S, b"look", agreement.look)
     availability = Availability(world)
@@ -206,7 +220,7 @@ def _story(seed: int) -> Story:
             f" at {world.clock.now_s - world.zero_s:.3f} s"
         )
         raise
-    return Story(run, setting, tuple(swarm.told), _ended(world), swarm.met, _migrated(world))
+    return Story(run, setting, tuple(swarm.told), _ended(world), standings, swarm.met, _migrated(world))
 
 
 _OF_CONTROL = (
@@ -221,7 +235,7 @@ _OF_CONTROL = (
 
 def _heal(world: World) -> None:
     """Nothing breaks any more: within a minute every living worker is a whole one and serves alone. Then a drop that is
-    asked for succeeds, and a restore.
+    asked for succeeds, and a restore; and one is parked and woken, within half a minute each.
     """
     _until_well(world)
     world.check()
@@ -240,6 +254,10 @@ def _heal(world: World) -> None:
         _until(clock, ask_again)
         world.planner.feed(p.RestoreRequested(clock.now_s, "end", "restore"))
         _until_well(world)
+        world.planner.feed(p.StandingRequested(clock.now_s, "end", "park", living[0], away=True))
+        memory = world.instances[living[0]].member.memory
+        _until(clock, lambda: "" if memory.is_parked else f"{living[0]} is not parked", _STANDS_WITHIN_S)
+        _until_well(world, _STANDS_WITHIN_S)
 
 
 def _check_stages(world: World) -> None:
@@ -263,12 +281,26 @@ def _migrated(world: World) -> Counter[str]:
     return Counter({"moved": moved - anew, "anew": anew, "stayed": sum(each.not_moved for each in totals)})
 
 
-def _until_well(world: World) -> None:
-    _until(world.clock, lambda: _why_ill(world))
+def _until_well(world: World, within_s: float = _HEALED_WITHIN_S) -> None:
+    """And all are woken."""
+
+    def look() -> str:
+        for worker_id in _away(world) if world.planner.core.active else ():
+            name = f"wake {worker_id} {world.clock.now_s}"
+            world.planner.feed(p.StandingRequested(world.clock.now_s, "end", name, worker_id, away=False))
+        return _why_ill(world)
+
+    _until(world.clock, look, within_s)
 
 
-def _until(clock: Clock, why_not: Callable[[], str]) -> None:
-    deadline_s, why = clock.now_s + _HEALED_WITHIN_S, ""
+def _away(world: World) -> list[WorkerId]:
+    stored = world.state.stored
+    groups = stored.layout.groups if stored is not None else ()
+    return [m.worker_id for g in groups for m in g.members if m.standing in (Standing.LEAVING, Standing.PARKED)]
+
+
+def _until(clock: Clock, why_not: Callable[[], str], within_s: float = _HEALED_WITHIN_S) -> None:
+    deadline_s, why = clock.now_s + within_s, ""
     while clock.now_s < deadline_s:
         until_s = clock.now_s + _LOOK_S
         while clock.now_s < until_s:
@@ -288,6 +320,8 @@ def _why_ill(world: World) -> str:
         return f"{sorted(world.silent)} and {stopped} are still stopped, the state server is up: {world.state.is_up}"
     if placed != living or any(len(g.members) > 1 for g in groups):
         return f"{sorted(living)} live, the layout is {[[m.worker_id for m in g.members] for g in groups]}"
+    if waking := [m.worker_id for g in groups for m in g.members if m.standing is not Standing.SERVING]:
+        return f"{waking} do not serve"
     if not world.planner.core.active or world.planner.core.conductor.busy:
         return "the planner is busy"
     for name in sorted(living):
@@ -316,16 +350,19 @@ def table(met: Mapping[tuple[str, str], int]) -> str:
 
 def tell(seeds: Iterable[int], *, quiet: bool) -> None:
     met, ended, migrated, count = Counter[tuple[str, str]](), Counter[str](), Counter[str](), 0
+    standings = Counter[str]()
     for seed in seeds:
         told = story(seed)
         met += told.met
         ended += told.transitions
+        standings += told.standings
         migrated += told.migrated
         count += 1
         if not quiet:
             print(seed, told.run.trace_hash, told.setting, dict(told.transitions), "; ".join(told.troubles), flush=True)
     print(table(met))
     print(f"{count} stories, {met.total()} troubles; {dict(sorted(ended.items()))}; migrations: {dict(migrated)}")
+    print(f"members in layouts: {dict(standings)}")
 
 
 if __name__ == "__main__":

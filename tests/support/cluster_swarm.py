@@ -28,6 +28,7 @@ _NEVER = "any"
 _HASTE_S = 0.001
 _MIGRATED_EVERY_S = 0.15
 _LEAVES_EVERY_S = 0.1
+_PARKED_EVERY_S = 0.7
 _TOLD_S = 0.005  # until watchers have heard of a layout
 
 
@@ -133,6 +134,7 @@ class Swarm:
     is_hasty: bool  # an operator asks for a restore when a drop is over, and the other way
     migrates: bool  # requests are moved from one group to another, again and again
     clients_leave: bool  # now and then one, before its request has ended
+    parker: random.Random | None  # draws whom an operator parks and wakes, again and again
     lost: Callable[[], None]  # nobody remembers the last epochs: all planners and the state server were lost at once
     told: list[str] = field(default_factory=list[str])
     met: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
@@ -150,8 +152,21 @@ class Swarm:
         self.world.state.on_journal = self._journaled
         if self.migrates:
             self.world.clock.every(_MIGRATED_EVERY_S, b"migration", self._migrate, first_s=self.world.zero_s)
+        if (parker := self.parker) is not None:
+            self.world.clock.every(
+                _PARKED_EVERY_S, b"operator parks", lambda: self._park(parker), first_s=self.world.zero_s
+            )
         if self.clients_leave:
             self.world.clock.every(_LEAVES_EVERY_S, b"client leaves", self._leave, first_s=self.world.zero_s)
+
+    def _park(self, parker: random.Random) -> None:
+        """An operator parks one that serves, or wakes another; about half of them are away for some time."""
+        world, now_s = self.world, self.world.clock.now_s
+        if self.is_over or not self._planners or world.planner.process.paused:
+            return
+        worker_id = parker.choice(sorted(world.instances))
+        event = p.StandingRequested(now_s, "operator", f"park {now_s}", worker_id, away=parker.random() < 0.5)
+        world.planner.feed(event)
 
     def _journaled(self, journal: Journal) -> None:
         members, aimed = changed_members(journal.base, journal.target), self._aimed

@@ -116,11 +116,14 @@ def request(
     logprobs: int | None = None,
     answer: Sequence[int] = (),
     taken_over: bool = False,
+    begins: int = 1,
 ) -> Request:
-    """`answer`: what has come of it at another dispatcher; each token is a character."""
+    """`begins`: the id of all its tokens. `answer`: what has come of it at another dispatcher; each token is a
+    character.
+    """
     return Request(
         request_id=RequestId(name),
-        prompt_token_ids=(1,) * prompt,
+        prompt_token_ids=(begins,) * prompt,
         sampling=SamplingParams(max_tokens=max_tokens, seed=1, logprobs=logprobs),
         priority=priority,
         deadline_at_s=deadline_at_s,
@@ -213,6 +216,7 @@ class Story:
         logprobs: int | None = None,
         answer: Sequence[int] = (),
         taken_over: bool = False,
+        begins: int = 1,
     ) -> Answer:
         wanted = request(
             name,
@@ -223,6 +227,7 @@ class Story:
             logprobs=logprobs,
             answer=answer,
             taken_over=taken_over,
+            begins=begins,
         )
         return self.handle(Submitted(self.now_s, wanted))
 
@@ -241,6 +246,7 @@ class Story:
         logprobs: Sequence[object] = (),
         preempted: Sequence[str] = (),
         resumed: Sequence[str] = (),
+        marks: Sequence[int] = (),
         incarnation: int = 1,
     ) -> Answer:
         """Tokens by request; the load report has seen everything unless told otherwise."""
@@ -255,6 +261,7 @@ class Story:
             logprobs=logprobs,
             preempted=[self.handle_of(name) for name in preempted],
             resumed=[self.handle_of(name) for name in resumed],
+            marks=marks,
             incarnation=incarnation,
         )
 
@@ -270,6 +277,7 @@ class Story:
         logprobs: Sequence[object] = (),
         preempted: Sequence[int] = (),
         resumed: Sequence[int] = (),
+        marks: Sequence[int] = (),
         incarnation: int = 1,
     ) -> Answer:
         return self.handle(
@@ -286,6 +294,7 @@ class Story:
                 1 << 60 if seen_handle is None else seen_handle,
                 preempted,
                 resumed,
+                marks,
             )
         )
 

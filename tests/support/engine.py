@@ -108,7 +108,7 @@ def forward(engine: Engine, slices: Sequence[Slice], tables: Sequence[Sequence[i
         [Slice(s.sequence_id, s.first_position, s.token_ids, True) for s in slices], tables
     )
     hidden = engine.model.run_layers(
-        engine.model.embed(torch.from_numpy(packed.token_ids_T)),
+        engine.model.embed(torch.from_numpy(packed.token_ids_T), torch.from_numpy(packed.positions_T)),
         torch.from_numpy(packed.positions_T),
         engine.attention.prepare(packed),
         first_layer=0,

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from ballast.common.ids import RequestId
 from ballast.common.load import LoadReport
-from ballast.common.sampling import SamplingParams
+from ballast.common.sampling import PriorityClass, SamplingParams
 from services.worker.core.batch import Batch, NewSequence, SequenceId, StepResult, TokenLogprobs
 from services.worker.core.events import (
     Aborted,
@@ -105,6 +105,7 @@ class EngineLoop:
         output: Sequence[int] = (),
         delivered_chars: int = 0,
         wants_text: bool = True,
+        priority: PriorityClass = PriorityClass.DEFAULT,
     ) -> Answer:
         key = SequenceKey(_STREAM_ID, next(self._handles))
         prompt, output = tuple(prompt), tuple(output)
@@ -125,6 +126,7 @@ class EngineLoop:
                 output_text=output_text,
                 delivered_text_chars=delivered_chars,
                 wants_text=wants_text,
+                priority=priority,
             )
         )
         return answer

@@ -93,6 +93,8 @@ def _wish(rng: random.Random, seed: int) -> Wish:
         ignore_eos=rng.random() < 0.7,
         logprobs=rng.choice([None, None, None, 0, 2]),
     )
+    if sampling.logprobs is not None:
+        sampling = replace(sampling, prompt_logprobs=(None, 0, 2)[seed % 3])
     return Wish(tuple(rng.randrange(5, 500) for _ in range(rng.choice([1, 3, 20, 40, 90]))), sampling)
 
 
@@ -408,6 +410,7 @@ def _compare_logprobs(
     assert len(found) == len(expected), name
     for at, (one, other) in enumerate(zip(expected, found, strict=True)):
         assert one.token_id == other.token_id, f"{name}: token {at}"
+        _compare_logprobs(one.prompt, other.prompt, f"{name}: prompt", tolerance)
         difference = abs(one.logprob - other.logprob)
         assert difference <= 1e-9 + tolerance * abs(one.logprob), (
             f"{name}: the logprob of token {at} of {len(found)} is off by {difference:g}"

@@ -168,8 +168,9 @@ def _load(name: str, model_dir: Path, sizes: Sizes) -> Engine:
 
 class GroupWorker:
     def __init__(self, name: str, model_dir: Path, ordinal: int, sizes: Sizes) -> None:
-        self.name = WorkerId(name)
+        self.name, self.model_dir = WorkerId(name), model_dir
         place = sizes.place
+        self.model_dir = model_dir
         self.engine = _load(name, model_dir, sizes)
         info = self.engine.info
         limits = WorkerLimits(
@@ -225,7 +226,7 @@ class Dispatcher:
 
     def __init__(self, workers: dict[str, GroupWorker]) -> None:
         self._workers = workers
-        model_dir = next(iter(workers.values())).engine.model_dir
+        model_dir = next(iter(workers.values())).model_dir
         self._detokenizer = functools.partial(primed_detokenizer, load_tokenizer(model_dir))
         self._streams: dict[str, OutputStream] = {}
         self._handles = count(1)

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from ballast.common.cost import CostModel
 from ballast.common.ids import RequestId
 from ballast.common.sampling import PriorityClass
-from services.worker.core.events import AdmissionLimited, PrefillLimited
+from services.worker.core.events import AdmissionLimited, Execute, PrefillLimited, Removed
+from services.worker.policy.harvest import Harvest
 from services.worker.policy.lookahead import lookahead
 from services.worker.policy.microbatching import by_token_count
 from tests.support.pipeline_parts import LAYERS, Group, Request
@@ -39,9 +40,11 @@ class History:
                 swap_block_count=swap_blocks,
                 prefix_caching=seed % 3 > 0,
                 swap_blocks_per_step=swap_per_step,
+                swaps_online=random.Random(seed + 1).random() < 0.5,
             ),
             [LAYERS * rng.randrange(12, 44) for _ in range(rng.randrange(2, 5))],
             by_token_count if rng.random() < 0.3 else lookahead(lambda: None if rng.random() < 0.05 else cost),
+            Harvest(lambda: cost, 1.0) if random.Random(seed + 2).random() < 0.5 else None,
         )
         self.left = requests
         self.events = events
@@ -60,6 +63,14 @@ class History:
             request.judge(self.cluster.limits.max_model_len)
         self.cluster.assert_empty()
         return self
+
+    @property
+    def returned_from_mirrors(self) -> int:
+        """Copies to the device of sequences that had yielded: where online ones do not swap, there are no others."""
+        if self.cluster.limits.swaps_online:
+            return 0
+        told = [command for command in self.cluster.told if isinstance(command, Execute | Removed)]
+        return sum(not copy.out for command in told for copy in command.copies)
 
     # Each action answers whether there was something to do.
 

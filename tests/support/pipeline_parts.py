@@ -16,6 +16,7 @@ from services.worker.core.events import (
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.worker import WorkerCore
+from services.worker.policy.harvest import Harvest
 from services.worker.policy.microbatching import Microbatching
 from tests.support.worker_core import Undisturbed, piece, undisturbed
 
@@ -80,7 +81,9 @@ class Request:
 
 
 class Worker:
-    def __init__(self, ordinal: int, limits: WorkerLimits, memory_units: int, microbatching: Microbatching) -> None:
+    def __init__(
+        self, ordinal: int, limits: WorkerLimits, memory_units: int, microbatching: Microbatching, harvest: Harvest
+    ) -> None:
         self.worker_id = WorkerId(f"w{ordinal}")
         self.clock_ahead_s = 1000.0 * ordinal
         self.memory_units = memory_units  # a block of one layer takes one
@@ -91,6 +94,7 @@ class Worker:
             book=self.book,
             first_sequence_id=ordinal << 32,
             microbatching=microbatching,
+            harvest=harvest,
         )
         self.layers = range(LAYERS)
         self.cache: dict[tuple[int, int, int], int] = {}  # (layer, block, place in it) -> token id

@@ -45,6 +45,7 @@ from services.worker.core.group_scheduler import GroupScheduler
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.swapping import block_copies
+from services.worker.policy.harvest import Harvest
 from services.worker.policy.microbatching import Microbatching, by_token_count
 from services.worker.policy.placement import MemberView, PlacementView, place
 from tests.support.pipeline_parts import LAYERS, Group, Request, Worker
@@ -53,10 +54,16 @@ from tests.support.worker_core import MEMORY, next_token, piece
 
 class Cluster:
     def __init__(
-        self, limits: WorkerLimits, memory_units: Sequence[int], microbatching: Microbatching = by_token_count
+        self,
+        limits: WorkerLimits,
+        memory_units: Sequence[int],
+        microbatching: Microbatching = by_token_count,
+        harvest: Harvest | None = None,
     ) -> None:
         self.limits = limits
-        self.workers = [Worker(i, limits, units, microbatching) for i, units in enumerate(memory_units, 1)]
+        self.workers = [
+            Worker(i, limits, units, microbatching, harvest or Harvest()) for i, units in enumerate(memory_units, 1)
+        ]
         self.groups = [Group([worker]) for worker in self.workers]
         self.at_s = 0.0
         self.requests: list[Request] = []

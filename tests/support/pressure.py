@@ -10,9 +10,6 @@ RULES = PressureRules(
     overload_margin_fraction=0.1,
     relief_threshold_fraction=0.5,
     dwell_s=3.0,
-    scale_out_after_s=4.0,
-    scale_in_after_s=20.0,
-    scale_dwell_s=30.0,
     sample_count=12,
 )
 

@@ -6,7 +6,7 @@ two sequences, a table that lost its order, or a stale chunk therefore shows as 
 
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from ballast.common.ids import RequestId
@@ -119,8 +119,10 @@ class FakeEngine:
             self._text_wanted[new.sequence_id] = text_wanted
         assert len({s.sequence_id for s in batch.slices}) == len(batch.slices)
         written = zip(batch.slices, execute.block_tables, strict=True)
-        touched = {table[b] for part, table in written for b in _blocks_of(part, self._block_tokens)}
-        assert not any(touched.intersection(copy.device_blocks) for copy in execute.copies)
+        written_blocks = {table[b] for part, table in written for b in _blocks_of(part, self._block_tokens)}
+        touched = {block for table in execute.block_tables for block in table}
+        for copy in execute.copies:
+            assert not (written_blocks if copy.out else touched).intersection(copy.device_blocks)
         early = batch.step_id % 2 == 0  # copies may be made at any time while the step runs
         if early:
             self._copy(execute.copies)
@@ -320,9 +322,11 @@ class Driver:
         self.feed(StepDone(self.at_s, result, texts))
 
     def fail_step(self) -> None:
+        """Nothing of it is written."""
         assert self.pending is not None
-        self.engine.run(self.pending)
-        step_id, self.pending = self.pending.batch.step_id, None
+        step_id, batch = self.pending.batch.step_id, replace(self.pending.batch, slices=())
+        self.engine.run(replace(self.pending, batch=batch, block_tables=()))
+        self.pending = None
         self.feed(StepFailed(self.at_s, step_id, "out of luck"))
 
     def step(self) -> Execute | None:
@@ -390,6 +394,7 @@ def limits(
     admission_reserve_fraction: float = 0.0,
     swap_block_count: int = 0,
     swap_blocks_per_step: int = 0,
+    swaps_online: bool = True,
     prefix_caching: bool = False,
 ) -> WorkerLimits:
     return WorkerLimits(
@@ -404,5 +409,6 @@ def limits(
         admission_reserve_fraction=admission_reserve_fraction,
         swap_block_count=swap_block_count,
         swap_blocks_per_step=swap_blocks_per_step,
+        swaps_online=swaps_online,
         prefix_caching=prefix_caching,
     )

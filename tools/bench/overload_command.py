@@ -130,7 +130,7 @@ def _add_contestants(parser: argparse.ArgumentParser) -> None:
         "--policies",
         metavar="P,...",
         help=f"of {', '.join(POLICIES)}; knobs follow as :NAME=VALUE, a name for figures as :label=NAME ({knobs})."
-        f" Default: {', '.join(COMPARED)}; emulated workers cannot swap",
+        f" Default: {', '.join(COMPARED)}",
     )
     contestants.add_argument(
         "--ablation",
@@ -210,9 +210,6 @@ def settle(args: argparse.Namespace) -> None:
         raise ConfigError("--answer-share", "is the answers' share of --mean-tokens; emulated workers keep lengths")
     if args.peak != NO_PEAK and args.demand is None:
         raise ConfigError("--peak", "limits what --demand scales; emulated workers keep arrivals as they are")
-    swapping = [s.label for s in parse_policies(args.policies) if "swap" in (s.policy, s.knobs.get("fallback"))]
-    if swapping:
-        raise ConfigError("--policies", f"emulated workers cannot swap: {', '.join(swapping)}")
     args.sequences_each, args.probe_s = _OWN["sequences_each"], 1.0
 
 

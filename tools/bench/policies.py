@@ -63,6 +63,7 @@ KNOBS: dict[str, _Knob] = {
     "transfers": _Knob("worker", "dev.transfers", ("drop",), "coordinated, or naive: one queue for KV and activations"),
     "degree": _Knob("planner", "--pipeline-degree", ("static-pipeline",), "instances of a pipeline"),
     "ttft-target-s": _Knob("planner", "--ttft-target-s", ("drop",), "seconds until a first token is late"),
+    "park": _Knob("planner", "--park", _EVERY, "on or off: whether instances that nobody needs are parked"),
     "restore": _Knob("planner", "--restore", ("drop",), "on or off: whether parameters come back"),
 }
 

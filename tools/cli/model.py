@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 from ballast.common.units import human_bytes
@@ -11,6 +12,7 @@ from services.worker.engine.model_config import read_model_config
 from sim.jobs.machines import catalogue_machine
 from tools.cli.arguments import Commands, add_json
 from tools.cli.output import plain, print_json
+from tools.cli.served import check_served, describe, served_lines
 from tools.model.info import read_info
 from tools.model.safetensors_file import DTYPES
 from tools.model.tiny import ARCHITECTURES, PRESETS, TinyShape, write_checkpoint
@@ -38,7 +40,7 @@ def add_parser(commands: Commands) -> None:
     fetching = inner.add_parser("fetch", help="download a model of the hub into the cache")
     fetching.set_defaults(run=run_fetch)
     fetching.add_argument("model", help=_WHICH)
-    info = inner.add_parser("info", help="parameters, bytes and KV per token of a checkpoint")
+    info = inner.add_parser("info", help="what computes a checkpoint, its parameters, its KV, and what a drop gains")
     info.set_defaults(run=run_info)
     info.add_argument("model", help=_WHICH)
     tiny = inner.add_parser("make-tiny", help="write a small random checkpoint with a real tokenizer")
@@ -76,7 +78,7 @@ def run_list(args: argparse.Namespace) -> int:
 
 
 def run_fetch(args: argparse.Namespace) -> int:
-    found = find_model(args.model, weights=True, check=read_model_config)
+    found = find_model(args.model, weights=True, check=check_served)
     if args.json:
         print_json({"name": found.name, "folder": str(found.folder)})
     else:
@@ -97,7 +99,15 @@ def run_emulate(args: argparse.Namespace) -> int:
 
 
 def run_info(args: argparse.Namespace) -> int:
-    return _show(find_model(args.model, weights=True).folder, args)
+    folder = find_model(args.model, weights=False).folder
+    if any(folder.glob("*.safetensors")):
+        return _show(folder, args)
+    told = describe(folder)
+    if args.json:
+        print_json({**told, "path": str(folder)})
+    else:
+        _print([("path", str(folder)), *served_lines(told)])
+    return 0
 
 
 def run_make_tiny(args: argparse.Namespace) -> int:
@@ -107,13 +117,19 @@ def run_make_tiny(args: argparse.Namespace) -> int:
 
 def _show(path: Path, args: argparse.Namespace) -> int:
     info = read_info(path)
+    told = describe(path, info)
     if args.json:
         per_token = {"kv_bytes_per_token": info.kv_bytes_per_token(), "parameter_bytes": info.parameter_bytes}
-        print_json({**plain(info), "path": str(info.path), **per_token})
+        print_json({**plain(info), "path": str(info.path), **per_token, **told})
         return 0
-    for label, value in info.lines():
-        print(f"{label:<15} {value}")
+    own = told.get("served_by") == "ballast"
+    _print([*(line for line in info.lines() if own or line[0] != "KV per token"), *served_lines(told)])
     return 0
+
+
+def _print(lines: Sequence[tuple[str, str]]) -> None:
+    for label, value in lines:
+        print(f"{label:<15} {value}")
 
 
 def _shape(args: argparse.Namespace) -> TinyShape:

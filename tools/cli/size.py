@@ -15,7 +15,7 @@ from ballast.common.errors import ConfigError
 from ballast.common.units import counted, duration
 from sim.hardware import find_gpu, gpus, models
 from sim.jobs.scenarios import job_of
-from sim.jobs.sizing import DROP, Column, Run, Size, size
+from sim.jobs.sizing import BOTH, DROP, PARK, Column, Run, Size, size
 from sim.scenario import make_scenario
 from tools.bench.progress import open_console
 from tools.bench.results import STANDARD_OUTPUT
@@ -26,7 +26,8 @@ from tools.cli.sim import RunDisplay
 from tools.cli.size_page import Row, draw, page
 
 _FIELDS = ("lengths", "rate_scale", "burst_scale", "time_scale", "length_scale", "answer_scale", "limit", "seed")
-_NAMES = {"recompute": "static", DROP: "with dropping"}
+_NAMES = {"recompute": "static", DROP: "with dropping", PARK: "with parking", BOTH: "with both"}
+_LITTLE = 0.02  # of the GPU-hours: saving less is saving nothing
 _HOURS_A_MONTH = 730.0
 
 
@@ -50,6 +51,9 @@ def add_parser(subparsers: Commands) -> None:
     parser.add_argument("--slo-share", type=float, default=0.99, metavar="X", help="of the requests in time (0.99)")
     parser.add_argument("--price", type=float, metavar="X", help="of one GPU for an hour, in any currency")
     parser.add_argument("--policy", default=f"recompute,{DROP}", metavar="NAMES", help="what to compare (%(default)s)")
+    parser.add_argument(
+        "--parking", action="store_true", help="also with GPUs given back while nobody needs them, alone and with drops"
+    )
     parser.add_argument("--max-gpus", type=int, default=256, metavar="N", help="that are tried (256)")
     parser.add_argument("--rate-scale", type=float, metavar="X", help="times as many requests, in the same pattern")
     parser.add_argument("--burst-scale", type=float, metavar="X", help="times as many requests in the densest 30 s")
@@ -77,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
     find_gpu(args.gpu, "--gpu")  # raises in the flag's name
     changes = {name: getattr(args, name) for name in _FIELDS if getattr(args, name) is not None}
     policies = tuple(name.strip() for name in args.policy.split(",") if name.strip())
+    policies += tuple(name for name in (PARK, BOTH) if args.parking and name not in policies)
     told = {"description": "", "trace": args.trace, "model": args.model, "cluster": f"1x{args.gpu}"}
     job = job_of(make_scenario({**told, "policies": policies, **changes}))
     console = open_console(stderr=args.json == STANDARD_OUTPUT)
@@ -120,10 +125,10 @@ def rows_of(found: Size, price: float | None) -> list[Row]:
 
     rows = [
         row("GPUs", lambda run: f"{run.gpu_count}", "more than tried"),
-        row("GPU-hours of the trace", lambda run: f"{run.gpu_count * found.span_s / 3600:.3g}"),
+        row("GPU-hours of the trace", lambda run: f"{run.mean_on * found.span_s / 3600:.3g}"),
     ]
     if price is not None:
-        rows.append(row("price of a month", lambda run: f"{run.gpu_count * price * _HOURS_A_MONTH:,.0f}"))
+        rows.append(row("price of a month", lambda run: f"{run.mean_on * price * _HOURS_A_MONTH:,.0f}"))
     return [
         *rows,
         row("requests in time", lambda run: f"{run.met_share:.2%}"),
@@ -160,14 +165,15 @@ def in_words(found: Size, slo: Slo, gpu: str, most: int, price: float | None) ->
     """One paragraph. No figure that was not found."""
     sentences = [f"The goal: {slo}."]
     for column in found.columns:
-        way = {"recompute": "Static", DROP: "With dropping"}.get(column.policy, f"With {column.policy}")
+        name = _NAMES.get(column.policy)
+        way = f"With {column.policy}" if name is None else name[0].upper() + name[1:]
         answer = column.answer
         if answer is None:
             at_most = max((run.met_share for run in column.runs), default=0.0)
             sentences.append(f"{way}, {counted(most, 'GPU')} of type {gpu} are not enough: {at_most:.1%} keep it.")
         else:
             sentences.append(f"{way}, {answer.gpu_count} {gpu} {'keeps' if answer.gpu_count == 1 else 'keep'} it.")
-    sentences.append(_saved(found, price))
+    sentences += [_saved(found, price), _parked(found, price)]
     if cut := found.cut_count:
         what = (
             "request is longer than the model takes and was"
@@ -181,7 +187,9 @@ def in_words(found: Size, slo: Slo, gpu: str, most: int, price: float | None) ->
 def _saved(found: Size, price: float | None) -> str:
     answers = {column.policy: column.answer for column in found.columns}
     ours = answers.get(DROP)
-    others = {name: run for name, run in answers.items() if not name.startswith(DROP) and run is not None}
+    others = {
+        name: run for name, run in answers.items() if not name.startswith(DROP) and name != PARK and run is not None
+    }
     if ours is None or not others:
         return ""
     name, best = min(others.items(), key=lambda item: (item[1].gpu_count, item[0]))
@@ -200,6 +208,27 @@ def _saved(found: Size, price: float | None) -> str:
             f" {duration(best.tpot_p50_s)}, as fewer GPUs do the same work."
         )
     return told
+
+
+def _parked(found: Size, price: float | None) -> str:
+    """What GPUs that are given back save, against as many that are always there."""
+    answers = {column.policy: column.answer for column in found.columns}
+    static = answers.get("recompute")
+    if static is None:
+        return ""
+    told: list[str] = []
+    for policy, what in ((PARK, "parking"), (BOTH, "both together")):
+        run = answers.get(policy)
+        if run is None:
+            continue
+        saved = 1.0 - run.mean_on / static.mean_on
+        if saved < _LITTLE:
+            told.append(f"{what} saves none of the GPU-hours")
+            continue
+        money = "" if price is None else f", {(static.mean_on - run.mean_on) * price * _HOURS_A_MONTH:,.0f} a month"
+        told.append(f"{what} saves {saved:.0%} of the GPU-hours of static{money}")
+    words = ", and ".join(told)
+    return f"{words[0].upper()}{words[1:]}." if words else ""
 
 
 def _why(found: Size) -> str:

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -19,10 +20,11 @@ from ballast.rpc.tls import CA
 from ballast.service.models import find_model
 from ballast.service.state import StateServer
 from ballast.service.tokens import TokenRole
-from services.worker.engine.model_config import read_model_config
 from sim.jobs.machines import emulated_model
 from tools.cli.arguments import Commands
 from tools.cli.certs import make
+from tools.cli.first_checks import check_flags, check_host, check_memory, check_ports
+from tools.cli.served import check_served
 from tools.cli.tokens import add_token
 from tools.local.cluster import LocalCluster, Service
 from tools.local.keeper import Keeper
@@ -41,6 +43,7 @@ TOKENS, OPERATOR_TOKEN = "tokens", "operator.token"
 # Flags that are handed on as they are: flag -> the service it is for.
 _WORKER_FLAGS = {
     "--dtype": "auto, float32, bfloat16, float16 or float64",
+    "--model-impl": "what computes the model: auto (default), ballast or transformers",
     "--device": "cpu (default), cuda (a GPU for each worker) or cuda:N",
     "--tensor-parallel-size": "ranks of each worker, on as many devices",
     "--gpu-memory-utilization": "share of each GPU, where --device-memory-bytes says nothing (default: 0.9)",
@@ -58,12 +61,17 @@ _WORKER_FLAGS = {
     "--fallback-policy": "with drop, where no drop helps: recompute (default) or swap",
     "--swap-space-bytes": "host memory for swapped KV, of each worker",
 }
-_WORKER_SWITCHES = {"--enforce-eager": "on a GPU: record no CUDA graphs"}
+_WORKER_SWITCHES = {
+    "--enforce-eager": "on a GPU: record no CUDA graphs",
+    "--no-enable-prefix-caching": "compute every prompt whole",
+}
 _POLICY_FLAG = {"--overload-policy": f"when KV memory runs short: {', '.join(OverloadPolicy)} (default: drop)"}
 _PLANNER_FLAGS = {
     "--pipeline-degree": "instances of a pipeline, with static-pipeline",
     "--ttft-target-s": "with drop: seconds within which a first token is soon enough (default: 0.5)",
     "--restore": "on or off: whether dropped parameters come back",
+    "--park": "on or off: whether workers that nobody needs give their memory back until they are woken",
+    "--least-instances": "with park: so many workers serve, however little there is to do (default: 1)",
 }
 _GATEWAY_FLAGS = {
     "--allowed-origins": "whose pages a browser lets read answers: https://HOST, several with commas, or *",
@@ -165,6 +173,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--jobs", "needs a gateway, which answers the lines: --gateways 1")
     if not 0 <= args.port <= 65536 - args.dispatchers:
         raise ConfigError("--port", _port_range(args))
+    check_host(args)
+    check_ports(args)
     with contextlib.ExitStack() as resources:
         folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="ballast-model-"))
         if args.engine == "emulated":
@@ -177,8 +187,12 @@ def run(args: argparse.Namespace) -> int:
             _say("no --model given: serving a small model with random weights; its answers mean nothing")
         else:
             # What is wrong with a model is said here, once, and fetched once, with a progress bar.
-            read_info(find_model(args.model, weights=True, check=read_model_config).folder)
-        return asyncio.run(_Up(args).run())
+            check = functools.partial(check_served, model_impl=args.model_impl or "auto")
+            check_memory(args, read_info(find_model(args.model, weights=True, check=check).folder))
+        starting = _Up(args)
+        for policy in (None, args.twin) if args.twin else (None,):
+            check_flags(starting.service_flags(policy), str(args.model))
+        return asyncio.run(starting.run())
 
 
 async def _check_state_server(url: str) -> None:
@@ -283,7 +297,7 @@ class _Up:
             metrics_port=None if is_twin else args.metrics_port,
             secure=args.secure,
             tokens_file=None if args.secure is None else secured(args.secure, args.host),
-            flags=self._service_flags(twin_policy),
+            flags=self.service_flags(twin_policy),
             log_dir=args.log_dir / "twin" if is_twin and args.log_dir is not None else args.log_dir,
             redis_url=None if is_twin else args.redis_url,
             start_timeout_s=args.start_timeout_s,
@@ -313,7 +327,7 @@ class _Up:
                 task.cancel()
             await asyncio.wait([*keeping, stopping])
 
-    def _service_flags(self, policy: str | None = None) -> dict[Service, list[str]]:
+    def service_flags(self, policy: str | None = None) -> dict[Service, list[str]]:
         def given(flags: dict[str, str]) -> list[str]:
             # Workers find a GPU each: `cuda` alone is the first one.
             dealt = vars(self._args) | ({"device": "cuda:auto"} if self._args.device == "cuda" else {})

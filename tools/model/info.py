@@ -9,6 +9,12 @@ from ballast.common.errors import ConfigError
 from ballast.common.units import human_bytes
 from tools.model.safetensors_file import DTYPE_NAMES, DTYPES, TensorHeader, read_header
 
+_OLD_NAMES = {  # of GPT-2 and those that followed it
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+}
 _KV_DTYPES = ("float32", "bfloat16", "float64")
 
 
@@ -115,7 +121,7 @@ class _Numbers:
     config: dict[str, Any]
 
     def __call__(self, key: str, default: int | None = None) -> int:
-        value = self.config.get(key)
+        value = self.config.get(key, self.config.get(_OLD_NAMES.get(key, key)))
         if value is None and default is not None:
             return default
         if not isinstance(value, int) or value < 1:

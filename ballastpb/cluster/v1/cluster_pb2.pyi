@@ -297,6 +297,8 @@ class LoadReport(_message.Message):
     RETAINED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     PREFIX_QUERIES_TOTAL_FIELD_NUMBER: _builtins.int
     PREFIX_HITS_TOTAL_FIELD_NUMBER: _builtins.int
+    UNCOMPUTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    PREFIXES_KEPT_S_FIELD_NUMBER: _builtins.int
     block_tokens: _builtins.int
     block_count: _builtins.int
     used_block_count: _builtins.int
@@ -342,6 +344,10 @@ class LoadReport(_message.Message):
     prefix_queries_total: _builtins.int
     """Of requests let in for the first time: their tokens, and those of them whose KV was there."""
     prefix_hits_total: _builtins.int
+    uncomputed_token_count: _builtins.int
+    """Tokens of prompts that run or wait, in no batch yet, that are to be computed."""
+    prefixes_kept_s: _builtins.float
+    """KV of prompts that was used within so many seconds is still there."""
     @_builtins.property
     def memory(self) -> Global___MemoryReport: ...
     def __init__(
@@ -378,10 +384,12 @@ class LoadReport(_message.Message):
         retained_block_count: _builtins.int = ...,
         prefix_queries_total: _builtins.int = ...,
         prefix_hits_total: _builtins.int = ...,
+        uncomputed_token_count: _builtins.int = ...,
+        prefixes_kept_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_tokens", b"block_tokens", "draining", b"draining", "generation_tokens_total", b"generation_tokens_total", "kept_block_count", b"kept_block_count", "max_prompt_token_count", b"max_prompt_token_count", "max_running_count", b"max_running_count", "memory", b"memory", "newest_epoch", b"newest_epoch", "offline_block_count", b"offline_block_count", "offline_lost_tokens_total", b"offline_lost_tokens_total", "offline_running_count", b"offline_running_count", "offline_tokens_total", b"offline_tokens_total", "offline_waiting_count", b"offline_waiting_count", "offline_wanted_tokens", b"offline_wanted_tokens", "offline_yields_total", b"offline_yields_total", "parked", b"parked", "preemptions_total", b"preemptions_total", "prefix_hits_total", b"prefix_hits_total", "prefix_queries_total", b"prefix_queries_total", "prompt_token_count", b"prompt_token_count", "prompt_tokens_total", b"prompt_tokens_total", "retained_block_count", b"retained_block_count", "running_count", b"running_count", "spare_block_count", b"spare_block_count", "step_age_s", b"step_age_s", "steps_total", b"steps_total", "used_block_count", b"used_block_count", "waiting_block_count", b"waiting_block_count", "waiting_count", b"waiting_count", "wake_s", b"wake_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_tokens", b"block_tokens", "draining", b"draining", "generation_tokens_total", b"generation_tokens_total", "kept_block_count", b"kept_block_count", "max_prompt_token_count", b"max_prompt_token_count", "max_running_count", b"max_running_count", "memory", b"memory", "newest_epoch", b"newest_epoch", "offline_block_count", b"offline_block_count", "offline_lost_tokens_total", b"offline_lost_tokens_total", "offline_running_count", b"offline_running_count", "offline_tokens_total", b"offline_tokens_total", "offline_waiting_count", b"offline_waiting_count", "offline_wanted_tokens", b"offline_wanted_tokens", "offline_yields_total", b"offline_yields_total", "parked", b"parked", "preemptions_total", b"preemptions_total", "prefix_hits_total", b"prefix_hits_total", "prefix_queries_total", b"prefix_queries_total", "prefixes_kept_s", b"prefixes_kept_s", "prompt_token_count", b"prompt_token_count", "prompt_tokens_total", b"prompt_tokens_total", "retained_block_count", b"retained_block_count", "running_count", b"running_count", "spare_block_count", b"spare_block_count", "step_age_s", b"step_age_s", "steps_total", b"steps_total", "uncomputed_token_count", b"uncomputed_token_count", "used_block_count", b"used_block_count", "waiting_block_count", b"waiting_block_count", "waiting_count", b"waiting_count", "wake_s", b"wake_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -650,6 +658,7 @@ class SamplingParams(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     min_tokens: _builtins.int
     temperature: _builtins.float
@@ -665,6 +674,8 @@ class SamplingParams(_message.Message):
     skip_special_tokens: _builtins.bool
     logprobs: _builtins.int
     """Number of alternatives beside the chosen token; absent: no logprobs."""
+    prompt_logprobs: _builtins.int
+    """Number of alternatives beside each token of the prompt; absent: no logprobs of the prompt."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -698,10 +709,11 @@ class SamplingParams(_message.Message):
         logprobs: _builtins.int | None = ...,
         logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
         grammar: Global___Grammar | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_grammar", b"_grammar", "_ignore_eos", b"_ignore_eos", "_include_stop_str_in_output", b"_include_stop_str_in_output", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_grammar", b"_grammar", "_ignore_eos", b"_ignore_eos", "_include_stop_str_in_output", b"_include_stop_str_in_output", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_grammar", b"_grammar", "_ignore_eos", b"_ignore_eos", "_include_stop_str_in_output", b"_include_stop_str_in_output", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_grammar", b"_grammar", "_ignore_eos", b"_ignore_eos", "_include_stop_str_in_output", b"_include_stop_str_in_output", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
@@ -721,6 +733,8 @@ class SamplingParams(_message.Message):
     _WhichOneofArgType__min_tokens: _TypeAlias = _typing.Literal["_min_tokens", b"_min_tokens"]  # noqa: Y015
     _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
     _WhichOneofArgType__presence_penalty: _TypeAlias = _typing.Literal["_presence_penalty", b"_presence_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
     _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
@@ -751,6 +765,8 @@ class SamplingParams(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_tokens) -> _WhichOneofReturnType__min_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
@@ -839,21 +855,29 @@ class Logprobs(_message.Message):
 
     CHOSEN_FIELD_NUMBER: _builtins.int
     TOP_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def chosen(self) -> Global___TokenLogprob: ...
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
         """Best first."""
 
+    @_builtins.property
+    def prompt(self) -> _containers.RepeatedCompositeFieldContainer[Global___Logprobs]:
+        """Of the first generated token, if asked for: the logprobs of all tokens of the prompt. The first of them has nothing
+        before it: 0, and no others.
+        """
+
     def __init__(
         self,
         *,
         chosen: Global___TokenLogprob | None = ...,
         top: _abc.Iterable[Global___TokenLogprob] | None = ...,
+        prompt: _abc.Iterable[Global___Logprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "prompt", b"prompt", "top", b"top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

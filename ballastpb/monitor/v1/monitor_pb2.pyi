@@ -150,7 +150,6 @@ class WatchEventsResponse(_message.Message):
     SNAPSHOT_END_FIELD_NUMBER: _builtins.int
     OVERLOAD_FIELD_NUMBER: _builtins.int
     RELIEF_FIELD_NUMBER: _builtins.int
-    SCALE_ADVICE_FIELD_NUMBER: _builtins.int
     CAUSE_ID_FIELD_NUMBER: _builtins.int
     cause_id: _builtins.str
     """Copied into everything that follows from this event: logs, plans, metadata."""
@@ -166,8 +165,6 @@ class WatchEventsResponse(_message.Message):
     def overload(self) -> Global___Overload: ...
     @_builtins.property
     def relief(self) -> Global___Relief: ...
-    @_builtins.property
-    def scale_advice(self) -> Global___ScaleAdvice: ...
     def __init__(
         self,
         *,
@@ -177,14 +174,13 @@ class WatchEventsResponse(_message.Message):
         snapshot_end: Global___SnapshotEnd | None = ...,
         overload: Global___Overload | None = ...,
         relief: Global___Relief | None = ...,
-        scale_advice: Global___ScaleAdvice | None = ...,
         cause_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "instance_draining", b"instance_draining", "instance_lost", b"instance_lost", "instance_up", b"instance_up", "overload", b"overload", "relief", b"relief", "scale_advice", b"scale_advice", "snapshot_end", b"snapshot_end"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "instance_draining", b"instance_draining", "instance_lost", b"instance_lost", "instance_up", b"instance_up", "overload", b"overload", "relief", b"relief", "snapshot_end", b"snapshot_end"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause_id", b"cause_id", "event", b"event", "instance_draining", b"instance_draining", "instance_lost", b"instance_lost", "instance_up", b"instance_up", "overload", b"overload", "relief", b"relief", "scale_advice", b"scale_advice", "snapshot_end", b"snapshot_end"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause_id", b"cause_id", "event", b"event", "instance_draining", b"instance_draining", "instance_lost", b"instance_lost", "instance_up", b"instance_up", "overload", b"overload", "relief", b"relief", "snapshot_end", b"snapshot_end"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["instance_up", "instance_lost", "instance_draining", "snapshot_end", "overload", "relief", "scale_advice"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["instance_up", "instance_lost", "instance_draining", "snapshot_end", "overload", "relief"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -379,32 +375,6 @@ class Relief(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Relief: _TypeAlias = Relief  # noqa: Y015
-
-@_typing.final
-class ScaleAdvice(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    OUT_FIELD_NUMBER: _builtins.int
-    WHY_FIELD_NUMBER: _builtins.int
-    MISSING_BYTES_FIELD_NUMBER: _builtins.int
-    out: _builtins.bool
-    """true: more instances are needed; false: fewer would do."""
-    why: _builtins.str
-    missing_bytes: _builtins.int
-    def __init__(
-        self,
-        *,
-        out: _builtins.bool = ...,
-        why: _builtins.str = ...,
-        missing_bytes: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["missing_bytes", b"missing_bytes", "out", b"out", "why", b"why"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ScaleAdvice: _TypeAlias = ScaleAdvice  # noqa: Y015
 
 @_typing.final
 class GetClusterStatusRequest(_message.Message):

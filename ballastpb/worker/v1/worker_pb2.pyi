@@ -304,6 +304,7 @@ class StepOutput(_message.Message):
     SEEN_HANDLE_FIELD_NUMBER: _builtins.int
     PREEMPTED_HANDLES_FIELD_NUMBER: _builtins.int
     RESUMED_HANDLES_FIELD_NUMBER: _builtins.int
+    MARKS_FIELD_NUMBER: _builtins.int
     seen_handle: _builtins.int
     """The highest handle that the load report takes into account: whatever was submitted later is not in it yet."""
     @_builtins.property
@@ -338,6 +339,12 @@ class StepOutput(_message.Message):
     def resumed_handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Requests of which that was said, and that have been let in again."""
 
+    @_builtins.property
+    def marks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of beginnings of prompts whose KV is here since the last message, or was used again; with the first message, of all:
+        see ballast.common.marks.
+        """
+
     def __init__(
         self,
         *,
@@ -351,10 +358,11 @@ class StepOutput(_message.Message):
         seen_handle: _builtins.int = ...,
         preempted_handles: _abc.Iterable[_builtins.int] | None = ...,
         resumed_handles: _abc.Iterable[_builtins.int] | None = ...,
+        marks: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endings", b"endings", "handles", b"handles", "load", b"load", "logprobs", b"logprobs", "preempted_handles", b"preempted_handles", "resumed_handles", b"resumed_handles", "seen_handle", b"seen_handle", "texts", b"texts", "token_counts", b"token_counts", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endings", b"endings", "handles", b"handles", "load", b"load", "logprobs", b"logprobs", "marks", b"marks", "preempted_handles", b"preempted_handles", "resumed_handles", b"resumed_handles", "seen_handle", b"seen_handle", "texts", b"texts", "token_counts", b"token_counts", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

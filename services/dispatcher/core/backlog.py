@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 
 from ballast.common.errors import InvariantViolation
+from ballast.common.marks import MARK_TOKENS, Mark
 from ballast.common.sampling import PriorityClass
 from services.dispatcher.core.fair_queue import FairQueue
 from services.dispatcher.core.tracked import Tracked
@@ -49,6 +50,10 @@ class Backlog:
         self._caller_tokens: Counter[str] = Counter()
         self._count = 0
         self.token_count = 0
+        self.shares = False  # workers compute equal beginnings of prompts once
+        self._marks: dict[int, tuple[Mark, ...]] = {}  # serial -> of its prompt, as it was counted
+        self._mark_counts: Counter[Mark] = Counter()
+        self._repeated_count = 0  # marks beyond the first of their kind
 
     def __len__(self) -> int:
         return self._count
@@ -57,6 +62,11 @@ class Backlog:
         if self._lift_s == math.inf:
             return itertools.chain.from_iterable(self._classes)
         return self._each_once()
+
+    @property
+    def distinct_token_count(self) -> int:
+        """Tokens that wait; what several prompts begin with counts once."""
+        return self.token_count - self._repeated_count * MARK_TOKENS
 
     @property
     def callers(self) -> Mapping[str, int]:
@@ -105,12 +115,27 @@ class Backlog:
 
     def _tally(self, tracked: Tracked, sign: int) -> None:
         caller = tracked.request.caller
+        if marks := self._marks.pop(tracked.serial, ()) if sign < 0 else tracked.marks if self.shares else ():
+            self._count_marks(tracked, marks, sign)
         self._count += sign
         self.token_count += sign * tracked.token_count
         self._callers[caller] += sign
         self._caller_tokens[caller] += sign * tracked.token_count
         if not self._callers[caller]:
             del self._callers[caller], self._caller_tokens[caller]
+
+    def _count_marks(self, tracked: Tracked, marks: tuple[Mark, ...], sign: int) -> None:
+        counts = self._mark_counts
+        before = len(counts)
+        if sign > 0:
+            self._marks[tracked.serial] = marks
+            counts.update(marks)
+        else:
+            counts.subtract(marks)
+            for mark in marks:
+                if not counts[mark]:
+                    del counts[mark]
+        self._repeated_count += sign * len(marks) - (len(counts) - before)
 
     def _each_once(self) -> Iterator[Tracked]:
         seen: set[int] = set()
@@ -145,6 +170,9 @@ class Backlog:
         each = list(itertools.chain.from_iterable(self._classes))
         if counts != (len(each), sum(t.token_count for t in each), Counter(t.request.caller for t in each)):
             raise InvariantViolation(f"backlog counts {self._count} requests and {self.token_count} tokens")
+        marks = Counter(itertools.chain.from_iterable(self._marks.values()))
+        if marks != self._mark_counts or self._repeated_count != marks.total() - len(marks):
+            raise InvariantViolation(f"backlog counts {self._repeated_count} repeated marks, of {marks}")
 
 
 class DrainRate:

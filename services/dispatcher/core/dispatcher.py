@@ -111,7 +111,7 @@ class DispatcherCore:
 
     def traffic(self, at_s: float) -> Traffic:
         """What has come lately, how long answers were, and what waits here."""
-        return self._traffic.read(at_s, len(self.backlog), self.backlog.token_count)
+        return self._traffic.read(at_s, len(self.backlog), self.backlog.distinct_token_count)
 
     @property
     def moving_count(self) -> int:
@@ -193,6 +193,7 @@ class DispatcherCore:
     def _lose(self, worker: Worker, at_s: float, why: str) -> list[Command]:
         """Its requests go back to where they stood in the backlog, to be replayed elsewhere."""
         commands: list[Command] = []
+        self._placement.prefixes.forget(worker.key)
         for tracked in worker.cut_off():
             commands += self._replay(tracked, at_s, f"worker {worker.key.worker_id}: {why}")
         self._watch_usable(at_s)
@@ -387,6 +388,10 @@ class DispatcherCore:
             self.growth.look(self.requests.values(), event.at_s)
         was_usable = worker.usable
         worker.report(event.load, event.seen_handle)
+        self._placement.prefixes.report(worker.key, event.at_s - event.load.prefixes_kept_s)
+        if event.marks:
+            self.backlog.shares = True
+            self._placement.prefixes.note(worker.key, event.marks, event.at_s)
         self.fleet.remember(event.load)
         if worker.usable != was_usable:
             self._watch_usable(event.at_s)

@@ -8,6 +8,7 @@ from ballast.common.errors import BallastError
 from ballast.common.ids import RequestId
 from ballast.common.layout import Layout
 from ballast.common.load import LoadReport
+from ballast.common.marks import Mark
 from ballast.common.model import ModelInfo
 from ballast.common.record import record
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
@@ -108,6 +109,7 @@ class StepReceived:
     seen_handle: int
     preempted: Sequence[int] = ()  # handles of what had been let in, and waits there now, after these tokens
     resumed: Sequence[int] = ()  # handles of what was told to wait so, and has been let in again
+    marks: Sequence[Mark] = ()  # of prompts whose KV is there now, or was used again
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ class Worker:
     placed: dict[int, Tracked] = field(default_factory=dict[int, Tracked])  # handle -> request
     unseen: dict[int, int] = field(default_factory=dict[int, int])  # handle, ascending -> blocks it needs
     unseen_block_count: int = 0
+    unseen_tokens: dict[int, int] = field(default_factory=dict[int, int])  # likewise -> tokens it has to compute there
     preempted: dict[int, float] = field(default_factory=dict[int, float])  # handle -> waits again since, ascending
     offline_unseen: dict[int, int] = field(default_factory=dict[int, int])  # handle, ascending -> its tokens
     hold_until_s: float = 0.0  # it has refused a request: not asked again until then
@@ -69,7 +70,8 @@ class Worker:
             block_count=load.block_count,
             used_block_count=load.used_block_count,
             kept_block_count=load.kept_block_count,
-            prompt_token_count=load.prompt_token_count + self.unseen_block_count * load.block_tokens,
+            prompt_token_count=load.prompt_token_count + sum(self.unseen_tokens.values()),
+            uncomputed_token_count=load.uncomputed_token_count + sum(self.unseen_tokens.values()),
             max_prompt_token_count=load.max_prompt_token_count,
             waiting_block_count=load.waiting_block_count,
             unseen_block_count=self.unseen_block_count,
@@ -82,7 +84,8 @@ class Worker:
             instance_count=self.instance_count,
         )
 
-    def place(self, tracked: Tracked, handle: int) -> None:
+    def place(self, tracked: Tracked, handle: int, hit_tokens: int = 0) -> None:
+        """`hit_tokens`: so many of its tokens need not be computed there."""
         load = self.load
         if load is None:
             raise InvariantViolation(f"{tracked.request.request_id} placed on {self.key}, which is not connected")
@@ -93,12 +96,14 @@ class Worker:
         self.touch()
         need = blocks_for(tracked.token_count + 1, load.block_tokens)
         self.unseen[handle] = need
+        self.unseen_tokens[handle] = need * load.block_tokens - hit_tokens
         self.unseen_block_count += need
 
     def take_off(self, handle: int) -> None:
         self.touch()
         tracked = self.placed.pop(handle)
         self.unseen_block_count -= self.unseen.pop(handle, 0)
+        self.unseen_tokens.pop(handle, None)
         self.offline_unseen.pop(handle, None)
         self.preempted.pop(handle, None)
         if tracked.request.sampling.logprobs is not None:
@@ -140,6 +145,7 @@ class Worker:
             if handle > seen_handle:
                 break
             self.unseen_block_count -= self.unseen.pop(handle)
+            del self.unseen_tokens[handle]
         for handle in [handle for handle in self.offline_unseen if handle <= seen_handle]:
             del self.offline_unseen[handle]
 
@@ -150,7 +156,7 @@ class Worker:
             raise InvariantViolation(f"{self.key}: books on unseen offline requests are wrong")
         if not self.preempted.keys() <= self.placed.keys():
             raise InvariantViolation(f"{self.key}: {sorted(self.preempted)} wait, {sorted(self.placed)} are there")
-        if list(self.unseen) != sorted(self.unseen):
+        if list(self.unseen) != sorted(self.unseen) or self.unseen.keys() != self.unseen_tokens.keys():
             raise InvariantViolation(f"{self.key}: unseen handles are out of order")
         if self.placed and not self.connected:
             raise InvariantViolation(f"{self.key}: is not connected and holds {sorted(self.placed)}")

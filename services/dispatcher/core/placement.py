@@ -5,15 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ballast.common.errors import InvariantViolation
+from ballast.common.marks import marks_of
 from services.dispatcher.core.backlog import Backlog, DrainRate, Order
 from services.dispatcher.core.events import AbortOnWorker, Place, Request
 from services.dispatcher.core.feed import Feed
 from services.dispatcher.core.fleet import Fleet, Worker
 from services.dispatcher.core.growth import Growth
+from services.dispatcher.core.prefix_map import PrefixMap
 from services.dispatcher.core.recall import candidate
 from services.dispatcher.core.story import What
 from services.dispatcher.core.tracked import Tracked
-from services.dispatcher.policy.freeness import Need, RoutingRules, WorkerKey, has_place
+from services.dispatcher.policy.freeness import NO_HITS, Hits, Need, RoutingRules, WorkerKey, has_place
 from services.dispatcher.policy.ranking import Ranking
 
 _BATCH_COUNT = 16
@@ -28,6 +30,7 @@ class PlacementRules:
     refused_hold_s: float = 0.05  # so long a worker that refused is not asked again
     scan_count: int = 64  # requests that are looked at when the first ones do not fit
     lift_s: float = 10.0  # what has waited for longer takes turns with the class above
+    prefix_marks: int = 1 << 17  # that are known of all workers' prompts; the least recently used go
     recall_after_s: float = 0.1  # what waits on a worker for longer is asked back if another one has room; inf: never
 
 
@@ -52,6 +55,7 @@ class Placement:
         self._feed = feed
         self._fleet = fleet
         self._ranking = Ranking(routing)
+        self.prefixes = PrefixMap(rules.prefix_marks)
         self._held: dict[WorkerKey, None] = {}  # workers that have refused a request a moment ago
         self._next_handle = 1
 
@@ -104,7 +108,7 @@ class Placement:
         if tracked is None:
             return None
         self._look_around(at_s)
-        found = self._ranking.at_once(self._need(tracked))
+        found = self._ranking.at_once(self._need(tracked), self._hits(tracked))
         if found is None or found == worker.key:
             return None
         tracked.recalled = True
@@ -112,10 +116,16 @@ class Placement:
         return AbortOnWorker(worker.key, tracked.handle)
 
     def contenders(self, request: Request, at_s: float) -> list[WorkerKey]:
-        """The worker of each shape that would run a newcomer at once before the others do."""
+        """The worker of each shape that would run a newcomer at once before the others do, and those that have a part
+        of it.
+        """
         self._look_around(at_s)
         growth_tokens = min(request.sampling.max_tokens, self._growth.tokens(request.priority))
-        return self._ranking.contenders(Need(tokens=len(request.prompt_token_ids) + 1, growth_tokens=growth_tokens))
+        found = self._ranking.contenders(Need(tokens=len(request.prompt_token_ids) + 1, growth_tokens=growth_tokens))
+        if len(self.prefixes):
+            hits = self.prefixes.hits(marks_of(request.prompt_token_ids, request.cache_salt))
+            found += [worker for worker in hits if self._ranking.get(worker) is not None]
+        return found
 
     def hold(self, worker: Worker, at_s: float) -> None:
         """The worker has refused a request."""
@@ -143,12 +153,15 @@ class Placement:
         since_s = tracked.blocked_since_s
         # As the retry below is asked for: a difference may be rounded to less, and the retry would be for ever due now.
         patience_ended = since_s is not None and at_s >= since_s + self.rules.large_patience_s
-        found = self._ranking.choose(self._need(tracked), may_queue_large=patience_ended)
+        found = self._ranking.choose(self._need(tracked), self._hits(tracked), may_queue_large=patience_ended)
         if found is None and not patience_ended:
             if since_s is None:
                 since_s = tracked.blocked_since_s = at_s
             self.retry_at_s = min(self.retry_at_s, since_s + self.rules.large_patience_s)
         return found
+
+    def _hits(self, tracked: Tracked) -> Hits:
+        return self.prefixes.hits(tracked.marks) if len(self.prefixes) else NO_HITS
 
     def _need(self, tracked: Tracked) -> Need:
         left_tokens = tracked.request.sampling.max_tokens - len(tracked.output_token_ids)
@@ -168,7 +181,9 @@ class Placement:
 
     def _send(self, tracked: Tracked, worker: Worker, at_s: float, *, expects_handover: bool) -> Place:
         handle, self._next_handle = self._next_handle, self._next_handle + 1
-        worker.place(tracked, handle)
+        worker.place(tracked, handle, self._hits(tracked).get(worker.key, 0))
+        if len(self.prefixes):
+            self.prefixes.note(worker.key, tracked.marks, at_s)
         tracked.worker, tracked.handle = worker.key, handle
         tracked.placed_at_s, tracked.recalled = at_s, False
         tracked.attempt += 1

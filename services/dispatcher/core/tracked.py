@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from ballast.common.marks import Mark, marks_of
 from services.dispatcher.core.events import Facts, Request
 from services.dispatcher.core.story import Moment, Recent, Story, What
 from services.dispatcher.policy.freeness import WorkerKey
@@ -34,12 +35,19 @@ class Tracked:
     awaits_token: bool = True  # none has come since it was placed for the last time
     move_count: int = 0
     cached_token_count: int = 0
+    prompt_marks: tuple[Mark, ...] | None = None  # None: nobody has asked for them
     story: Story = field(default_factory=Story)
     blocked_since_s: float | None = None  # large, and no worker could run it at once
     offline: bool = field(init=False)  # of a class that uses what others leave
 
     def __post_init__(self) -> None:
         self.offline = self.request.priority.offline
+
+    @property
+    def marks(self) -> tuple[Mark, ...]:
+        if self.prompt_marks is None:
+            self.prompt_marks = marks_of(self.request.prompt_token_ids, self.request.cache_salt)
+        return self.prompt_marks
 
     @property
     def token_count(self) -> int:

@@ -11,6 +11,9 @@ would be the freest until all the load is on it, although its tokens take longer
 freeness counts only up to what a request needs for growing; beyond that the fewest requests for each instance decide.
 Where nobody has room for all its growth it goes where it runs now: to wait beside free memory would help nobody.
 
+Where some workers have the KV of a prompt's beginning, the freest and these are compared: it goes where the fewest
+tokens are computed before its first one, those of prompts that came there before it included.
+
 A request is *large* if it needs more than `large_fraction` of a worker's blocks. Put into a worker's queue it would
 hold up everybody behind it until the worker has drained enough, so a large one that cannot run at once first lets
 others overtake it; the caller says with `may_queue_large` when its patience is at an end. From then on its need
@@ -18,7 +21,7 @@ counts as virtual usage of one worker, which takes nothing more until the reques
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,6 +33,10 @@ class WorkerKey(NamedTuple):
 
     worker_id: WorkerId
     incarnation: Incarnation
+
+
+Hits = Mapping[WorkerKey, int]  # tokens of a prompt that need not be computed there
+NO_HITS: Hits = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +59,7 @@ class WorkerView:
     kept_block_count: int = 0  # that no newcomer gets there while it has another request
     prompt_token_count: int = 0  # of prompts there that are still to be computed
     max_prompt_token_count: int = 0  # from so many on a newcomer waits there; 0: however many
+    uncomputed_token_count: int = 0  # of prompts there, however long
 
     @property
     def free_block_count(self) -> int:
@@ -100,7 +108,9 @@ def has_place(view: WorkerView, rules: RoutingRules) -> bool:
     return runs_at_once(view, 1) or may_queue(view, rules)
 
 
-def choose(views: Sequence[WorkerView], need: Need, rules: RoutingRules, *, may_queue_large: bool) -> WorkerView | None:
+def choose(
+    views: Sequence[WorkerView], need: Need, rules: RoutingRules, hits: Hits = NO_HITS, *, may_queue_large: bool
+) -> WorkerView | None:
     """The worker that gets the request now; None to keep it in the backlog. Ties go to the smallest id.
 
     The rule in its plain form. Dispatchers follow it by `policy.ranking.Ranking`, which has to choose the same.
@@ -108,6 +118,7 @@ def choose(views: Sequence[WorkerView], need: Need, rules: RoutingRules, *, may_
     freest: dict[tuple[int, int], WorkerView] = {}  # of each shape, of those where it runs at once and can grow
     tight: dict[tuple[int, int], WorkerView] = {}  # where it runs at once
     queue: WorkerView | None = None
+    holders: tuple[list[WorkerView], list[WorkerView]] = [], []  # those that have a part of it, likewise
     for view in views:
         block_count = blocks_for(need.tokens, view.block_tokens)
         if view.draining or block_count > view.block_count:
@@ -116,11 +127,14 @@ def choose(views: Sequence[WorkerView], need: Need, rules: RoutingRules, *, may_
         shape = view.block_count, view.block_tokens
         if runs_at_once(view, with_growth):
             freest[shape] = _freer(freest.get(shape), view)
+            holders[0].extend([view] * (view.worker in hits))
         if runs_at_once(view, block_count):
             tight[shape] = _freer(tight.get(shape), view)
+            holders[1].extend([view] * (view.worker in hits))
         elif may_queue(view, rules) and (may_queue_large or block_count <= rules.large_fraction * view.block_count):
             queue = _freer(queue, view)
-    return min((freest or tight).values(), key=lambda view: place_of(view, need), default=queue)
+    found = [*freest.values(), *holders[0]] if freest else [*tight.values(), *holders[1]]
+    return min(found, key=lambda view: place_of(view, need, hits), default=queue)
 
 
 def _freer(one: WorkerView | None, other: WorkerView) -> WorkerView:
@@ -128,18 +142,20 @@ def _freer(one: WorkerView | None, other: WorkerView) -> WorkerView:
 
 
 class Place(NamedTuple):
-    """Sorts the freest of each shape: the one that gets the request first."""
+    """Sorts the freest of each shape, and those that have a part of it: the one that gets the request first."""
 
+    token_count: int  # computed there before its first token; 0 for all where none has a part of it
     minus_growth: float  # freeness, as far as it counts
     requests_per_instance: float
     minus_freeness: float
     worker: WorkerKey
 
 
-def place_of(view: WorkerView, need: Need) -> Place:
+def place_of(view: WorkerView, need: Need, hits: Hits = NO_HITS) -> Place:
     free = freeness(view)
     load = (view.running_count + view.waiting_count + view.unseen_count) / view.instance_count
-    return Place(-min(free, blocks_for(need.growth_tokens, view.block_tokens)), load, -free, view.worker)
+    token_count = view.uncomputed_token_count + max(1, need.tokens - hits.get(view.worker, 0)) if hits else 0
+    return Place(token_count, -min(free, blocks_for(need.growth_tokens, view.block_tokens)), load, -free, view.worker)
 
 
 def runs_at_once(view: WorkerView, block_count: int) -> bool:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from services.dispatcher.policy.freeness import (
+    NO_HITS,
+    Hits,
     Need,
     RoutingRules,
     WorkerKey,
@@ -99,9 +101,9 @@ class Ranking:
         if not shape.runs and not shape.queues:
             del self._shapes[view.block_count, view.block_tokens]
 
-    def choose(self, need: Need, *, may_queue_large: bool) -> WorkerKey | None:
+    def choose(self, need: Need, hits: Hits = NO_HITS, *, may_queue_large: bool) -> WorkerKey | None:
         """The same choice as `freeness.choose` among all views."""
-        if (at_once := self.at_once(need)) is not None:
+        if (at_once := self.at_once(need, hits)) is not None:
             return at_once
         best: _Place | None = None
         for (block_count, block_tokens), shape in self._shapes.items():
@@ -113,12 +115,26 @@ class Ranking:
                 best = shape.queues[0]
         return None if best is None else best.worker
 
-    def at_once(self, need: Need) -> WorkerKey | None:
+    def at_once(self, need: Need, hits: Hits = NO_HITS) -> WorkerKey | None:
         """Where it would run without waiting."""
-        found = self.contenders(need)
+        room = need
+        if not (found := self._contenders(room)):
+            room = need.now
+            found = self._contenders(room)
+        if hits and found:
+            found += [worker for worker in hits if self._runs(worker, room)]
         if len(found) < 2:
             return found[0] if found else None
-        return min(found, key=lambda worker: place_of(self._entries[worker].view, need))
+        return min(found, key=lambda worker: place_of(self._entries[worker].view, need, hits))
+
+    def _runs(self, worker: WorkerKey, need: Need) -> bool:
+        entry = self._entries.get(worker)
+        if entry is None or not entry.runs:
+            return False
+        view = entry.view
+        wanted = blocks_for(need.tokens, view.block_tokens)
+        with_growth = min(view.block_count, blocks_for(need.tokens + need.growth_tokens, view.block_tokens))
+        return wanted <= view.block_count and with_growth <= entry.free_block_count
 
     def contenders(self, need: Need) -> list[WorkerKey]:
         """The first worker of each shape that would run it at once: `at_once` decides between these."""

@@ -180,6 +180,7 @@ class WorkerLink:
             step.seen_handle,
             tuple(step.preempted_handles),
             tuple(step.resumed_handles),
+            tuple(step.marks),
         )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from ballast.client import FinishReason, Generation, GenerationChunk, Usage
 from services.gateway.openai.formats import plain
 from services.gateway.openai.scanner import AnswerParser, Arguments, CallBegin, CallEnd, Event, Format, Reasoning, Text
-from services.gateway.openai.writing import DONE, chat_logprobs, dumps, event, quote, usage_of
+from services.gateway.openai.writing import DONE, chat_logprobs, dumps, event, prompt_logprobs, quote, usage_of
 
 TOOL_CALLS = "tool_calls"  # why an answer has ended that has called functions
 
@@ -45,6 +45,8 @@ class Wishes:
     usage: bool  # in a stream; complete answers always have it
     token_ids: bool
     format: Format = plain
+    prompt_logprobs: bool = False
+    reasoning: bool = True
     most_calls: int | None = None
     thought_end_id: int | None = None
 
@@ -77,6 +79,7 @@ class ChatWriter:
             **self._head.begin("chat.completion"),
             "choices": [self._choice(index, generation) for index, generation in enumerate(generations)],
             "usage": usage_of(usages[:1], usages, self._reasoning_token_count()),
+            **({"prompt_logprobs": prompt_logprobs(generations[0].logprobs)} if self._wishes.prompt_logprobs else {}),
         }
 
     def chunk(self, index: int, chunk: GenerationChunk) -> bytes:
@@ -136,7 +139,7 @@ class ChatWriter:
             case Text(text):
                 return {"content": text}
             case Reasoning(text):
-                return _reasoning(text)
+                return _reasoning(text) if self._wishes.reasoning else None
             case CallBegin(name):
                 number += 1
                 self._call_counts[index] = number + 1
@@ -152,7 +155,7 @@ class ChatWriter:
         read = read_answer(self._parsers[index], generation)
         content = read.text or (None if read.calls else "")
         message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
-        if read.reasoning:
+        if read.reasoning and self._wishes.reasoning:
             message |= _reasoning(read.reasoning)
         if read.calls:
             numbered = enumerate(read.calls)

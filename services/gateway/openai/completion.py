@@ -1,12 +1,30 @@
 """Answers of /v1/completions, the older form: text goes on where the prompt ends."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
 
-from ballast.client import Generation, GenerationChunk, Usage
+from ballast.client import FinishReason, Generation, GenerationChunk, Usage
 from services.gateway.openai.chat import Head, Wishes
-from services.gateway.openai.writing import DONE, completion_logprobs, dumps, event, quote, usage_of
+from services.gateway.openai.writing import (
+    DONE,
+    completion_logprobs,
+    dumps,
+    event,
+    prompt_logprobs,
+    quote,
+    usage_of,
+)
 
 _KIND = "text_completion"
+Part = TypeVar("Part", Generation, GenerationChunk)
+
+
+def _nothing_of(part: Part) -> Part:
+    """Without what was generated; its logprobs stay, since those of the prompt come with them."""
+    usage = None if part.usage is None else replace(part.usage, completion_token_count=0)
+    ended = None if part.finish_reason is None else FinishReason.LENGTH
+    return replace(part, text="", token_ids=(), usage=usage, finish_reason=ended)
 
 
 class CompletionWriter:
@@ -17,9 +35,13 @@ class CompletionWriter:
         wishes: What it shall hold.
         echoes: Of each choice: what stands before its text, that is its prompt if it is to be echoed.
         choices_per_prompt: So many choices, one behind the other, have the same prompt.
+        drops: No token is wanted: the one that was generated, since there is no less, is left out.
     """
 
-    def __init__(self, head: Head, wishes: Wishes, echoes: Sequence[str], choices_per_prompt: int) -> None:
+    def __init__(
+        self, head: Head, wishes: Wishes, echoes: Sequence[str], choices_per_prompt: int, *, drops: bool = False
+    ) -> None:
+        self._drops = drops
         self._head = head
         self._wishes = wishes
         self._echoes = list(echoes)
@@ -34,6 +56,8 @@ class CompletionWriter:
 
     def complete(self, generations: Sequence[Generation]) -> dict[str, object]:
         choices: list[dict[str, object]] = []
+        if self._drops:
+            generations = [_nothing_of(generation) for generation in generations]
         for index, generation in enumerate(generations):
             choice: dict[str, object] = {
                 "index": index,
@@ -42,7 +66,9 @@ class CompletionWriter:
                 "finish_reason": generation.finish_reason,
             }
             if self._wishes.logprobs:
-                choice["logprobs"] = completion_logprobs(generation.logprobs, len(self._echoes[index]))
+                choice["logprobs"] = self._logprobs(index, generation)
+            if self._wishes.prompt_logprobs:
+                choice["prompt_logprobs"] = prompt_logprobs(generation.logprobs)
             if self._wishes.token_ids:
                 choice["token_ids"] = list(generation.token_ids)
             choices.append(choice)
@@ -50,9 +76,11 @@ class CompletionWriter:
 
     def chunk(self, index: int, chunk: GenerationChunk) -> bytes:
         """The chunk as events; empty if there is nothing to say yet."""
+        if self._drops:
+            chunk = _nothing_of(chunk)
         text = self._echoes[index] + chunk.text
-        self._echoes[index] = ""
         if self._is_plain and chunk.finish_reason is None:
+            self._echoes[index] = ""
             if not text:
                 return b""
             return f'{self._prefix}{index},"text":{quote(text)}{self._after_text}'.encode()
@@ -63,7 +91,8 @@ class CompletionWriter:
             "finish_reason": chunk.finish_reason,
         }
         if self._wishes.logprobs and chunk.logprobs:
-            choice["logprobs"] = completion_logprobs(chunk.logprobs, self._offsets[index])
+            choice["logprobs"] = self._logprobs(index, chunk)
+        self._echoes[index] = ""
         if self._wishes.token_ids:
             choice["token_ids"] = list(chunk.token_ids)
         self._offsets[index] += len(chunk.text)
@@ -78,6 +107,12 @@ class CompletionWriter:
             return DONE
         usage = self._usage([usage for _, usage in sorted(self._usages.items())])
         return event({**self._head.begin(_KIND), "choices": [], "usage": usage}) + DONE
+
+    def _logprobs(self, index: int, part: Generation | GenerationChunk) -> dict[str, object]:
+        """With those of the prompt, where its text is echoed."""
+        prompt = part.logprobs[0].prompt if part.logprobs and self._echoes[index] else ()
+        made = () if self._drops else part.logprobs
+        return completion_logprobs(made, 0 if prompt else self._offsets[index], prompt)
 
     def _usage(self, usages: Sequence[Usage]) -> dict[str, object]:
         return usage_of(usages[:: self._choices_per_prompt], usages)

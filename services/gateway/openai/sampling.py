@@ -32,6 +32,7 @@ def sampling_of(
     max_tokens: int,
     logprobs: int | None,
     grammar: Grammar | None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """`defaults`: for what the request does not give. Raises InvalidRequest or Failure for what is out of range."""
     values = vars(request)
@@ -47,7 +48,8 @@ def sampling_of(
         max_tokens=max_tokens,
         stop=tuple(text for text in stop if text),
         stop_token_ids=tuple(request.stop_token_ids or ()),
-        logprobs=logprobs,
+        logprobs=0 if logprobs is None and prompt_logprobs is not None else logprobs,
+        prompt_logprobs=prompt_logprobs,
         grammar=grammar,
         logit_bias=_logit_bias(request.logit_bias or {}),
     )

@@ -49,20 +49,45 @@ def chat_logprobs(logprobs: Sequence[Logprobs]) -> dict[str, object]:
     }
 
 
-def completion_logprobs(logprobs: Sequence[Logprobs], first_offset: int) -> dict[str, object]:
-    """The older form. `first_offset`: characters of text before the first of these tokens."""
+def completion_logprobs(
+    logprobs: Sequence[Logprobs], first_offset: int, prompt: Sequence[Logprobs] = ()
+) -> dict[str, object]:
+    """The older form. `first_offset`: characters of text before the first of these tokens. `prompt`: comes first; of
+    its first token there is nothing to say.
+    """
+    positions = [*prompt, *logprobs]
     offsets: list[int] = []
-    for position in logprobs:
+    for position in positions:
         offsets.append(first_offset)
         first_offset += len(_text(position.chosen))
+    values = [_value(position.chosen) for position in positions]
+    top = [{_text(other): _value(other) for other in (*position.top, position.chosen)} for position in positions]
+    known = 1 if prompt else 0
     return {
-        "tokens": [_text(position.chosen) for position in logprobs],
-        "token_logprobs": [_value(position.chosen) for position in logprobs],
-        "top_logprobs": [
-            {_text(other): _value(other) for other in (*position.top, position.chosen)} for position in logprobs
-        ],
+        "tokens": [_text(position.chosen) for position in positions],
+        "token_logprobs": [None] * known + values[known:],
+        "top_logprobs": [None] * known + top[known:],
         "text_offset": offsets,
     }
+
+
+def prompt_logprobs(logprobs: Sequence[Logprobs]) -> list[dict[str, object] | None]:
+    """Those of a prompt, as vLLM writes them: by token id, with ranks as far as they are known."""
+    prompt = logprobs[0].prompt if logprobs else ()
+    found: list[dict[str, object] | None] = []
+    for position in prompt[1:]:
+        ranks = {token.token_id: rank for rank, token in enumerate(position.top, 1)}
+        found.append(
+            {
+                str(token.token_id): {
+                    "logprob": _value(token),
+                    "rank": ranks.get(token.token_id),
+                    "decoded_token": _text(token),
+                }
+                for token in (*position.top, position.chosen)
+            }
+        )
+    return [None, *found] if prompt else []
 
 
 def _entry(token: TokenLogprob) -> dict[str, object]:

@@ -56,7 +56,6 @@ from services.monitor.core.messages import (
 )
 from services.monitor.policy.demand import ClusterDemand, GroupDemand, backlog_bytes, sum_demand
 from services.monitor.policy.pressure import TREND_WINDOW_S, Pressure, PressureRules
-from services.monitor.policy.wanted import Wanted
 
 TICK_S = 0.1  # between two looks at everything: a tenth of what is looked ahead
 _TYPICAL = Chunk(1000, 128)  # that machines are compared by
@@ -106,7 +105,6 @@ class MonitorCore:
     entries: dict[WorkerId, Entry] = field(default_factory=dict[WorkerId, Entry])
     groups: Groups = field(default_factory=Groups)
     pressure: Pressure = field(init=False)
-    wanted: Wanted = field(init=False)
     _backlogs: Backlogs = field(init=False)
     _wholes: dict[tuple[WorkerId, Incarnation], WholeMemory] = field(  # by the monitor before, of whom has not come yet
         default_factory=dict[tuple[WorkerId, Incarnation], WholeMemory]
@@ -122,7 +120,6 @@ class MonitorCore:
 
     def __post_init__(self) -> None:
         self.pressure = Pressure(self.rules.pressure)
-        self.wanted = Wanted(self.rules.pressure.relief_threshold_fraction)
         self._backlogs = Backlogs(self.rules.backlog_lease_s, self.rules.backlog_forget_s)
 
     @property
@@ -265,7 +262,6 @@ class MonitorCore:
         if self.active:
             self._active_since_s = self._registry_at_s = event.at_s
             self.pressure.begin(event.at_s)
-            self.wanted.begin()
             return [LoadRegistry()]
         closed: list[Command] = [CloseStream(s, CloseReason.STANDBY) for s in sorted(self._streams)]
         self._streams.clear()
@@ -301,7 +297,6 @@ class MonitorCore:
         self._looked_at_s = at_s
         sample = self.cluster_demand(at_s)
         signals = self.pressure.observe(sample)
-        self.wanted.observe(sample)
         if not signals:
             return []
         groups = self.group_demands(at_s)

@@ -17,8 +17,6 @@ waits, so a burst counts in full at the moment it arrives and does not have to b
   changed the groups yet is no transition: an overload takes it back at once and without a second look, for a restore
   that is given up costs nobody anything. While KV is copied there is less memory than before and after; that lasts a
   moment, so demand is an overload then if it exceeds what there will be.
-- Scale out: an overload was raised, nothing has helped for a while (no plan, or demand outgrew what was freed).
-- Scale in: everything has been idle for long and nothing is dropped.
 """
 
 import math
@@ -56,10 +54,6 @@ class PressureRules:
     # requests all go where the room is, and wait for computing there.
     overload_margin_fraction: float = 0.25
     relief_after_s: float = 2.0  # usage has to be that low for so long: as long as a trend
-    scale_out_after_s: float = 5.0  # an overload has lasted so long in spite of everything: more than a drop takes
-    scale_in_threshold_fraction: float = 0.2  # of the un-dropped memory: half of the instances would be half full
-    scale_in_after_s: float = 300.0  # a new instance takes minutes too
-    scale_dwell_s: float = 60.0  # between any two pieces of advice: to follow one takes time
 
     @property
     def overload_arming_fraction(self) -> float:
@@ -86,14 +80,7 @@ class Relief:
     undropped_capacity_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class ScaleAdvice:
-    out: bool  # False: fewer instances would do
-    why: str
-    missing_bytes: int
-
-
-Signal = Overload | Relief | ScaleAdvice
+Signal = Overload | Relief
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,13 +106,10 @@ class Pressure:
     quiet_until_s: float = -math.inf  # no transition is asked for before
     _changeable_from_s: float = -math.inf  # the same, but for the relief that was asked for last
     _relieving: bool = False  # a relief was asked for, and since then the groups have not changed
-    _scale_quiet_until_s: float = -math.inf
     _alarming_since_s: float | None = None
     _low_since_s: float | None = None
     _given_back_s: float | None = None  # since when demand had been low before the last restore, if no drop followed
     _relief_after_s: float = 0.0  # it has to be low for so long at least before the next
-    _idle_since_s: float | None = None
-    _short_since_s: float | None = None  # an overload was raised, and since then it has not ended
     _unchecked_count: int = 0  # samples since the last check
 
     def __post_init__(self) -> None:
@@ -137,12 +121,12 @@ class Pressure:
         self.history.clear()
         self.forecast = None
         self.quiet_until_s = self._changeable_from_s = at_s + self.rules.dwell_s
-        self._scale_quiet_until_s, self._relieving = -math.inf, False
+        self._relieving = False
         self._given_back_s, self._relief_after_s = None, 0.0
         self._forget_durations()
 
     def _forget_durations(self) -> None:
-        self._alarming_since_s = self._low_since_s = self._idle_since_s = self._short_since_s = None
+        self._alarming_since_s = self._low_since_s = None
 
     def observe(self, sample: ClusterDemand) -> list[Signal]:
         self._append(sample)
@@ -153,7 +137,7 @@ class Pressure:
         self.forecast = forecast = self._look_ahead(sample)
         self._note(sample, forecast)
         short = self._is_short(sample, forecast)
-        return [*self._transition(sample, forecast, short), *self._scale(sample, forecast)]
+        return self._transition(sample, forecast, short)
 
     def _append(self, sample: ClusterDemand) -> None:
         before = self.history[-1] if self.history else None
@@ -217,12 +201,8 @@ class Pressure:
         grown_bytes = max(0.0, forecast.growth_bytes_per_s * rules.horizon_s)
         demand_bytes = max(sample.wanted_bytes + grown_bytes, sample.used_bytes)
         low = sample.complete and demand_bytes < rules.relief_threshold_fraction * sample.undropped_bytes
-        idle = sample.complete and demand_bytes < rules.scale_in_threshold_fraction * sample.undropped_bytes
         self._low_since_s = _since(self._low_since_s, at_s, low)
-        self._idle_since_s = _since(self._idle_since_s, at_s, idle)
         self._alarming_since_s = _since(self._alarming_since_s, at_s, self._is_alarming(sample, forecast))
-        if self._alarming_since_s is None:
-            self._short_since_s = None
 
     def _transition(self, sample: ClusterDemand, forecast: Forecast, short: bool) -> list[Signal]:
         at_s, rules = sample.at_s, self.rules
@@ -230,31 +210,12 @@ class Pressure:
             required = forecast.missing_bytes(rules.overload_threshold_fraction, rules.overload_margin_fraction)
             self.quiet_until_s = self._changeable_from_s = at_s + rules.dwell_s
             self._relieving = False
-            self._short_since_s = at_s if self._short_since_s is None else self._short_since_s
             return [Overload(required, rules.horizon_s)]
         wait_s = max(rules.relief_after_s, self._relief_after_s)
         lasted = self._low_since_s is not None and at_s - self._low_since_s >= wait_s
         if sample.merged and lasted and at_s >= self.quiet_until_s:
             self.quiet_until_s, self._relieving = at_s + rules.dwell_s, True
             return [Relief(sample.used_bytes, sample.undropped_bytes)]
-        return []
-
-    def _scale(self, sample: ClusterDemand, forecast: Forecast) -> list[Signal]:
-        at_s, rules = sample.at_s, self.rules
-        if at_s < self._scale_quiet_until_s:
-            return []
-        if self._short_since_s is not None and at_s - self._short_since_s >= rules.scale_out_after_s:
-            self._scale_quiet_until_s = at_s + rules.scale_dwell_s
-            done = "although parameters are dropped" if sample.merged else "and no parameters were dropped"
-            why = f"demand has exceeded capacity for {at_s - self._short_since_s:.1f} s {done}"
-            return [ScaleAdvice(True, why, forecast.missing_bytes(rules.overload_threshold_fraction))]
-        lasted = self._idle_since_s is not None and at_s - self._idle_since_s >= rules.scale_in_after_s
-        if lasted and not sample.merged and len(sample.groups) > 1:
-            self._scale_quiet_until_s = at_s + rules.scale_dwell_s
-            share = forecast.demand_bytes / sample.undropped_bytes
-            return [
-                ScaleAdvice(False, f"only {share:.0%} of the KV memory of {len(sample.groups)} groups is wanted", 0)
-            ]
         return []
 
     def check(self) -> None:

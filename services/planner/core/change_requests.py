@@ -65,7 +65,16 @@ class RestoreRequest:
     whatever_the_load: bool = False
 
 
-DesiredChange = DropRequest | RestoreRequest
+@dataclass(frozen=True, slots=True)
+class SizeRequest:
+    """A look at how many instances should serve. Whatever else is wanted takes its place."""
+
+    cause_id: str
+    by: str = "look"
+    request_id: str = ""
+
+
+DesiredChange = DropRequest | RestoreRequest | SizeRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +107,7 @@ class Explained:
 
 
 def decide(
-    change: DesiredChange,
+    change: DropRequest | RestoreRequest,
     base: Layout,
     model: ModelInfo | None,
     load: ClusterLoad,

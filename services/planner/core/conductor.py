@@ -22,6 +22,7 @@ from services.planner.core.change_requests import (
     Planning,
     Rejected,
     RestoreRequest,
+    SizeRequest,
     complete,
     decide,
 )
@@ -43,12 +44,15 @@ from services.planner.core.messages import (
     ReadLoads,
     RefuseChange,
     ReliefRaised,
+    Sized,
     Sources,
     TransitionMoved,
 )
 from services.planner.core.prediction_log import Predicted, PredictionLog
 from services.planner.core.record import TransitionRecord
+from services.planner.core.sizing import Sizing, SizingRules
 from services.planner.core.stages import CoordinatorRules, Stage
+from services.planner.core.standings import Standings
 from services.planner.core.survey import pipelined
 from services.planner.core.transition import (
     AbortWanted,
@@ -81,6 +85,7 @@ class ConductorRules:
     policy: OverloadPolicy = OverloadPolicy.DROP  # unless `drop`, overloads are only counted
     pipeline_degree: int = 2  # instances that static pipelines are made of
     restores: bool = True  # when demand has fallen
+    sizing: SizingRules = field(default_factory=SizingRules)
     planning: Planning = field(default_factory=Planning)
     coordinator: CoordinatorRules = field(default_factory=CoordinatorRules)
     request_timeout_s: float = 5.0  # a change that cannot begin by then is given up
@@ -110,6 +115,7 @@ class _Request:
 @dataclass(slots=True)
 class Conductor:
     rules: ConductorRules
+    standings: Standings
     coordinator: Coordinator | None = None
     record: TransitionRecord | None = None  # of the transition under way
     history: deque[TransitionRecord] = field(default_factory=lambda: deque[TransitionRecord](maxlen=_KEPT_RECORDS))
@@ -119,6 +125,7 @@ class Conductor:
     prediction_log: PredictionLog = field(
         default_factory=PredictionLog
     )  # what was predicted of decisions, and what came
+    sizing: Sizing = field(init=False)
     _change: DesiredChange | None = None
     _requested_at_s: float = 0.0
     _load: ClusterLoad | None = None  # for the change
@@ -131,6 +138,9 @@ class Conductor:
     _again_until_s: float = -math.inf  # and no more from then on
     _held_until_s: float = 0.0  # until then only an operator brings parameters back
     _dropped_at_s: dict[GroupId, float] = field(default_factory=dict[GroupId, float])
+
+    def __post_init__(self) -> None:
+        self.sizing = Sizing(self.rules.sizing)
 
     @property
     def busy(self) -> bool:
@@ -148,7 +158,9 @@ class Conductor:
             own_s = self.coordinator.tick_at_s if self.to_write is None else math.inf
         else:
             own_s = (
-                self._requested_at_s + self.rules.request_timeout_s if self._change is not None else self._again_at_s
+                self._requested_at_s + self.rules.request_timeout_s
+                if self._change is not None
+                else min(self._again_at_s, self.sizing.look_at_s)
             )
         return min(own_s, self.prediction_log.due_at_s)
 
@@ -194,7 +206,7 @@ class Conductor:
         return any(len(group.members) > 1 and group not in journal.target.groups for group in journal.base.groups)
 
     def relief(self, event: ReliefRaised) -> list[Command]:
-        if self.busy or self._change is not None or event.at_s < self._held_until_s:
+        if self.busy or self._has_change or event.at_s < self._held_until_s:
             return []
         if self.rules.policy is not OverloadPolicy.DROP or not self.rules.restores:
             return []
@@ -221,7 +233,7 @@ class Conductor:
                 why = f"request id {event.request_id!r} was given for another change"
                 return [RefuseChange(event.request_id, ChangeRefusal.ID_REUSED, why)]
             return [] if earlier.epoch is None else [AnswerChange(event.request_id, earlier.epoch, earlier.lines)]
-        if self._change is not None or (self.busy and not self._may_give_way):
+        if self._has_change or (self.busy and not self._may_give_way):
             return [RefuseChange(event.request_id, ChangeRefusal.BUSY, self._why_busy())]
         if isinstance(change, RestoreRequest) and self.rules.policy is OverloadPolicy.STATIC_PIPELINE:
             why = "pipelines are for good: the policy is static-pipeline"
@@ -235,6 +247,11 @@ class Conductor:
         return given_up + self._take(change, event.at_s)
 
     @property
+    def _has_change(self) -> bool:
+        """One is wanted that is more than a look."""
+        return self._change is not None and not isinstance(self._change, SizeRequest)
+
+    @property
     def _may_give_way(self) -> bool:
         """A restore of the planner's own is being prepared: what others want comes first."""
         return self.coordinator is not None and self._gives_way and self.coordinator.stage is Stage.PREPARING
@@ -242,7 +259,7 @@ class Conductor:
     def dissolve_draining(self, layout: Layout, at_s: float, cause_id: str) -> list[Command]:
         """A member that is to leave takes its group apart first."""
         groups = _draining(layout)
-        if not groups or self.busy or self._change is not None or at_s < self._own_at_s:
+        if not groups or self.busy or self._has_change or at_s < self._own_at_s:
             return []
         self._own_at_s = at_s + self.rules.retry_s
         return self._take(RestoreRequest("drain", cause_id, only=groups, whatever_the_load=True), at_s)
@@ -257,6 +274,8 @@ class Conductor:
         return "another change is about to begin"
 
     def loads_read(self, event: LoadsRead) -> list[Command]:
+        if isinstance(self._change, SizeRequest) and event.failure:
+            return self._looked(event.at_s)
         if self._change is not None and event.failure:
             return self._deny(ChangeRefusal.NO_LOADS, Rejected(event.failure))
         if event.failure:
@@ -276,6 +295,10 @@ class Conductor:
         change, load = self._change, self._load
         if change is None or load is None:
             return []
+        if not change.request_id and (moved := self._size(context, load, at_s)):
+            return moved  # and once that is the layout, the rest
+        if isinstance(change, SizeRequest):
+            return self._looked(at_s)
         if isinstance(change, DropRequest):
             if why := context.kept_out.why_not_together(change.worker_ids):
                 return self._put_off(change, Rejected(why), context.layout, at_s)
@@ -296,6 +319,22 @@ class Conductor:
         if change.request_id:
             self._requests[change.request_id].lines = approved.lines
         return told + self._start(approved, context, at_s, change)
+
+    def _size(self, context: LayoutContext, load: ClusterLoad, at_s: float) -> list[Command]:
+        """Who is to leave or to come back, if anybody is; nothing is prepared or given back meanwhile."""
+        load, targets = load.without(context.kept_out.of_another_protocol()), self.rules.planning.targets
+        away, compared = self.sizing.look(context.layout, context.model, load, targets, at_s)
+        changed = [w for w, is_away in away.items() if self.standings.put(w, away=is_away)]
+        if not changed or compared is None:
+            return []
+        if isinstance(self._change, SizeRequest):
+            self._looked(at_s)
+        return [Sized(tuple(changed), tuple(compared.lines()), "size")]
+
+    def _looked(self, at_s: float) -> list[Command]:
+        self._change = self._load = None
+        self.sizing.later(at_s)
+        return []
 
     def _put_off(self, change: DesiredChange, rejected: Rejected, layout: Layout, at_s: float) -> list[Command]:
         """Said once for each overload, however often it is looked at."""
@@ -390,9 +429,13 @@ class Conductor:
 
     def tick(self, at_s: float, cause_id: str) -> list[Command]:
         if self._change is not None and at_s >= self._requested_at_s + self.rules.request_timeout_s:
+            if isinstance(self._change, SizeRequest):
+                return self._looked(at_s)
             return self._deny(ChangeRefusal.NOT_POSSIBLE, Rejected("the layout did not come to rest in time"))
         if self._change is None and not self.busy and at_s >= self._again_at_s:
             return self._take(DropRequest("overload", cause_id, required_bytes=self._again_bytes, again=True), at_s)
+        if self._change is None and not self.busy and at_s >= self.sizing.look_at_s:
+            return self._take(SizeRequest(cause_id), at_s)
         asked: list[Command] = [ReadLoads(cause_id)] if self.prediction_log.asks(at_s) else []
         return asked + self._steps(Tick(at_s), at_s, cause_id)
 

@@ -87,7 +87,6 @@ class PlannerRules:
     retry_s: float = 0.5  # after the state server gave no answer
     max_drains: int = 1000  # whose answers are remembered
     disagree_s: float = 2.0  # what an instance says of itself for so long counts, whatever the layout says
-    parks: bool = False  # instances may leave: simulated planners look then whether somebody gives requests away
     transitions: ConductorRules = field(default_factory=ConductorRules)
 
 
@@ -122,8 +121,8 @@ class PlannerCore:
     def __post_init__(self) -> None:
         self._drains = Drains(self.rules.max_drains)
         self.inconsistent = Inconsistent(self.rules.disagree_s)
-        self.conductor = Conductor(self.rules.transitions)
         self.kept_out, self.standings = KeptOut(self.membership), Standings(self.membership)
+        self.conductor = Conductor(self.rules.transitions, self.standings)
 
     @property
     def active(self) -> bool:
@@ -157,8 +156,9 @@ class PlannerCore:
         self._compare(event)
         if self.suspects and self.active:
             commands += self._evict_gone(event)
-        if self.active:
-            commands += self.standings.due(self.layout, event.at_s, event.cause_id)
+        if self.active and self.standings.help_out(self.layout):
+            self._replan(event.at_s)
+        commands += self.standings.due(self.layout, event.at_s, event.cause_id) if self.active else []
         commands += self._act(event.at_s, event.cause_id)
         commands += self._reset_timer(event.at_s)
         return commands
@@ -505,10 +505,13 @@ class PlannerCore:
         commands = self.conductor.begin_completion(context, at_s, cause_id)
         if not commands and not self.conductor.busy and self.conductor.wants_to_begin:
             commands = self.conductor.begin(context, at_s, cause_id)
+            self._replan(at_s)
         if not commands and not self.conductor.busy:
             commands = self.conductor.dissolve_draining(self.layout, at_s, cause_id)
         if not commands and not self.conductor.busy:
             commands = self.conductor.begin_pipelines(context, at_s, cause_id)
+        if self._plan_at_s <= at_s:
+            return commands + self._act(at_s, cause_id)
         if self.conductor.coordinator is not None:
             self._used_epoch = max(self._used_epoch, context.epoch)
             commands += self._act(at_s, cause_id)

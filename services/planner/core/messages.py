@@ -374,6 +374,15 @@ class NothingDone:
 
 
 @dataclass(frozen=True, slots=True)
+class Sized:
+    """Some instances are to leave, or to serve again."""
+
+    worker_ids: tuple[WorkerId, ...]
+    lines: tuple[str, ...]  # what was compared
+    cause_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class PredictionSettled:
     """It has turned out what came of a decision."""
 
@@ -483,5 +492,6 @@ Command = (
     | RefuseChange
     | TransitionMoved
     | NothingDone
+    | Sized
     | PredictionSettled
 )

@@ -75,6 +75,15 @@ class Standings:
         known.stand()
         return True
 
+    def help_out(self, layout: Layout) -> bool:
+        """Where nobody serves any more those that leave do again, or one that is parked. Whether somebody does."""
+        members = [m for group in layout.groups for m in group.members]
+        if any(m.takes_new or m.standing is Standing.WAKING for m in members):
+            return False
+        leaving, parked = ([m for m in members if m.standing is s] for s in (Standing.LEAVING, Standing.PARKED))
+        back = [self.put(m.worker_id, away=False) for m in leaving or parked[:1]]
+        return any(back)
+
     def settle(self, layout: Layout) -> list[Command]:
         """Those for which this layout is the answer."""
         of = {m.worker_id: m for group in layout.groups for m in group.members}

@@ -185,6 +185,7 @@ class Candidate:
 
     name: str
     parts: tuple[_Merges, ...] = ()
+    added: int = 0  # instances more that serve, of those that do not: see `policy.reserve`
     toward_memory: float = 0.0  # how the layers are split over unlike members: see `Splitter.split`
 
     @property

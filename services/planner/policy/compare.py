@@ -16,6 +16,8 @@ from ballast.common.ids import GroupId
 from ballast.common.traffic import MINUTE_S, RECENT_S, Pace, Traffic
 from services.planner.policy.candidates import NOTHING, Candidate, Candidates, Running
 from services.planner.policy.fluid_model import PARTS, Future, Kind, Machine, Prediction, look_ahead, prompt_s, token_s
+from services.planner.policy.reserve import FEWER, Reserve, home_tokens, more
+from services.planner.policy.reserve import kinds as kinds_with
 from services.planner.policy.snapshot import Snapshot, columns_of
 
 LASTS_S = (2.0, 15.0, 60.0)  # the futures: so long the present rate may go on
@@ -23,6 +25,9 @@ _MIDDLE = len(LASTS_S) // 2
 _UNSURE = 1.1  # how much better than doing less has to be what is done
 _LEAST_S, _MOST_S = 30.0, 120.0  # looked ahead: two stays of a request, within these
 _OUTLIVED = 2.0  # times the mean answer: what has run for longer on average is of another kind
+# Bursts come from nothing, and no prediction sees them: so much of the memory of those that serve may be wanted, and
+# less once one more has left; what is left has to bear so many times the rate, too.
+_FILL, _FILL_AFTER, _JUMP = 0.6, 0.45, 1.3
 _PRIOR_COUNT, _PRIOR_TOKENS = 2, 128  # answers that nobody has seen, lest the first one says all
 
 
@@ -106,6 +111,47 @@ def compare_restore(
     return Comparison(chosen, (stay, whole), evaluator.horizon_s, evaluator.targets)
 
 
+def compare_sizes(
+    snapshot: Snapshot,
+    running: Running,
+    traffic: Traffic,
+    pace: Pace,
+    reserve: Reserve,
+    *,
+    may_shrink: bool,
+    targets: Targets | None = None,
+) -> Comparison:
+    """Whether some of the reserve should serve, or one less. An instance has a price: of all that are about as good as
+    the best the one with the fewest instances is taken. One leaves only where all is good enough without it, even if
+    more comes.
+    """
+    evaluator = _SizeEvaluator(snapshot, running, traffic, pace, targets or Targets(), reserve)
+    stay = evaluator.of(NOTHING)
+    if stay.loss <= math.log(_UNSURE):
+        if not may_shrink or evaluator.fear(FEWER) > 0.0:
+            return Comparison(stay, (stay,), evaluator.horizon_s, evaluator.targets)
+        fewer = _SizeEvaluator(snapshot, running, _times(traffic, _JUMP), pace, evaluator.targets, reserve).of(FEWER)
+        chosen = fewer if fewer.loss <= stay.loss else stay
+        return Comparison(chosen, (stay, fewer), evaluator.horizon_s, evaluator.targets)
+    candidates = more(reserve)
+    kinds = [evaluator.kinds(candidate) for candidate in candidates]
+    found = [stay, *map(evaluator.begin, candidates, kinds)]
+
+    def finish(number: int) -> float:
+        if number:
+            found[number] = evaluator.finish(found[number], kinds[number - 1])
+        return found[number].loss
+
+    chosen = choose([one.loss for one in found], [one.candidate.added for one in found], finish)
+    return Comparison(found[chosen], tuple(found), evaluator.horizon_s, evaluator.targets)
+
+
+def _times(traffic: Traffic, jump: float) -> Traffic:
+    """So many times as many requests come."""
+    counts = {name: round(getattr(traffic, name) * jump) for name in ("recent_count", "minute_count", "minute_tokens")}
+    return replace(traffic, calm_per_s=traffic.calm_per_s * jump, **counts)
+
+
 class _Evaluator:
     """What all candidates are judged by."""
 
@@ -138,6 +184,47 @@ class _Evaluator:
         """The mean over all futures, of which those without a prediction count as 0: at least so much it will be."""
         loss = math.fsum(loss_of(one, self.targets) for one in predicted) / len(self._futures)
         return loss if math.isfinite(loss) else math.inf
+
+
+class _SizeEvaluator(_Evaluator):
+    """Where instances have a price, memory for what nobody predicts is worth as much as a wait that is shorter."""
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        running: Running,
+        traffic: Traffic,
+        pace: Pace,
+        targets: Targets,
+        reserve: Reserve,
+    ) -> None:
+        super().__init__(snapshot, running, traffic, pace, targets)
+        self._snapshot, self._reserve, self._places = snapshot, reserve, running.max_running_count
+        columns, leaving = columns_of(snapshot.groups), columns_of(reserve.leaving)
+        blocks = sum([*columns.used, *columns.waiting, *leaving.used, *leaving.waiting])
+        tokens = blocks * snapshot.model.block_tokens + traffic.queued_tokens
+        self._wanted = tokens / home_tokens(snapshot)  # instances whose memory that would fill
+        self._instances = sum(columns.stages) + len(reserve.waking_s)
+
+    def kinds(self, candidate: Candidate) -> list[Kind]:
+        return kinds_with(self.candidates, self._snapshot, self._reserve, candidate.added, self._places)
+
+    def of(self, candidate: Candidate) -> Evaluation:
+        return self.evaluate(candidate, self.kinds(candidate))
+
+    def begin(self, candidate: Candidate, kinds: Sequence[Kind]) -> Evaluation:
+        begun = super().begin(candidate, kinds)
+        return replace(begun, loss=begun.loss + self.fear(candidate))
+
+    def finish(self, begun: Evaluation, kinds: Sequence[Kind]) -> Evaluation:
+        finished = super().finish(begun, kinds)
+        return replace(finished, loss=finished.loss + self.fear(begun.candidate))
+
+    def fear(self, candidate: Candidate) -> float:
+        """0: memory enough is free for what may come from nothing."""
+        fill = _FILL_AFTER if candidate.added < 0 else _FILL
+        enough = fill * (self._instances + candidate.added)
+        return max(0.0, math.log(self._wanted / enough)) if self._wanted > 0.0 and enough > 0.0 else 0.0
 
 
 def choose(losses: Sequence[float], changes: Sequence[int], finish: Callable[[int], float]) -> int:

@@ -7,6 +7,7 @@ from services.planner.core.messages import (
     Probed,
     ProbeInstance,
     RejectInstance,
+    Sized,
     WriteJournal,
     WriteLayout,
     WriteOutcome,
@@ -99,6 +100,11 @@ def note_nothing(what: str, why: str, shortfall_bytes: int, cause_id: str) -> No
         log.warning("memory is short and stays so", shortfall_bytes=shortfall_bytes)
     else:
         log.info("no transition")
+
+
+def note_sized(command: Sized) -> None:
+    workers = " ".join(command.worker_ids[:_MOST_GROUPS_LOGGED])
+    get_logger().info("another number serves", workers=workers, why="; ".join(command.lines), cause_id=command.cause_id)
 
 
 def describe(layout: Layout) -> str:

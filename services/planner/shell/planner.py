@@ -43,6 +43,7 @@ from services.planner.core.messages import (
     RefuseDrain,
     RejectInstance,
     SetTimer,
+    Sized,
     StandingRequested,
     TimerFired,
     TransitionMoved,
@@ -225,6 +226,8 @@ class PlannerShell:
             case NothingDone(what, why, shortfall_bytes, cause_id):
                 self._counting.nothing_done(what, shortfall_bytes)
                 notes.note_nothing(what, why, shortfall_bytes, cause_id)
+            case Sized():
+                notes.note_sized(command)
             case PredictionSettled(predicted):
                 self._counting.predicted(predicted)
 
@@ -288,6 +291,7 @@ class PlannerShell:
             if not isinstance(error, BallastError) or isinstance(error, InvariantViolation):
                 note_failure("read loads", error)
         self.feed(LoadsRead(time.monotonic(), cause_id, load, failure))
+        self._counting.wanted(self.core.conductor.sizing.wanted_count if self.core.active else 0)
 
     async def _write_journal(self, command: WriteJournal) -> None:
         outcome = await unless_it_fails(self._store.write_journal(command), WriteOutcome.UNAVAILABLE)

@@ -80,6 +80,10 @@ class Counting(Protocol):
         """It took effect."""
         ...
 
+    def wanted(self, count: int) -> None:
+        """Instances that should serve; 0: nobody knows, or another planner leads."""
+        ...
+
     def write(self, outcome: WriteOutcome) -> None: ...
 
     def rejected(self) -> None:

@@ -92,6 +92,7 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]  # (token id, logprob), best first
+    prompt: "tuple[TokenLogprobs, ...]" = ()  # of the first generated token: those of the prompt, if asked for
 
 
 @record()

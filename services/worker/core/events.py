@@ -227,6 +227,16 @@ class RoomWanted:
 
 
 @dataclass(frozen=True, slots=True)
+class OfflinePaused:
+    """The group is about to change, and offline sequences leave it first: those in no batch now, others when they have
+    landed. None is let in until it is not `paused`.
+    """
+
+    at_s: float
+    paused: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RoomExpected:
     """So much of the cache, and so many places among the running, are kept for sequences that are on their way here."""
 
@@ -305,6 +315,7 @@ GroupEvent = (
     | KvLost
     | RoomExpected
     | RoomWanted
+    | OfflinePaused
 )  # what happens to a group, and not to a worker
 
 Event = (
@@ -402,6 +413,7 @@ class Emit:
     seen_handle: int  # the highest handle that the core knows of this stream
     preempted: tuple[int, ...] = ()  # handles of what had been let in, here or elsewhere, and waits now
     resumed: tuple[int, ...] = ()  # handles of what was told to wait so, and has been let in again
+    marks: tuple[int, ...] = ()  # of prompts whose KV is here now, or was used again
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ class WorkerLimits:
     # the preemptions that 0 causes, for 2 to 3 % more steps (benchmarks/results: worker-core).
     admission_reserve_fraction: float = 0.05
     swap_block_count: int = 0  # KV blocks in host memory for who gives way; 0: victims are computed anew
+    swaps_online: bool = True  # False: they are for offline sequences alone
     swap_blocks_per_step: int = 0  # 0: as many as hide behind the step
     prefix_caching: bool = False  # KV blocks of equal prompt beginnings are computed once
     prefix_seed: bytes = b""  # what KV depends on besides tokens, and a secret, so that no key can be foreseen

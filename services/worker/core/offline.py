@@ -52,9 +52,9 @@ class OfflineWork:
         """Prompt tokens of more offline sequences that could be begun beside those that run."""
         return wanted_tokens(self.efficient_tokens, [left_of(s) for s in running])
 
-    def note_yield(self, sequence: Sequence) -> None:
+    def note_yield(self, lost_tokens: int) -> None:
         self.yields_total += 1
-        self.lost_tokens_total += sequence.computed_tokens
+        self.lost_tokens_total += lost_tokens
 
     def fill(
         self,

@@ -1,11 +1,13 @@
 """Collects what one event has for each dispatcher."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from ballast.common.sampling import FinishReason
 from services.worker.core.batch import TokenLogprobs
 from services.worker.core.events import Emit, Ending, SequenceKey
-from services.worker.core.sequence import Sequence
+from services.worker.core.sequence import Sequence as Running
+
+_MANY_MARKS = 64  # of 16,384 tokens: these do not wait for something else to be said
 
 
 class _Letter:
@@ -30,6 +32,7 @@ class _Letter:
 class Outbox:
     def __init__(self) -> None:
         self._letters: dict[int, _Letter] = {}  # stream id -> what goes there
+        self._marks: dict[int, list[int]] = {}  # stream id -> what goes there with the next letter, or when it is much
 
     def _letter(self, stream_id: int) -> _Letter:
         letter = self._letters.get(stream_id)
@@ -37,7 +40,7 @@ class Outbox:
             letter = self._letters[stream_id] = _Letter()
         return letter
 
-    def token(self, sequence: Sequence, token_id: int, text: str, logprobs: TokenLogprobs | None) -> None:
+    def token(self, sequence: Running, token_id: int, text: str, logprobs: TokenLogprobs | None) -> None:
         stream_id, handle = sequence.key
         letter = self._letters.get(stream_id) or self._letter(stream_id)
         letter.handles.append(handle)
@@ -59,7 +62,7 @@ class Outbox:
         letter.token_ids += token_ids
         letter.texts += [""] * len(handles)
 
-    def text(self, sequence: Sequence, text: str) -> None:
+    def text(self, sequence: Running, text: str) -> None:
         """Text without a token: what had been held back."""
         if sequence.wants_text and text:
             letter = self._letter(sequence.key[0])
@@ -81,7 +84,7 @@ class Outbox:
         ending = Ending(key.handle, None, moved_to=to, cached_token_count=cached_token_count)
         self._letter(key.stream_id).endings.append(ending)
 
-    def ended(self, sequence: Sequence, reason: FinishReason, error: str, invalid: bool) -> None:
+    def ended(self, sequence: Running, reason: FinishReason, error: str, invalid: bool) -> None:
         stream_id, handle = sequence.key
         cached, matched_stop = sequence.cached_tokens or 0, sequence.stop.matched_stop
         ending = Ending(handle, reason, matched_stop, error, invalid=invalid, cached_token_count=cached)
@@ -93,6 +96,15 @@ class Outbox:
         self._letter(key.stream_id).endings.append(
             Ending(key.handle, reason, error=why, refused=not invalid, invalid=invalid)
         )
+
+    def marks(self, stream_ids: Iterable[int], marks: Sequence[int]) -> None:
+        for stream_id in stream_ids:
+            self._marks.setdefault(stream_id, []).extend(marks)
+            if len(self._marks[stream_id]) >= _MANY_MARKS:
+                self._letter(stream_id)
+
+    def close(self, stream_id: int) -> None:
+        self._marks.pop(stream_id, None)
 
     def take(self, seen_handle: Callable[[int], int]) -> list[Emit]:
         """Everything collected so far, one Emit for each stream that has news. `seen_handle`: of a stream id."""
@@ -111,6 +123,7 @@ class Outbox:
                 seen_handle(stream_id),
                 letter.preempted,
                 letter.resumed,
+                tuple(self._marks.pop(stream_id, ())) if self._marks else (),
             )
             for stream_id, letter in letters.items()
         ]

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from hashlib import blake2b
 
 from ballast.common.errors import InvariantViolation
+from ballast.common.marks import MARK_TOKENS, Mark, first_mark, mark_after
 from services.worker.core.batch import BlockNumber, NamedBlocks, NumberRuns, SequenceId, TakenBlocks
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.sequence import Sequence
@@ -51,7 +52,11 @@ class PrefixIndex:
         self._numbers: dict[BlockKey, BlockNumber] = {}
         self._keys: dict[BlockNumber, BlockKey] = {}
         self._holders: dict[BlockNumber, int] = {}  # sequences that hold it, at least 1
-        self._retained: OrderedDict[BlockNumber, None] = OrderedDict()  # held by none; the first is given up first
+        self._retained: OrderedDict[BlockNumber, float] = OrderedDict()  # held by none, and since when; the first goes
+        self._marks: dict[BlockNumber, Mark] = {}  # of blocks with which one ends
+        self.new_marks: list[Mark] = []  # computed, or used again, since somebody took them
+        self.at_s = 0.0  # of the event that is handled
+        self.kept_since_s = 0.0  # all that has been used since then is still here
         self._held: dict[SequenceId, list[BlockNumber | None]] = {}  # of its first blocks; None: one without a number
         self._begun: list[Sequence] = []  # have taken blocks, and are in no plan yet
         self._displaced: set[SequenceId] = set()  # their KV is not on the stages that there are now
@@ -65,6 +70,10 @@ class PrefixIndex:
     @property
     def retained_count(self) -> int:
         return len(self._retained)
+
+    @property
+    def marks(self) -> list[Mark]:
+        return list(self._marks.values())
 
     @property
     def must_tell(self) -> bool:
@@ -96,7 +105,7 @@ class PrefixIndex:
         """Numbers of its first blocks, as many as there are. Its last token is always computed: it gives the next."""
         found: list[BlockNumber] = []
         numbers = self._numbers
-        if self._closed or not numbers:
+        if self._closed or not numbers or sequence.scores_prompt:
             return found
         for key in self._chain(sequence, (sequence.token_count - 1) // self._block_tokens):
             number = numbers.get(key)
@@ -131,7 +140,7 @@ class PrefixIndex:
         size, block_count, token_count = self._block_tokens, 0, 0
         keys = set[BlockKey]()
         for sequence, need in waiting:
-            whole = 0 if self._closed else (sequence.token_count - 1) // size
+            whole = 0 if self._closed or sequence.scores_prompt else (sequence.token_count - 1) // size
             keys.update(self._chain(sequence, whole) if whole else ())
             block_count += need - whole
             token_count += sequence.token_count - whole * size
@@ -141,10 +150,30 @@ class PrefixIndex:
             token_count += (len(keys) - len(found)) * size
         return block_count, token_count
 
+    def is_being_computed(self, sequence: Sequence, running: Iterable[Sequence]) -> bool:
+        """Whether at least half of what it would compute is in the prompt of one of those that run, and comes soon: it
+        had better wait for that.
+        """
+        if self._closed or sequence.scores_prompt:
+            return False
+        size, first = self._block_tokens, len(self.match(sequence))
+        keys = self._chain(sequence, (sequence.token_count - 1) // size)[first:]
+        wanted_count = -(-(sequence.token_count - first * size) // (2 * size))
+        if len(keys) < wanted_count:
+            return False
+        for other in running:
+            if other.token_count - other.computed_tokens > 1 and other.sequence_id not in self._displaced:
+                theirs = other.block_keys[first : first + wanted_count]
+                if theirs == keys[:wanted_count] and not other.scores_prompt:
+                    return True
+        return False
+
     # ---------------------------------------------------------------- coming and going
 
     def take(self, sequence: Sequence) -> int:
         """It is let in, with the blocks that it finds. Returns how many of them others hold, which cost nothing."""
+        if not self._closed:
+            self._chain(sequence, (sequence.token_count - 1) // self._block_tokens)  # others may wait for its blocks
         numbers = self.match(sequence)
         hit_tokens = len(numbers) * self._block_tokens
         if sequence.cached_tokens is None:
@@ -160,24 +189,27 @@ class PrefixIndex:
                 shared_count += 1
             else:
                 del self._retained[number]
+        self._tell_marks(sequence, hit_tokens)
         if numbers:
             self._begun.append(sequence)
             sequence.dispatched_tokens = hit_tokens  # counted as computed from now on; it is when a batch says so
         self.shared_count += shared_count
         return shared_count
 
-    def begin(self) -> None:
-        """A batch is being formed: it tells the stages what has been taken since the last one."""
+    def begin(self) -> list[Sequence]:
+        """A batch is being formed: it tells the stages what has been taken since the last one. Returns by whom."""
         for sequence in self._begun:
             held = self._held[sequence.sequence_id]
             sequence.computed_tokens = sequence.dispatched_tokens
-            sequence.on_stages = True
             self._taken.append(TakenBlocks(sequence.sequence_id, runs_of(n for n in held if n is not None)))
-        self._begun.clear()
+        begun, self._begun = self._begun, []
+        return begun
 
     def name(self, sequence: Sequence) -> None:
         """Its whole blocks with KV get numbers, unless others have the same tokens: then they stay its own."""
-        if self._closed or sequence.snapshot is not None or sequence.sequence_id in self._displaced:
+        if self._closed or sequence.scores_prompt:
+            return
+        if sequence.snapshot is not None or sequence.sequence_id in self._displaced:
             return
         end = sequence.computed_tokens // self._block_tokens
         held = self._held.get(sequence.sequence_id)
@@ -198,6 +230,19 @@ class PrefixIndex:
             held.append(number)
             count += 1
         self._note_named(sequence, begin, count)
+        self._tell_marks(sequence, end * self._block_tokens)
+
+    def _tell_marks(self, sequence: Sequence, token_count: int) -> None:
+        """So many of its tokens have numbered blocks."""
+        marks = sequence.marks
+        first = len(marks)
+        for index in range(first, token_count // MARK_TOKENS):
+            before = marks[-1] if marks else first_mark(sequence.cache_salt)
+            marks.append(mark_after(before, sequence.token_ids(index * MARK_TOKENS, MARK_TOKENS)))
+            key = sequence.block_keys[(index + 1) * MARK_TOKENS // self._block_tokens - 1]
+            if (number := self._numbers.get(key)) is not None:
+                self._marks[number] = marks[-1]
+        self.new_marks += marks[first:]
 
     def _note_named(self, sequence: Sequence, first: int, count: int) -> None:
         """So many blocks of its table have got the last numbers."""
@@ -223,7 +268,7 @@ class PrefixIndex:
                 continue
             del self._holders[number]
             if kept and not self._closed:
-                self._retained[number] = None
+                self._retained[number] = self.at_s
             else:
                 self._forget(number)
         self.shared_count -= shared_count
@@ -232,11 +277,12 @@ class PrefixIndex:
     def fit(self, free_block_count: int) -> None:
         """No more blocks are retained than are free."""
         for _ in range(len(self._retained) - max(0, free_block_count)):
-            number, _ = self._retained.popitem(last=False)
+            number, self.kept_since_s = self._retained.popitem(last=False)
             self._forget(number)
 
     def _forget(self, number: BlockNumber) -> None:
         del self._numbers[self._keys.pop(number)]
+        self._marks.pop(number, None)
         self._forgotten.append(number)
 
     def forget_all(self, running: list[Sequence]) -> int:
@@ -247,8 +293,9 @@ class PrefixIndex:
         self._displaced = {s.sequence_id for s in running if s.computed_tokens}
         for sequence in self._begun:
             sequence.dispatched_tokens = sequence.computed_tokens
-        for known in (self._numbers, self._keys, self._holders, self._retained, self._held):
+        for known in (self._numbers, self._keys, self._holders, self._retained, self._held, self._marks):
             known.clear()
+        self.kept_since_s = self.at_s
         for news in (self._begun, self._named, self._taken, self._forgotten):
             news.clear()
         return shared_count

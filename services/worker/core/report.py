@@ -52,9 +52,11 @@ def load_of(
         block_count, token_count = one.wanted_by_waiting
         waiting_block_count += block_count
         waiting_tokens = token_count  # the last group is the one in force
-        if swapped_count := len(one.swap):
-            waiting_count += swapped_count - one.swap.returning_count
-            waiting_block_count += sum(one.need(s) for s in one.swap.away)
+        if len(one.swap):
+            away = one.swap.away
+            waiting_count += len(away) + one.swap.leaving_count
+            waiting_block_count += sum(one.need(s) for s in away)
+            offline_waiting_count += len(one.swap.offline_away)
         running_count += one.running_count - len(offline)
         offline_running_count += len(offline)
         offline_block_count += one.offline_block_count
@@ -94,6 +96,8 @@ def load_of(
         offline_wanted_tokens=0 if draining or parks.parked else scheduler.offline_wanted_tokens,
         offline_tokens_total=totals.offline_tokens,
         offline_yields_total=totals.offline_yields + sum(one.offline_work.yields_total for one in groups),
+        uncomputed_token_count=sum(one.uncomputed_tokens for one in groups) + waiting_tokens,
+        prefixes_kept_s=max(0.0, scheduler.prefixes.at_s - scheduler.prefixes.kept_since_s),
         retained_block_count=scheduler.prefixes.retained_count,
         prefix_queries_total=totals.prefix_queries + sum(one.prefixes.queried_tokens_total for one in groups),
         prefix_hits_total=totals.prefix_hits + sum(one.prefixes.hit_tokens_total for one in groups),

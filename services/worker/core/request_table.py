@@ -132,6 +132,7 @@ class RequestTable:
         for sequence in list(self.streams[stream_id].live.values()):
             self.remove(sequence, at_s, FinishReason.CANCELLED, "its stream has closed")
         del self.streams[stream_id]
+        self.outbox.close(stream_id)
 
     def abandon(self, at_s: float) -> None:
         """The group is lost, and with it all streams: nobody is left to be told."""

@@ -59,6 +59,7 @@ class Sequence:
         "first_token_at_s",
         "in_engine",
         "key",
+        "marks",
         "may_overfill",
         "on_stages",
         "output_token_ids",
@@ -93,6 +94,7 @@ class Sequence:
         self.wants_text = submitted.wants_text
         self.cache_salt = submitted.cache_salt  # sequences that have another one do not share its KV
         self.block_keys: list[bytes] = []  # of its first whole blocks, as far as they were needed: `core.prefixes`
+        self.marks: list[int] = []  # that dispatchers have been told of: `ballast.common.marks`
         # Prompt tokens whose KV was there when it was first let in; None: it has not been yet.
         self.cached_tokens: int | None = 0 if self.output_token_ids else None
         self.stop = stop
@@ -150,6 +152,17 @@ class Sequence:
             return self.prompt_token_ids[first:end]
         output = self.output_token_ids[max(0, first - prompt_count) : end - prompt_count]
         return (*self.prompt_token_ids[first:], *output)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Its prompt's logprobs are wanted and not there yet: one engine computes all of it, from its beginning."""
+        return self.sampling.prompt_logprobs is not None and not self.output_token_ids
+
+    def enter_engine(self) -> None:
+        """It comes to an engine that does not know it."""
+        self.in_engine = False
+        if self.scores_prompt and self.state is SequenceState.RUNNING:
+            self.computed_tokens = self.dispatched_tokens = 0
 
     def as_new(self) -> NewSequence:
         return NewSequence(self.sequence_id, self.prompt_token_ids, tuple(self.output_token_ids), self.sampling)

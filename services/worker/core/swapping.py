@@ -9,16 +9,22 @@ The device's block ids are those of each stage's own book, the host's are the le
 there may be as many as the smallest stage has. Batches carry copies. As every stage takes batches in their order and
 waits for the copies of each, what one batch has copied is there for the next one, even if it has not landed.
 
+An offline sequence is copied while it runs: its full blocks, which nothing writes any more (its mirror, an incremental
+checkpoint). When it yields it is away at once, and what was not copied is computed anew when it is back. Its mirror
+stays good then. Mirrors take what is left of the host: online sequences come first.
+
 What is in here when the group changes loses what was copied.
 """
 
-from dataclasses import dataclass
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from ballast.common.errors import InvariantViolation
 from services.worker.core.batch import Batch, SequenceId, SwapCopy
 from services.worker.core.blocks import BlockBook, blocks_for
 from services.worker.core.events import BlockCopy
+from services.worker.core.line import OFFLINE_RANK, order
 from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.policy.swapping import CopyPace, copy_budget
 
@@ -58,12 +64,15 @@ NOTHING = SwapOrders()
 class SwapSpace:
     """The space on the host, in counts, as in the scheduler. `block_count` 0: there is none, no sequence swaps."""
 
-    def __init__(self, block_count: int, block_tokens: int, fixed_blocks: int) -> None:
+    def __init__(self, block_count: int, block_tokens: int, fixed_blocks: int, *, online: bool = True) -> None:
+        """`online`: online sequences that give way swap, too; else it is for offline ones alone."""
         self._limit = block_count
+        self._online = online
         self._block_tokens = block_tokens
         self._fixed_blocks = fixed_blocks
         self._host = BlockBook(block_count, block_tokens)
         self._entries: dict[SequenceId, _Entry] = {}
+        self._mirrors: dict[SequenceId, int] = {}  # of offline sequences that run: full blocks on the host
         self._pace = CopyPace()
         self.swapped_total = 0
 
@@ -72,7 +81,8 @@ class SwapSpace:
 
     @property
     def enabled(self) -> bool:
-        return self._limit > 0
+        """Whether online sequences swap."""
+        return self._online and self._limit > 0
 
     def limit(self, block_count: int) -> bool:
         """There may be so many blocks in use from now on. False: there are more, and those in here lose their KV."""
@@ -102,8 +112,13 @@ class SwapSpace:
         return sum(s.reserved_block_count for s in self._in(Phase.LEAVING))
 
     @property
-    def returning_count(self) -> int:
-        return len(self._in(Phase.RETURNING))
+    def leaving_count(self) -> int:
+        """Online sequences: offline ones are away at once."""
+        return len(self._in(Phase.LEAVING))
+
+    @property
+    def returning(self) -> list[Sequence]:
+        return self._in(Phase.RETURNING)
 
     @property
     def holders(self) -> list[Sequence]:
@@ -112,7 +127,12 @@ class SwapSpace:
 
     @property
     def away(self) -> list[Sequence]:
-        return self._in(Phase.AWAY)
+        """Online ones."""
+        return [s for s in self._in(Phase.AWAY) if s.rank != OFFLINE_RANK]
+
+    @property
+    def offline_away(self) -> list[Sequence]:
+        return [s for s in self._in(Phase.AWAY) if s.rank == OFFLINE_RANK]
 
     def _in(self, phase: Phase) -> list[Sequence]:
         return [entry.sequence for entry in self._entries.values() if entry.phase is phase]
@@ -120,14 +140,34 @@ class SwapSpace:
     # ---------------------------------------------------------------- there and back
 
     def takes(self, sequence: Sequence) -> bool:
-        """Whether it runs, has KV and the host has room for it."""
-        block_count = blocks_for(sequence.computed_tokens, self._block_tokens)
-        return sequence.snapshot is None and 0 < block_count <= self._limit - self._host.used_count
+        """Whether it is one that swaps, has KV and the host has room for it, beside other online ones."""
+        if not self._online or sequence.snapshot is not None:
+            return False
+        room = self._limit - self._host.used_count + sum(self._mirrors.values())
+        room += sum(self._entries[s.sequence_id].block_count for s in self.offline_away)
+        return 0 < blocks_for(sequence.computed_tokens, self._block_tokens) <= room
 
-    def leave(self, sequence: Sequence) -> None:
+    def leave(self, sequence: Sequence) -> list[Sequence]:
+        """Returns offline sequences that have lost their KV to it: they are in here no more."""
+        lost = self._free(blocks_for(sequence.computed_tokens, self._block_tokens))
         table = self._host.hold(sequence.sequence_id, sequence.computed_tokens)
         self._entries[sequence.sequence_id] = _Entry(sequence, len(table))
         self.swapped_total += 1
+        return lost
+
+    def _free(self, block_count: int) -> list[Sequence]:
+        """Room for an online sequence: mirrors go first, then offline ones that are away, the newest before others."""
+        for sequence_id, mirrored in list(self._mirrors.items()):
+            if (missing := block_count - self._limit + self._host.used_count) <= 0:
+                break
+            self._trim(sequence_id, max(0, mirrored - missing))
+        lost: list[Sequence] = []
+        for sequence in sorted(self.offline_away, key=order, reverse=True):
+            if block_count <= self._limit - self._host.used_count:
+                break
+            self.forget(sequence)
+            lost.append(sequence)
+        return lost
 
     def come_back(self, sequence: Sequence) -> None:
         entry = self._entries[sequence.sequence_id]
@@ -140,6 +180,11 @@ class SwapSpace:
         del self._entries[sequence.sequence_id]
         self._host.release(sequence.sequence_id)
 
+    def stay_away(self, sequence: Sequence) -> None:
+        """It was coming back. What the host has of it is complete."""
+        entry = self._entries[sequence.sequence_id]
+        entry.phase, entry.copied_count = Phase.AWAY, 0
+
     def settle(self) -> tuple[list[Sequence], list[Sequence]]:
         """Before a step: which are away now, and which are back. All copies that were ordered are made before it."""
         complete = [entry for entry in self._entries.values() if entry.copied_count == entry.block_count]
@@ -148,21 +193,27 @@ class SwapSpace:
         for entry in left:
             entry.phase, entry.copied_count = Phase.AWAY, 0
         for sequence in back:
-            self.forget(sequence)
+            if sequence.rank == OFFLINE_RANK:  # what is on the host is good for the next time
+                entry = self._entries.pop(sequence.sequence_id)
+                self._mirrors[sequence.sequence_id] = entry.block_count
+            else:
+                self.forget(sequence)
         return [entry.sequence for entry in left], back
 
     def order(self, left: tuple[Sequence, ...], *, busy: bool) -> SwapOrders:
         """Copies for the step that is formed: those that leave first, since others wait for their blocks. A step that
-        computes nothing has nothing to hide them behind, and copies all there is. `left` since the last one.
+        computes nothing online has nothing to hide online ones' behind, and copies all there is; what comes back of
+        offline ones stays within what hides, as whatever comes online waits for the step. `left` since the last one.
         """
-        budget = self.budget_blocks if busy else sum(entry.block_count for entry in self._entries.values())
+        budget = self.budget_blocks
         copies: list[SwapCopy] = []
         back: list[Sequence] = []
         for phase in (Phase.LEAVING, Phase.RETURNING):
             for sequence_id, entry in self._entries.items():
-                first = entry.copied_count
-                count = min(budget, entry.block_count - first)
-                if entry.phase is not phase or not count:
+                first, limited = entry.copied_count, busy or entry.sequence.rank == OFFLINE_RANK
+                count = entry.block_count - first
+                count = min(budget, count) if limited else count
+                if entry.phase is not phase or count <= 0:
                     continue
                 host_blocks = self._host.table(sequence_id)[first : first + count]
                 tokens = entry.sequence.computed_tokens
@@ -173,19 +224,95 @@ class SwapSpace:
                 budget -= count
         return SwapOrders(left, tuple(back), tuple(copies))
 
+    # ---------------------------------------------------------------- mirrors
+
+    @property
+    def mirrored_block_count(self) -> int:
+        return sum(self._mirrors.values())
+
+    def mirror(self, orders: SwapOrders, sequences: Iterable[Sequence]) -> SwapOrders:
+        """Copies of full blocks are added to those of a step that computes, first of who yields first. They take half
+        of what hides behind it, so that what online sequences wait for is never put off.
+
+        Args:
+            orders: Of the step so far.
+            sequences: Offline ones that run, in the order in which they yield.
+        """
+        budget, copies = max(1, self.budget_blocks // 2) - orders.block_count, list(orders.copies)
+        chosen = list(sequences)
+        for place, sequence in enumerate(chosen):
+            mirrored = self._mirrors.get(sequence.sequence_id, 0)
+            count = min(budget, sequence.computed_tokens // self._block_tokens - mirrored)
+            if count <= 0:
+                continue
+            count = min(count, self._room(count, chosen[place + 1 :]))
+            if count <= 0:
+                break
+            table = self._host.hold(sequence.sequence_id, (mirrored + count) * self._block_tokens)
+            host_blocks = table[mirrored : mirrored + count]
+            copies.append(SwapCopy(sequence.sequence_id, True, mirrored, sequence.computed_tokens, host_blocks))
+            self._mirrors[sequence.sequence_id] = mirrored + count
+            budget -= count
+        return replace(orders, copies=tuple(copies)) if len(copies) > len(orders.copies) else orders
+
+    def _room(self, block_count: int, later: list[Sequence]) -> int:
+        """Blocks of the host for a mirror, so many at most. Those of who yields `later` make room for it."""
+        for sequence in reversed(later):
+            missing = block_count - self._limit + self._host.used_count
+            if missing <= 0:
+                break
+            if mirrored := self._mirrors.get(sequence.sequence_id, 0):
+                self._trim(sequence.sequence_id, max(0, mirrored - missing))
+        return min(block_count, self._limit - self._host.used_count)
+
+    def _trim(self, sequence_id: SequenceId, block_count: int) -> None:
+        """A mirror keeps so many blocks."""
+        self._host.trim(sequence_id, block_count * self._block_tokens)
+        if block_count:
+            self._mirrors[sequence_id] = block_count
+        else:
+            del self._mirrors[sequence_id]
+
+    def leave_by_mirror(self, sequence: Sequence) -> int:
+        """It yields and is away at once. Returns how many of its tokens have KV on the host; 0: it is not in here."""
+        mirrored = self._mirrors.pop(sequence.sequence_id, 0)
+        if mirrored:
+            entry = self._entries[sequence.sequence_id] = _Entry(sequence, mirrored)
+            entry.phase = Phase.AWAY
+        return mirrored * self._block_tokens
+
+    def drop_mirror(self, sequence: Sequence) -> None:
+        """If it has one."""
+        if self._mirrors.pop(sequence.sequence_id, 0):
+            self._host.release(sequence.sequence_id)
+
+    def drop_mirrors(self, who: Container[SequenceId] | None) -> None:
+        """Of all, or of those named."""
+        for sequence_id in [i for i in self._mirrors if who is None or i in who]:
+            self._trim(sequence_id, 0)
+
     def measured(self, step_s: float, block_count: int, copy_s: float) -> None:
         """A step that copied so many blocks."""
         self._pace = self._pace.after(step_s, block_count, copy_s)
 
     # ---------------------------------------------------------------- inspector
 
-    def check(self) -> None:
+    def check(self, offline: Iterable[Sequence]) -> None:
         """Raise InvariantViolation unless host blocks belong to exactly those in here, and each holds what it should
-        (I3 for host memory).
+        (I3 for host memory); mirrors to the `offline` sequences that run.
         """
         self._host.check()
-        if set(self._host.sequence_ids) != set(self._entries):
-            raise InvariantViolation(f"host blocks of {self._host.sequence_ids}, swapped are {list(self._entries)}")
+        if sorted(self._host.sequence_ids) != sorted([*self._entries, *self._mirrors]):
+            swapped = [*self._entries, *self._mirrors]
+            raise InvariantViolation(f"host blocks of {self._host.sequence_ids}, swapped or mirrored are {swapped}")
+        mirrored = {s.sequence_id: s for s in offline if s.sequence_id in self._mirrors}
+        for sequence_id, block_count in self._mirrors.items():
+            if sequence_id not in mirrored:
+                raise InvariantViolation(f"sequence {sequence_id} has a mirror and does not run offline")
+            full = mirrored[sequence_id].computed_tokens // self._block_tokens
+            if not 0 < block_count == len(self._host.table(sequence_id)) <= full:
+                story = mirrored[sequence_id].story()
+                raise InvariantViolation(f"{mirrored[sequence_id].name} miscounts its mirror, {block_count}", story)
         for sequence_id, entry in self._entries.items():
             sequence = entry.sequence
             if sequence.state is not SequenceState.SWAPPED:

@@ -20,6 +20,7 @@ from ballast.common.load import LoadReport, MemoryReport
 from ballast.common.sampling import FinishReason
 from services.worker.core.batch import SequenceId, TokenLogprobs
 from services.worker.core.blocks import BlockBook
+from services.worker.core.counts import SchedulingPolicies
 from services.worker.core.events import (
     Aborted,
     Adopted,
@@ -37,6 +38,7 @@ from services.worker.core.events import (
     HandOver,
     LeavingStopped,
     MovedOver,
+    OfflinePaused,
     OfLeaving,
     Removed,
     RoleChanged,
@@ -58,7 +60,6 @@ from services.worker.core.line import OFFLINE_RANK
 from services.worker.core.plain import PlainSteps, foresee, take
 from services.worker.core.report import IN_SERVICE, Parks, ReportTotals, load_of
 from services.worker.core.request_table import RequestTable, Stream
-from services.worker.core.scheduler import SchedulingPolicies
 from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.policy.harvest import Harvest
 from services.worker.policy.microbatching import Microbatching, by_token_count
@@ -126,6 +127,8 @@ class WorkerCore:
         group_scheduler = self.group_scheduler
         if isinstance(event, OfLeaving):
             event, group_scheduler = event.event, self._leaving()
+        for each in self._group_schedulers:
+            each.scheduler.prefixes.at_s = event.at_s
         execute: Execute | Removed | None = None
         handed_over: HandedOver | None = None
         lost = isinstance(event, GroupLost)
@@ -142,6 +145,7 @@ class WorkerCore:
                 self._expire(event.at_s)
             case StreamOpened():
                 self._request_table.streams.setdefault(event.stream_id, Stream())
+                self._outbox.marks((event.stream_id,), self.group_scheduler.scheduler.prefixes.marks)
             case StreamClosed():
                 self._close(event)
             case StepFailed():
@@ -164,13 +168,15 @@ class WorkerCore:
             case MovedOver():
                 self._handovers.move_over(self._leaving(), group_scheduler, event)
             case BatchesLost():
-                self._leaving().lose_batches()
+                self._leaving().lose_batches(event.at_s)
             case GroupClosed():
                 self._close_leaving()
             case _:
                 group_scheduler.handle(event)
         if self._request_table.turned:
             self._request_table.tell_turned()
+        if self.group_scheduler.scheduler.prefixes.new_marks:
+            self._outbox.marks(self._request_table.streams, self.group_scheduler.take_marks())
         commands: list[Command] = [*self._outbox.take(self._seen_handle)]
         tells = isinstance(event, _TELLS_REMOVED)
         for each in self._group_schedulers:
@@ -222,6 +228,7 @@ class WorkerCore:
         if len(self._group_schedulers) > 1:
             raise InvariantViolation("a group_scheduler is opened while another one is leaving")
         before.dissolve(event.at_s)
+        group_scheduler.scheduler.prefixes.kept_since_s = event.at_s
         self._handovers.forget_kv(before, event.at_s)
         self._group_schedulers.append(group_scheduler)
         if not before.leads:
@@ -231,11 +238,8 @@ class WorkerCore:
         """The counts of a group that is no more go on."""
         if (group_scheduler := self.leaving) is None:
             return
-        if (
-            group_scheduler.sequences
-            or group_scheduler.batches_in_flight
-            or group_scheduler.batches_in_flight.must_tell
-        ):
+        in_flight = group_scheduler.batches_in_flight
+        if group_scheduler.sequences or in_flight or in_flight.must_tell:
             raise InvariantViolation(
                 f"a group_scheduler is closed with {len(group_scheduler.sequences)} sequences in it"
             )
@@ -599,5 +603,5 @@ class WorkerCore:
 
 
 # Events after which the stages must know what was removed, though no batch may follow for a while.
-_TELLS_REMOVED = (CapacityChanged, GroupOpened, HandOver, MovedOver, RoleChanged, RoomWanted)
+_TELLS_REMOVED = (CapacityChanged, GroupOpened, HandOver, MovedOver, OfflinePaused, RoleChanged, RoomWanted)
 _DRAINS = "this worker is draining"

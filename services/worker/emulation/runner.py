@@ -37,13 +37,15 @@ class Activation:
 class _Known:
     """A sequence here: a hash of its first `position` tokens."""
 
-    __slots__ = ("hash", "is_wrong", "logprobs", "position", "start")
+    __slots__ = ("hash", "is_wrong", "logprobs", "position", "scored", "start")
 
     def __init__(self, new: NewSequence) -> None:
         self.start = array("q", (*new.prompt_token_ids, *new.output_token_ids))
         self.position = self.hash = 0
         self.is_wrong = False
         self.logprobs = new.sampling.logprobs is not None
+        scores = new.sampling.prompt_logprobs is not None and not new.output_token_ids
+        self.scored = new.prompt_token_ids if scores else ()
 
 
 class Marks:
@@ -217,7 +219,9 @@ class EmulatedRunner:
             known = self._marks.known[part.sequence_id]
             token = next_token(known.hash, known.position, self._vocab_size)
             tokens.append(wrong_token(token, self._vocab_size) if is_wrong else token)
-            logprobs.append(TokenLogprobs(tokens[-1], 0.0, ()) if known.logprobs else None)
+            prompt = tuple(TokenLogprobs(token_id, 0.0, ()) for token_id in known.scored)
+            logprobs.append(TokenLogprobs(tokens[-1], 0.0, (), prompt) if known.logprobs else None)
+            known.scored = ()
         return StepResult(batch.step_id, tuple(tokens), tuple(logprobs), seconds)
 
 

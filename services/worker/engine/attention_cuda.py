@@ -6,7 +6,7 @@ Importable without triton and without a device; constructing `CudaAttention` say
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,8 @@ _TILE_FIELDS = 8
 _MIN_DOT = 16  # the least that a matrix product on tensor cores takes
 _LEAST_PART = 512  # tokens of a decode's context that one program reads
 _MOST_PARTS = 32  # of one decode: with 8 KV heads 256 programs, two for each multiprocessor of an H100
+# Of a recorded step. Programs without a tile cost little, but not nothing; those that have several do them in turn.
+_MOST_TILES, _LEAST_PROGRAMS, _PROGRAMS_PER_ROW = 8192, 64, 2
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -69,63 +71,67 @@ class CudaAttention:
 
     def prepare(self, step: PackedStep) -> "CudaAttentionStep":
         decode_tiles, joins, part_count = _decode_tiles(step.decode_contexts_S)
-        tiles, joins, tables, k_rows_T = upload(
+        tables = _tables(step)
+        tiles, joins, shape, tables, k_rows_T = upload(
             [
                 np.concatenate([decode_tiles, *self._chunk_tiles(step)]).astype(np.int32),
                 joins.astype(np.int32),
-                _tables(step),
+                np.array([len(decode_tiles), tables.shape[1], 0, 0], np.int32),
+                tables,
                 key_rows(step),
             ],
             self._device,
         )
         launches = (
-            (tiles[: len(decode_tiles)], self.constants(step.block_tokens, chunks=False)),
-            (tiles[len(decode_tiles) :], self.constants(step.block_tokens, chunks=True)),
+            (tiles[: len(decode_tiles)], len(decode_tiles), self.constants(step.block_tokens, chunks=False)),
+            (
+                tiles[len(decode_tiles) :],
+                len(tiles) - len(decode_tiles),
+                self.constants(step.block_tokens, chunks=True),
+            ),
         )
-        head_count = self._groups * self._kv_head_count
-        return CudaAttentionStep(
-            kernel=self._kernel,
-            join=self._join,
-            launches=tuple((tiles, constants) for tiles, constants in launches if len(tiles)),
+        return self.step(
+            launches=tuple(launch for launch in launches if launch[1]),
             joins=joins,
+            shape=shape,
             tables=tables,
-            parts=torch.empty(part_count, head_count, self._head_dim, device=self._device),
-            weights=torch.empty(part_count, head_count, device=self._device),
+            parts=self.parts(part_count),
             k_rows_T=k_rows_T,
         )
 
-    def blank(self, rows: int, tile_count: int, longest: int, block_tokens: int) -> "CudaAttentionStep":
-        """A step of so many decodes that stays where it is and does nothing until it is filled."""
-        device, head_count = self._device, self._groups * self._kv_head_count
-        tiles = torch.zeros(tile_count, _TILE_FIELDS, dtype=torch.int32, device=device)
+    def step(
+        self,
+        *,
+        launches: "tuple[Launch, ...]",
+        joins: torch.Tensor,
+        shape: torch.Tensor,
+        tables: torch.Tensor,
+        parts: tuple[torch.Tensor, torch.Tensor],
+        k_rows_T: torch.Tensor,
+    ) -> "CudaAttentionStep":
         return CudaAttentionStep(
             kernel=self._kernel,
             join=self._join,
-            launches=((tiles, self.constants(block_tokens, chunks=False)),),
-            joins=torch.zeros(rows, 4, dtype=torch.int32, device=device),
-            tables=torch.zeros(rows, -(-longest // block_tokens), dtype=torch.int32, device=device),
-            parts=torch.empty(tile_count, head_count, self._head_dim, device=device),
-            weights=torch.empty(tile_count, head_count, device=device),
-            k_rows_T=torch.full((rows,), -1, device=device),
+            launches=launches,
+            joins=joins,
+            shape=shape,
+            tables=tables,
+            parts=parts[0],
+            weights=parts[1],
+            k_rows_T=k_rows_T,
         )
 
-    def fill(self, blank: "CudaAttentionStep", step: PackedStep) -> bool:
-        """Make of a blank step, or of its first rows, this one of decodes alone. False: it has not enough tiles."""
-        decode_tiles, joins, _ = _decode_tiles(step.decode_contexts_S)
-        [(tiles, _)] = blank.launches
-        if len(decode_tiles) > len(tiles):
-            return False
-        padded = [
-            _padded(decode_tiles.astype(np.int32), len(tiles), 0),
-            _padded(joins.astype(np.int32), len(blank.joins), 0),
-            _padded(key_rows(step), len(blank.k_rows_T), -1),
-        ]
-        # A table may have blocks for what comes after the longest context: none of them is read.
-        tables, *given = upload([_tables(step)[:, : blank.tables.shape[1]].copy(), *padded], self._device)
-        blank.tables[: len(tables), : tables.shape[1]].copy_(tables)
-        for target, source in zip((tiles, blank.joins, blank.k_rows_T), given, strict=True):
-            target.copy_(source)
-        return True
+    def parts(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for what so many parts of contexts give, and for their weights."""
+        head_count = self._groups * self._kv_head_count
+        return (
+            torch.empty(count, head_count, self._head_dim, device=self._device),
+            torch.empty(count, head_count, device=self._device),
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
 
     def constants(self, block_tokens: int, *, chunks: bool) -> Mapping[str, Any]:
         """What the kernel is compiled for: chunks or decodes. There are these two variants and no other, as nothing
@@ -183,29 +189,33 @@ class GpuAttentionStep(ABC):
         self.attend(kv_B2TKH, q_TNH, out_TNH)
 
 
+Launch = tuple[torch.Tensor, int, Mapping[str, Any]]  # tiles, programs, and what the kernel is compiled for
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaAttentionStep(GpuAttentionStep):
     kernel: Any
     join: Any
-    launches: tuple[tuple[torch.Tensor, Mapping[str, Any]], ...]  # tiles, and what the kernel is compiled for
+    launches: tuple[Launch, ...]
     joins: torch.Tensor  # no rows: no context is split
+    shape: torch.Tensor
     parts: torch.Tensor
     weights: torch.Tensor
     tables: torch.Tensor
 
     def attend(self, kv_B2TKH: torch.Tensor, q_TNH: torch.Tensor, out_TNH: torch.Tensor) -> None:
         kv_head_count, head_dim = kv_B2TKH.shape[3:]
-        for tiles, constants in self.launches:
-            self.kernel[(len(tiles), kv_head_count)](
+        for tiles, program_count, constants in self.launches:
+            self.kernel[(program_count, kv_head_count)](
                 out_TNH,
                 q_TNH,
                 kv_B2TKH,
+                self.shape,
                 self.tables,
                 tiles,
                 self.parts,
                 self.weights,
                 q_TNH.stride(0),
-                self.tables.shape[1],
                 head_dim**-0.5,
                 **constants,
             )
@@ -215,15 +225,69 @@ class CudaAttentionStep(GpuAttentionStep):
                 out_TNH, self.parts, self.weights, self.joins, **join_constants(head_count, head_dim)
             )
 
-    def first(self, rows: int, tile_count: int) -> "CudaAttentionStep":
-        """The same memory, as a step of fewer decodes."""
-        [(tiles, constants)] = self.launches
-        return replace(
-            self,
-            launches=((tiles[:tile_count], constants),),
-            joins=self.joins[:rows],
-            tables=self.tables[:rows],
-            k_rows_T=self.k_rows_T[:rows],
+
+class StagedDecodes:
+    """A step of decodes alone in memory that stays where it is, so that a recording can read it. One copy fills it:
+    the head has a fixed size, and behind it lie as many tiles and blocks as the step has.
+    """
+
+    def __init__(self, attention: CudaAttention, rows: int, longest: int, block_tokens: int) -> None:
+        """For so many rows at most, of contexts up to the longest."""
+        self._rows = rows
+        self._attention = attention
+        self._tile_count = min(rows * _MOST_PARTS, max(rows, _MOST_TILES))
+        self._parts = attention.parts(self._tile_count)
+        self._constants = attention.constants(block_tokens, chunks=False)
+        self._block_tokens = block_tokens
+        self._ends = np.cumsum([4, *(-(-2 * rows // 4) * 4,) * 3, 4 * rows]).tolist()
+        size = self._ends[-1] + self._tile_count * _TILE_FIELDS + rows * -(-longest // block_tokens)
+        self._there = torch.zeros(size, dtype=torch.int32, device=attention.device)
+        shape, tokens, positions, k_rows, joins = self._sections(self._there)
+        self._shape, self._joins = shape, joins.view(rows, 4)
+        self._k_rows_T = k_rows.view(torch.int64)
+        self._k_rows_T.fill_(-1)  # until it is filled it does nothing
+        self.token_ids_T, self.positions_T = tokens.view(torch.int64), positions.view(torch.int64)
+
+    def _sections(self, head: torch.Tensor) -> list[torch.Tensor]:
+        return [head[start:end] for start, end in zip([0, *self._ends], self._ends, strict=False)]
+
+    def fill(self, step: PackedStep) -> bool:
+        """With decodes alone. False: they have too many parts."""
+        rows, (tiles, joins, _) = step.row_count, _decode_tiles(step.decode_contexts_S)
+        if len(tiles) > self._tile_count:
+            return False
+        # A table may have blocks for what comes after the longest context: none of them is read.
+        tables = step.decode_blocks_SW[:, : -(-int(step.decode_contexts_S[-1]) // self._block_tokens)]
+        at = self._ends[-1]
+        numbers = np.empty(at + tiles.size + tables.size, np.int32)
+        numbers[:at] = 0
+        shape, tokens, positions, k_rows, padded_joins = (
+            numbers[start:end] for start, end in zip([0, *self._ends], self._ends, strict=False)
+        )
+        shape[:3] = len(tiles), tables.shape[1], tiles.size
+        tokens.view(np.int64)[:rows] = step.token_ids_T
+        positions.view(np.int64)[:rows] = step.positions_T
+        k_rows.view(np.int64)[rows:] = -1
+        k_rows.view(np.int64)[:rows] = key_rows(step)
+        padded_joins[: joins.size] = joins.reshape(-1)
+        numbers[at : at + tiles.size] = tiles.reshape(-1)
+        numbers[at + tiles.size :] = tables.reshape(-1)
+        staged = torch.from_numpy(numbers)
+        if self._there.is_cuda:
+            staged = staged.pin_memory()  # which torch keeps until it has been copied
+        self._there[: len(numbers)].copy_(staged, non_blocking=True)
+        return True
+
+    def first(self, rows: int) -> CudaAttentionStep:
+        """What reads the first rows of it, with programs for as many tiles as two for each."""
+        behind = self._there[self._ends[-1] :]
+        return self._attention.step(
+            launches=((behind, max(_LEAST_PROGRAMS, rows * _PROGRAMS_PER_ROW), self._constants),),
+            joins=self._joins[:rows],
+            shape=self._shape,
+            tables=behind,
+            parts=self._parts,
+            k_rows_T=self._k_rows_T[:rows],
         )
 
 
@@ -254,12 +318,6 @@ def _decode_tiles(contexts_S: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
     firsts = np.cumsum(counts[split]) - counts[split]
     joins = np.stack([split, firsts, counts[split], np.zeros_like(split)], 1)
     return _tile_rows(rows, rows, 1, contexts - 1, starts, ends, parts), joins, int(counts[split].sum())
-
-
-def _padded(rows: np.ndarray, count: int, value: int) -> np.ndarray:
-    padded = np.full((count, *rows.shape[1:]), value, rows.dtype)
-    padded[: len(rows)] = rows
-    return padded
 
 
 def key_rows(step: PackedStep) -> np.ndarray:

@@ -22,11 +22,11 @@ from services.worker.engine.pinned_readers import PinnedReaders
 from services.worker.memory.parameters import ParameterStore
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
+FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
 _BAND_ELEMENTS = 4 << 20
 _SAMPLES, _SAMPLE_BYTES = 32, 4096  # of a file, for its revision
 _SAYS_NOTHING = ("transformers_version", "torch_dtype", "dtype")  # about what the tokens are, or said elsewhere
-_IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 
 
 class Checkpoint:
@@ -36,7 +36,7 @@ class Checkpoint:
         """`kernels` are needed to fill parameters that are packed for them."""
         self._kernels = kernels
         self._files: dict[Path, Any] = {}  # safetensors has no types for its handle
-        self._places = _places(model_dir)  # tensor -> file
+        self._places = tensor_places(model_dir)  # tensor -> file
         self._model_dir = model_dir
         self._readers: PinnedReaders | None = None  # of a GPU, once one is filled
 
@@ -83,7 +83,7 @@ class Checkpoint:
         if config.tied_embeddings:
             expected.add("lm_head.weight")  # some exports write the shared matrix twice
         for name in sorted(self._places):
-            if name not in expected and not name.endswith(_IGNORED_SUFFIXES):
+            if name not in expected and not name.endswith(IGNORED_SUFFIXES):
                 raise ConfigError(
                     f"{self._places[name]}: {name}", f"is not a tensor of {config.architecture} as config.json has it"
                 )
@@ -104,8 +104,8 @@ class Checkpoint:
             wanted = (mine[0] * rows.count, *(width * columns.count for width in mine[1:]))
             if shape != wanted:
                 raise ConfigError(where, f"has shape {list(shape)}, config.json asks for {list(wanted)}")
-            if dtype not in _FLOAT_DTYPES:
-                supported = ", ".join(_FLOAT_DTYPES)
+            if dtype not in FLOAT_DTYPES:
+                supported = ", ".join(FLOAT_DTYPES)
                 raise ConfigError(where, f"has dtype {dtype}, supported are {supported}")
             band = max(1, _BAND_ELEMENTS // math.prod(mine[1:]))
             begin = rows.index * mine[0]
@@ -137,16 +137,25 @@ def load_parameters(
     are read behind what fills the layers, as the thread that reads them calls `compute_here`, too.
     Errors as in `Checkpoint.fill`.
     """
-    with (
-        Checkpoint(model_dir, kernels) as checkpoint,
-        ThreadPoolExecutor(1, thread_name_prefix="checksums", initializer=compute_here) as thread,
-    ):
+    with Checkpoint(model_dir, kernels) as checkpoint:
         checkpoint.require_only(config)
         for part, parameters in end_parameters(config, layout).items():
             checkpoint.fill(parameters, store.part(part))
+        fill_layers(
+            store,
+            lambda layer: checkpoint.fill(layer_parameters(config, layer, layout), store.layer(layer)),
+            compute_here,
+        )
+
+
+def fill_layers(
+    store: ParameterStore, fill: Callable[[int], None], compute_here: Callable[[], None] | None = None
+) -> None:
+    """Fill all layers, one after the other; the checksum of each is taken while the next one is read."""
+    with ThreadPoolExecutor(1, thread_name_prefix="checksums", initializer=compute_here) as thread:
         checksums: list[Future[bytes]] = []
-        for layer in range(config.layer_count):
-            checkpoint.fill(layer_parameters(config, layer, layout), store.layer(layer))
+        for layer in range(store.layer_count):
+            fill(layer)
             checksums.append(thread.submit(store.layer_checksum, layer))
         store.loaded_checksums.update((layer, checksum.result()) for layer, checksum in enumerate(checksums))
 
@@ -161,7 +170,7 @@ def revision_of(model_dir: Path) -> str:
     """
     said = {k: v for k, v in read_json(model_dir / "config.json").items() if k[:1] != "_" and k not in _SAYS_NOTHING}
     digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
-    for path in sorted(set(_places(model_dir).values())):
+    for path in sorted(set(tensor_places(model_dir).values())):
         try:
             size = path.stat().st_size
             digest.update(f"{path.name} {size}".encode())
@@ -179,7 +188,8 @@ def _all_parameters(config: ModelConfig) -> list[Parameter]:
     return [parameter for part in parts for parameter in part]
 
 
-def _places(model_dir: Path) -> dict[str, Path]:
+def tensor_places(model_dir: Path) -> dict[str, Path]:
+    """Tensor -> the file that holds it. Raises ConfigError if files or tensors are missing."""
     single, index = model_dir / _SINGLE, model_dir / _INDEX
     if index.exists():
         return _places_by_index(model_dir, index)

@@ -1,7 +1,9 @@
 """Builds an engine from a checkpoint folder."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -13,25 +15,15 @@ from ballast.common.load import MemoryReport
 from ballast.common.model import ModelInfo
 from ballast.service.grammar import Grammars
 from services.worker.core.batch import Batch, StepResult
-from services.worker.engine.attention import AttentionBackend, CpuAttention
+from services.worker.engine.attention import AttentionBackend
 from services.worker.engine.attention_cuda import CudaAttention
-from services.worker.engine.attention_flashinfer import FlashInferAttention
-from services.worker.engine.checkpoint import Checkpoint, load_parameters, revision_of
+from services.worker.engine.checkpoint import revision_of
+from services.worker.engine.choice import choose_model
 from services.worker.engine.decode_graphs import DecodeGraphs, recorder
+from services.worker.engine.implementation import Implementation, StageModel
 from services.worker.engine.kernels import bound_kernel_caches
-from services.worker.engine.model import Model
-from services.worker.engine.model_config import ModelConfig, read_model_config
-from services.worker.engine.native.library import Kernels, choose_kernels
-from services.worker.engine.packed_attention import PagedAttention
-from services.worker.engine.packed_model import PackedModel
-from services.worker.engine.parameters import (
-    Layout,
-    end_parameters,
-    layer_parameters,
-    layout_for,
-    parameter_count,
-    part_specs,
-)
+from services.worker.engine.model_config import ModelFacts
+from services.worker.engine.native.library import Kernels
 from services.worker.engine.peers import Peers
 from services.worker.engine.rehearsal import CudaMeter, Largest, Meter, blocks_needed, fitting_budget, rehearse
 from services.worker.engine.runner import ModelRunner
@@ -43,17 +35,8 @@ from services.worker.memory.device import DeviceMemory
 from services.worker.memory.gpus import gpu_index
 from services.worker.memory.host import HostBackend
 from services.worker.memory.host_copy import HostCopy
-from services.worker.memory.kv_cache import KvShape
-from services.worker.memory.parameters import PartSpec, lay_out
 from services.worker.memory.streams import own_stream
 
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-ATTENTION_BACKENDS = ("auto", "triton", "flashinfer")
 DEFAULT_BLOCK_TOKENS = 16
 
 
@@ -62,10 +45,10 @@ class Engine:
     """A loaded model, its memory and the runner that steps it. Close it when done."""
 
     info: ModelInfo
-    model_dir: Path
-    config: ModelConfig
+    implementation: Implementation
+    config: ModelFacts
     memory: DeviceMemory
-    model: Model | PackedModel
+    model: StageModel
     kernels: Kernels | None  # None: torch's
     threads: int  # that compute one step
     attention: AttentionBackend
@@ -93,11 +76,7 @@ class Engine:
         """
         if self.host_copy.fill(self.memory.parameters, layer):
             return
-        layout = layout_for(self.memory.pool.backend.device, self.kernels)
-        with Checkpoint(self.model_dir, self.kernels) as checkpoint:
-            for rank, store in enumerate(self.memory.parameters.of_ranks):
-                config = self.config if rank == self.config.rank else replace(self.config, rank=rank)
-                checkpoint.fill(layer_parameters(config, layer, layout), store.layer(layer))
+        self.implementation.read_layer(self.memory.parameters, layer)
 
     def keep_layer(self, layer: int) -> None:
         """Copy a layer's parameters to host memory. Any thread."""
@@ -141,8 +120,12 @@ def load_engine(
     peers: Peers | None = None,
     enforce_eager: bool = False,
     attention_backend: str = "auto",
+    model_impl: str = "auto",
 ) -> Engine:
     """Load a checkpoint into one device's memory.
+
+    `model_impl`: "ballast" are our own classes, "transformers" its modelling code over our memory, "auto" ours for what
+    they know and the other for the rest.
 
     `dtype` "auto" is the checkpoint's own. `max_model_len` None is the longest that the model allows. `threads` is
     with how many one step is computed, in this whole process (None: as it is). `kernels`: "native" are the compiled
@@ -167,27 +150,29 @@ def load_engine(
     index = gpu_index(device)
     compute_here = own_stream(torch.device("cpu") if index is None else torch.device("cuda", index))
     compute_here()  # what the largest steps take is kept for the stream that they run on
-    whole = config = read_model_config(model_dir)
-    if peers is not None:
-        config = whole.of_rank(peers.rank, peers.count)
-    run_dtype = _dtype(dtype, config, model_dir)
-    native = choose_kernels(kernels, device, config, run_dtype)
+    if index is not None:  # sums of products that are split over programs are added in float32 then
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    served, native = choose_model(
+        model_dir,
+        model_impl=model_impl,
+        dtype=dtype,
+        device=device,
+        kernels=kernels,
+        max_model_len=max_model_len,
+        peers=peers,
+        attention_backend=attention_backend,
+    )
+    config, needs = served.config, served.needs(block_tokens)
     step_threads = _set_threads(threads, native)
-    layout = layout_for(device, native)
     longest = _max_model_len(max_model_len, config)
-    if attention_backend not in ATTENTION_BACKENDS:
-        why = f"{attention_backend!r} is not supported; use one of {', '.join(ATTENTION_BACKENDS)}"
-        raise ConfigError("attention_backend", why)
-    if attention_backend != "auto" and index is None:
-        raise ConfigError("attention_backend", f"{attention_backend} computes on GPUs, with device {device} use auto")
     recorded = None if enforce_eager else largest
-    needs = MemoryNeeds.of(config, layout, run_dtype, block_tokens)
     if index is not None and backend is None:
         meter, beside_bytes = CudaMeter(index), 0
         if largest is not None:
-            beside_bytes = beside(
-                open_cuda(index), meter, needs, config, longest, largest, peers, recorded, attention_backend
-            )
+            beside_bytes = beside(open_cuda(index), meter, served, block_tokens, longest, largest, recorded)
+            gc.collect()
+            torch.cuda.empty_cache()  # of recordings that were made to be measured
         if device_memory_bytes is None:
             device_memory_bytes = fitting_budget(meter, gpu_memory_utilization, beside_bytes + links_bytes)
             if peers is not None:
@@ -196,11 +181,11 @@ def load_engine(
         raise ConfigError("device_memory_bytes", f"has to be said for device {device}")
     memory = needs.open(backend or _backend(device), device_memory_bytes)
     try:
-        load_parameters(model_dir, config, memory.parameters, layout, native, compute_here)
+        served.load(memory, compute_here)
         grammars = _grammars(model_dir, config) if not config.rank else None  # only the first rank samples
-        model, attention, sampler, runner = _assemble(
-            config, memory, native, longest, grammars, peers, recorded, attention_backend
-        )
+        model, attention, sampler, runner = _assemble(served, memory, native, longest, grammars, recorded)
+        with torch.inference_mode():
+            served.check(model, attention, memory.kv)
     except BaseException:
         memory.close()
         raise
@@ -211,8 +196,8 @@ def load_engine(
         layer_count=config.layer_count,
         vocab_size=config.vocab_size,
         max_model_len=longest,
-        dtype=str(run_dtype).removeprefix("torch."),
-        parameter_count=parameter_count(whole),
+        dtype=str(memory.kv.shape.dtype).removeprefix("torch."),
+        parameter_count=served.parameter_count,
         kv_bytes_per_token=memory.kv.geometry.kv_bytes_per_token * config.rank_count,
         eos_token_ids=config.eos_token_ids,
         layer_parameter_bytes=layer_bytes,
@@ -222,56 +207,29 @@ def load_engine(
         revision=revision_of(model_dir),
     )
     return Engine(
-        info, model_dir, config, memory, model, native, step_threads, attention, sampler, runner, grammars, compute_here
+        info,
+        served,
+        config,
+        memory,
+        model,
+        native,
+        step_threads,
+        attention,
+        sampler,
+        runner,
+        grammars,
+        partial(_compute_from_now_on, compute_here, memory.pool.backend.device),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryNeeds:
-    """What a model has in a device's memory."""
-
-    layers: Sequence[PartSpec]
-    others: Mapping[str, PartSpec]
-    kv_shape: KvShape
-
-    @classmethod
-    def of(cls, config: ModelConfig, layout: Layout, dtype: torch.dtype, block_tokens: int) -> Self:
-        return cls(
-            layers=[part_specs(layer_parameters(config, i, layout), dtype) for i in range(config.layer_count)],
-            others={name: part_specs(part, dtype) for name, part in end_parameters(config, layout).items()},
-            kv_shape=KvShape(
-                layer_count=config.layer_count,
-                block_tokens=block_tokens,
-                kv_heads=config.kv_head_count,
-                head_dim=config.head_dim,
-                dtype=dtype,
-            ),
-        )
-
-    def open(self, backend: MemoryBackend, budget_bytes: int) -> DeviceMemory:
-        return DeviceMemory.open(
-            backend, budget_bytes=budget_bytes, layers=self.layers, others=self.others, kv_shape=self.kv_shape
-        )
-
-    def least_bytes(self, granularity_bytes: int, block_count: int) -> int:
-        """For all parameters and so many blocks, with what is lost to whole extents."""
-        layers = [lay_out(f"layers.{i}", specs).size_bytes for i, specs in enumerate(self.layers)]
-        others = [lay_out(name, specs).size_bytes for name, specs in self.others.items()]
-        kv_bytes = self.kv_shape.layer_count * block_count * self.kv_shape.block_bytes
-        lost_bytes = (2 * len(layers) + len(others)) * (max(layers) // 8 + 2 * granularity_bytes)
-        return sum(layers) + sum(others) + kv_bytes + lost_bytes
 
 
 def beside(
     backend: MemoryBackend,
     meter: Meter,
-    needs: MemoryNeeds,
-    config: ModelConfig,
+    served: Implementation,
+    block_tokens: int,
     longest: int,
     largest: Largest,
-    peers: Peers | None = None,
     recorded: Largest | None = None,
-    attention_backend: str = "auto",
 ) -> int:
     """What the largest steps take beside parameters and KV: activations, the sampler's tables, and what libraries and
     compiled kernels keep. torch's allocator keeps it for them. The backend is closed afterwards.
@@ -279,7 +237,7 @@ def beside(
     Raises:
         ConfigError: the device has not the memory for parameters and one such step.
     """
-    block_tokens = needs.kv_shape.block_tokens
+    needs = served.needs(block_tokens)
     block_count = blocks_needed(largest, block_tokens, longest)
     with needs.open(backend, needs.least_bytes(backend.granularity_bytes, block_count)) as memory:
         free_bytes = meter.free_bytes()
@@ -288,7 +246,7 @@ def beside(
             for tensor in tensors.values():
                 tensor.zero_()
         try:
-            *_, runner = _assemble(config, memory, None, longest, None, peers, recorded, attention_backend)
+            *_, runner = _assemble(served, memory, None, longest, None, recorded)
             rehearse(runner, largest, block_tokens, longest)
         except torch.OutOfMemoryError as error:
             why = f"a step of {largest.tokens} tokens does not fit beside the parameters: {error}"
@@ -297,28 +255,19 @@ def beside(
 
 
 def _assemble(
-    config: ModelConfig,
+    served: Implementation,
     memory: DeviceMemory,
     native: Kernels | None,
     longest: int,
     grammars: Grammars | None,
-    peers: Peers | None,
     recorded: Largest | None,
-    attention_backend: str,
-) -> tuple[Model | PackedModel, AttentionBackend, AnySampler, ModelRunner]:
-    dtype, device = memory.kv.shape.dtype, memory.pool.backend.device
-    if native is not None:
-        model = PackedModel(config, memory.parameters, memory.kv, native, max_model_len=longest)
-        attention = PagedAttention(native)
-    else:
-        sum_over_ranks = None if peers is None else peers.sum
-        model = Model(config, memory.parameters, memory.kv, max_model_len=longest, sum_over_ranks=sum_over_ranks)
-        attention = _attention(device, config, dtype, attention_backend)
+) -> tuple[StageModel, AttentionBackend, AnySampler, ModelRunner]:
+    config, device = served.config, memory.pool.backend.device
+    model, attention = served.assemble(memory, native, longest)
     sampler = _sampler(device, config, grammars, native)
     graphs, record = None, recorder(device)
     # What FlashInfer plans on the host for each step is not recorded.
     if recorded is not None and record is not None and isinstance(attention, CudaAttention):
-        assert isinstance(model, Model)
         graphs = DecodeGraphs(
             model,
             attention,
@@ -349,27 +298,13 @@ def _set_threads(threads: int | None, native: Kernels | None) -> int:
     return threads
 
 
-def _grammars(model_dir: Path, config: ModelConfig) -> Grammars | None:
+def _grammars(model_dir: Path, config: ModelFacts) -> Grammars | None:
     """None without a tokenizer: such a model serves token ids only."""
     file = model_dir / "tokenizer.json"
     return Grammars(file, config.vocab_size, config.eos_token_ids) if file.is_file() else None
 
 
-def _dtype(name: str, config: ModelConfig, model_dir: Path) -> torch.dtype:
-    if name != "auto":
-        if name not in DTYPES:
-            raise ConfigError("dtype", f"{name!r} is not supported; use auto or one of {', '.join(DTYPES)}")
-        return DTYPES[name]
-    stored = config.checkpoint_dtype or "float32"
-    if stored not in DTYPES:
-        raise ConfigError(
-            f"{model_dir / 'config.json'}: dtype",
-            f"{stored!r} cannot be run as it is; choose one of {', '.join(DTYPES)}",
-        )
-    return DTYPES[stored]
-
-
-def _max_model_len(wanted: int | None, config: ModelConfig) -> int:
+def _max_model_len(wanted: int | None, config: ModelFacts) -> int:
     if wanted is None:
         return config.max_position
     if not 1 <= wanted <= config.max_position:
@@ -384,16 +319,16 @@ def _backend(device: str) -> MemoryBackend:
     return HostBackend() if index is None else open_cuda(index)
 
 
-def _attention(device: torch.device, config: ModelConfig, dtype: torch.dtype, name: str) -> AttentionBackend:
-    if device.type != "cuda":
-        return CpuAttention(config.head_count, config.kv_head_count, config.head_dim, dtype)
-    kind = FlashInferAttention if name == "flashinfer" else CudaAttention
-    return kind(config.head_count, config.kv_head_count, config.head_dim, dtype, device)
+def _compute_from_now_on(compute_here: Callable[[], None], device: torch.device) -> None:
+    """Each thread has a handle of cuBLAS and memory for it, which are made here, and not in somebody's first step."""
+    compute_here()
+    if device.type == "cuda":
+        some = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
+        torch.mm(some, some)
+        torch.addmm(some[0], some, some)
 
 
-def _sampler(
-    device: torch.device, config: ModelConfig, grammars: Grammars | None, native: Kernels | None
-) -> AnySampler:
+def _sampler(device: torch.device, config: ModelFacts, grammars: Grammars | None, native: Kernels | None) -> AnySampler:
     if device.type == "cuda":
         return GpuSampler(config.vocab_size, config.eos_token_ids, device, grammars)
     return Sampler(config.vocab_size, config.eos_token_ids, device, grammars, native)

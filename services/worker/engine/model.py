@@ -87,7 +87,7 @@ class Model:
         if rows > self._buffers.qkv.shape[0]:
             self._buffers = self._make_buffers(rows)
 
-    def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+    def embed(self, token_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         """hidden_TD, fresh memory. For the first stage."""
         return self._embedding_VD.index_select(0, token_ids_T)
 

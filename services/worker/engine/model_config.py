@@ -35,16 +35,28 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class ModelFacts:
+    """What is known of a model whatever computes it."""
+
     architecture: str
     vocab_size: int
+    layer_count: int
+    max_position: int  # the longest sequence the model can hold, prompt and output
+    eos_token_ids: tuple[int, ...]
+    checkpoint_dtype: str | None  # as config.json names it
+    rank: int = 0
+    rank_count: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig(ModelFacts):
+    """With tensor parallelism heads and the MLP's inner size are those of one rank."""
+
     hidden_size: int
     intermediate_size: int
-    layer_count: int
     head_count: int
     kv_head_count: int
     head_dim: int
-    max_position: int  # the longest sequence the model can hold, prompt and output
     rms_norm_eps: float
     rope: RopeConfig
     tied_embeddings: bool
@@ -52,11 +64,6 @@ class ModelConfig:
     has_output_bias: bool
     has_mlp_bias: bool
     has_qk_norm: bool
-    eos_token_ids: tuple[int, ...]
-    checkpoint_dtype: str | None  # as config.json names it
-    # With tensor parallelism heads and the MLP's inner size are those of one rank.
-    rank: int = 0
-    rank_count: int = 1
 
     def of_rank(self, rank: int, rank_count: int) -> "ModelConfig":
         """The share of one rank: of heads, of KV heads, and of the MLP.
@@ -156,6 +163,12 @@ def read_model_config(model_dir: Path) -> ModelConfig:
         eos_token_ids=_eos_token_ids(model_dir, config),
         checkpoint_dtype=config.optional_text("dtype") or config.optional_text("torch_dtype"),
     )
+
+
+def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:
+    """Those of generation_config.json or, without it, of config.json. Errors as in `read_model_config`."""
+    path = model_dir / "config.json"
+    return _eos_token_ids(model_dir, _Reader(path, read_json(path)))
 
 
 def read_json(path: Path) -> Json:

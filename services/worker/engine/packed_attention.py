@@ -1,6 +1,6 @@
 """Attention by the compiled kernels: over block tables, where K and V lie, without gathering or masks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -9,6 +9,8 @@ from services.worker.engine.native.library import Kernels, dtype_code
 from services.worker.engine.native.structs import SPAN_FIELDS, Attention, Spans
 from services.worker.engine.packing import Ints, PackedStep
 
+FirstSeen = Callable[[Ints], Ints]
+
 
 class PagedAttention:
     """An `AttentionBackend`."""
@@ -16,17 +18,19 @@ class PagedAttention:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
 
-    def prepare(self, step: PackedStep) -> "PagedAttentionStep":
-        return PagedAttentionStep(self._kernels, step)
+    def prepare(self, step: PackedStep, first_seen: FirstSeen | None = None) -> "PagedAttentionStep":
+        """`first_seen`: of positions, the first one that each sees. Rows of a chunk share nothing that is read then."""
+        return PagedAttentionStep(self._kernels, step, first_seen)
 
 
 class PagedAttentionStep:
     """An `AttentionStep`. A model that knows it runs attention inside of its layers."""
 
-    def __init__(self, kernels: Kernels, step: PackedStep) -> None:
+    def __init__(self, kernels: Kernels, step: PackedStep, first_seen: FirstSeen | None = None) -> None:
         self._kernels = kernels
         self._slots = np.ascontiguousarray(step.slots_T)
-        self._fields, self._blocks = _span_fields(step), _joined(step)
+        self._fields = _span_fields(step) if first_seen is None else _row_fields(step, first_seen)
+        self._blocks = _joined(step)
         # What the kernels read, in memory that lives as long as this.
         self.spans = Spans(len(self._fields), self._fields.ctypes.data, self._blocks.ctypes.data)
 
@@ -73,6 +77,19 @@ def _span_fields(step: PackedStep) -> Ints:
     for field, chunk in zip(fields[decodes:], chunks, strict=True):
         field[:] = chunk.first_row, chunk.row_count, 0, chunk.first_position + 1, 1, first_block
         first_block += len(chunk.blocks)
+    return fields
+
+
+def _row_fields(step: PackedStep, first_seen: FirstSeen) -> Ints:
+    """A span for each row, with what that row sees."""
+    spans = _span_fields(step)
+    counts = spans[:, 1]
+    fields = spans.repeat(counts, axis=0)
+    inside = np.arange(len(fields)) - (counts.cumsum() - counts).repeat(counts)
+    fields[:, 0] += inside
+    fields[:, 1], fields[:, 4] = 1, 0
+    fields[:, 3] += inside
+    fields[:, 2] = first_seen(fields[:, 3] - 1)
     return fields
 
 

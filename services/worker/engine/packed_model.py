@@ -65,7 +65,16 @@ class PackedModel:
         self._buffers = self._make_buffers(rows=1)
         self._logits = self._make_logits(0)
 
-    def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+    @property
+    def layer_count(self) -> int:
+        return len(self._layers)
+
+    def reserve(self, rows: int) -> None:
+        """Buffers stay where they are unless a step has more rows than these."""
+        if rows > self._buffers.qkv.shape[0]:
+            self._buffers = self._make_buffers(rows)
+
+    def embed(self, token_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         """hidden_TD, fresh memory. For the first stage."""
         if self._head is self._embedding:  # packed, since the head multiplies with it
             return self._kernels.unpack(self._embedding, token_ids_T, self._config.hidden_size)
@@ -88,8 +97,7 @@ class PackedModel:
         hidden_TD = hidden_TD.contiguous()
         positions_T = positions_T.contiguous()
         rows = hidden_TD.shape[0]
-        if rows > self._buffers.qkv.shape[0]:
-            self._buffers = self._make_buffers(rows)
+        self.reserve(rows)
         buffers = self._buffers
         step = structs.Step(
             rows=rows,

@@ -1,9 +1,10 @@
 # pyright: basic, reportMissingImports=false
 """The Triton kernel behind `CudaAttention`. Importing this module needs triton; nothing else may import it eagerly.
 
-One program computes a tile: a few consecutive rows of one sequence, for all query heads that share one KV head. Decodes
-are tiles of one row; the context of a long one is split over several, and a second kernel joins what they give. K and V
-are read where they lie, through the sequence's block table, from the layer's base address, which never changes.
+A tile is a few consecutive rows of one sequence, for all query heads that share one KV head. Decodes are tiles of one
+row; the context of a long one is split over several, and a second kernel joins what they give. There may be fewer
+programs than tiles of decodes: how many tiles there are is read, so that one recording suits all contexts. K and V are
+read where they lie, through the sequence's block table, from the layer's base address, which never changes.
 """
 
 import triton
@@ -12,18 +13,17 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-# Every value of a specialised argument may cost a compilation in the middle of a step.
-@triton.jit(do_not_specialize=["table_width"])
+@triton.jit
 def paged_attention(
     out_ptr,  # [T, N, H], contiguous
     q_ptr,  # [T, N, H], rows q_row_stride apart
     kv_ptr,  # [B, 2, BLOCK_TOKENS, K, H], contiguous
-    tables_ptr,  # [S, table_width] int32
+    shape_ptr,  # [3] int32: tiles, if there may be more than programs; blocks of a table; where the tables begin
+    tables_ptr,  # [S, blocks of a table] int32, behind as many other numbers as shape_ptr says
     tiles_ptr,  # [tiles, 8] int32: table, first row, rows, position of the first row, context from, to, part or -1
     parts_ptr,  # [parts, N, H] float32: what a part of a context gives
     weights_ptr,  # [parts, N] float32: the logarithm to base 2 of its weight
     q_row_stride,
-    table_width,
     scale,
     KV_HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -32,10 +32,50 @@ def paged_attention(
     BLOCK_TOKENS: tl.constexpr,
     TILE_QUERIES: tl.constexpr,  # rows x GROUPS, padded
     TILE_TOKENS: tl.constexpr,
-    SPLITS: tl.constexpr,  # whether a tile may be a part of a context
+    SPLITS: tl.constexpr,  # whether tiles are decodes, which may be parts of a context
     PRECISION: tl.constexpr,
 ):
-    tile = tl.program_id(0)
+    """A program is a KV head of a tile, and of every tile so many behind it as there are programs."""
+    table_width = tl.load(shape_ptr + 1)
+    tables_ptr += tl.load(shape_ptr + 2)
+    if SPLITS:
+        for tile in range(tl.program_id(0), tl.load(shape_ptr), tl.num_programs(0)):
+            _attend(
+                tile, out_ptr, q_ptr, kv_ptr, tables_ptr, tiles_ptr, parts_ptr, weights_ptr, q_row_stride,
+                table_width, scale, KV_HEADS, GROUPS, HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, TILE_QUERIES, TILE_TOKENS,
+                SPLITS, PRECISION,
+            )  # fmt: skip
+    else:
+        _attend(
+            tl.program_id(0), out_ptr, q_ptr, kv_ptr, tables_ptr, tiles_ptr, parts_ptr, weights_ptr, q_row_stride,
+            table_width, scale, KV_HEADS, GROUPS, HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, TILE_QUERIES, TILE_TOKENS,
+            SPLITS, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def _attend(
+    tile,
+    out_ptr,
+    q_ptr,
+    kv_ptr,
+    tables_ptr,
+    tiles_ptr,
+    parts_ptr,
+    weights_ptr,
+    q_row_stride,
+    table_width,
+    scale,
+    KV_HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    TILE_QUERIES: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     kv_head = tl.program_id(1)
     table = tl.load(tiles_ptr + tile * 8)
     first_row = tl.load(tiles_ptr + tile * 8 + 1)

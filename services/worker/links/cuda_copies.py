@@ -21,7 +21,7 @@ from ballast.service.logs import get_logger
 from services.worker.links.copies import HOST, Copies, HostCopies
 from services.worker.links.pieces import Pieces
 from services.worker.memory.backend import SLOT_BYTES
-from services.worker.memory.runs import RunKernel
+from services.worker.memory.runs import Gatherer, RunKernel
 
 _LARGE_BYTES = 1 << 20
 _WARM_SLOTS = 8
@@ -46,7 +46,7 @@ class CudaCopies:
             ConfigError: triton is not installed.
         """
         self._device = device
-        self._kernel = RunKernel(device)
+        self._kernel: Gatherer = RunKernel(device)
         self._of_thread = threading.local()
         self._fetched = SimpleQueue[tuple[CudaMark, torch.Tensor, Callable[[torch.Tensor | None], None]] | None]()
         self._starting = threading.Lock()

@@ -253,7 +253,7 @@ class BindingsDriver:
         self._access = [self._make_access(index)]
         size = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         self._granularity_bytes = int(self._call("cuMemGetAllocationGranularity", self._properties, size))
-        self._make_shareable(index)
+        self._allow_sharing(index)
 
     @classmethod
     def open(cls, index: int) -> Self:
@@ -339,9 +339,6 @@ class BindingsDriver:
         properties.type = self._cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         properties.location.id = index
-        # Without this, a network card cannot read the memory, though the GPU could let it.
-        rdma = self._attribute(index, "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED")
-        properties.allocFlags.gpuDirectRDMACapable = int(bool(rdma))
         return properties
 
     def _make_access(self, index: int) -> Any:
@@ -355,20 +352,26 @@ class BindingsDriver:
         attribute = getattr(self._cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(self._call("cuDeviceGetAttribute", attribute, self._call("cuDeviceGet", index)))
 
-    def _make_shareable(self, index: int) -> None:
-        """Extents that the first rank of an instance, or UCX, may open: that is decided when they are created. Where it
-        is not allowed, they stay this process' own.
+    def _allow_sharing(self, index: int) -> None:
+        """Extents that a network card may read, and that the first rank of an instance, or UCX, may open: both are
+        decided when they are created. Where the driver refuses it, whatever the device says, they do without.
         """
-        if not self._attribute(index, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"):
-            return
         kinds = self._cuda.CUmemAllocationHandleType
-        self._properties.requestedHandleTypes = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        try:
-            self.release(self.create(self._granularity_bytes))
-        except CudaError as error:
-            if error.out_of_memory:
-                raise
-            self._properties.requestedHandleTypes = kinds.CU_MEM_HANDLE_TYPE_NONE
+        handles, none = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, kinds.CU_MEM_HANDLE_TYPE_NONE
+        if not self._attribute(index, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"):
+            handles = none
+        reads = int(bool(self._attribute(index, "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED")))
+        for self._properties.requestedHandleTypes, self._properties.allocFlags.gpuDirectRDMACapable in dict.fromkeys(
+            [(handles, reads), (handles, 0), (none, reads)]
+        ):
+            try:
+                self.release(self.create(self._granularity_bytes))
+            except CudaError as error:
+                if error.out_of_memory:
+                    raise
+            else:
+                return
+        self._properties.requestedHandleTypes, self._properties.allocFlags.gpuDirectRDMACapable = none, 0
 
     def _call(self, name: str, *arguments: Any) -> Any:
         if not getattr(self._thread, "entered", False):

@@ -51,6 +51,7 @@ class DeviceMemory:
         self.kv = kv
         self.leaving: KvWindow | None = None  # the other window, while it holds the KV of a group that is dissolved
         self._before = self._books()
+        self._clears = parameters.dtypes != {kv.shape.dtype}
         self._home_extents = 0  # of each layer's KV while all layers are held and one window is all there is
 
     @classmethod
@@ -109,7 +110,7 @@ class DeviceMemory:
         return self.leaving, self.kv.window, self.parameters.held_layers, layers
 
     # ------------------------------------------------------------ dropping and restoring layers
-    # Parameters and KV have one dtype and finite values, so extents that change hands need not be cleared.
+    # Where parameters and KV have one dtype and finite values, extents that change hands need not be cleared.
 
     @all_or_nothing
     def drop_layers(self, layers: Sequence[int]) -> int:
@@ -141,7 +142,7 @@ class DeviceMemory:
 
     def _grow_kv(self) -> int:
         extents_per_layer = self.pool.free_count // max(1, len(self.kv.held_layers))
-        return self.kv.window.grow(extents_per_layer, clear=False)
+        return self.kv.window.grow(extents_per_layer, clear=self._clears)
 
     def blocks_after_drop(self, layers: Sequence[int]) -> int:
         """Blocks that there will be once these layers and their KV have been given up."""
@@ -190,6 +191,11 @@ class DeviceMemory:
 
     can_park = True  # this memory is one process' own
 
+    @property
+    def is_parked(self) -> bool:
+        """The device has back what parameters of layers and KV had."""
+        return self.pool.has_given_up
+
     def park(self) -> None:
         """No request is here, and all layers are kept elsewhere: gives up layers and KV, and the memory to the device.
         Parts that are no layer stay.
@@ -233,7 +239,7 @@ class DeviceMemory:
         self.pool.backend.synchronise()
         opened = self.kv.other_window
         opened.hold_all()
-        opened.grow(self.pool.free_count // self.kv.shape.layer_count, clear=False)
+        opened.grow(self.pool.free_count // self.kv.shape.layer_count, clear=self._clears)
         self.leaving, self.kv.window = self.kv.window, opened
         return opened.block_count
 

@@ -1,48 +1,56 @@
 """KV of swapped-out sequences in host memory, and the copies from there and back, beside a running step.
 
-Copies are made by a thread of their own: on a CPU it shares the cores with the step, on a CUDA device it feeds a stream
-of its own from pinned memory. Which blocks may be copied at all is the core's business (`core.swapping`): none that the
+Copies are made by a thread of their own: on a CPU it shares the cores with the step, on a GPU it feeds a stream of its
+own. There all layers of some blocks are gathered by one kernel and cross the bus in one copy, to memory that the GPU
+writes by itself. Which blocks may be copied at all is the core's business (`core.swapping`): none that the
 step touches. A stage copies the layers that it executes.
 
-Shapes: B blocks, T tokens of a block, K KV heads, H head dim.
+Shapes: B blocks, L layers, R ranks, T tokens of a block, K KV heads, H head dim.
 """
 
-import itertools
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
+import numpy as np
 import torch
 
 from ballast.common.errors import ConfigError, InvariantViolation
 from services.worker.core.events import BlockCopy
+from services.worker.memory.backend import SLOT_BYTES
 from services.worker.memory.kv_cache import KvCache
+from services.worker.memory.runs import Gatherer, RunKernel, Runs
 
 
 class HostBlocks:
-    """`start`, the step, `finish`: all from the engine thread. Takes memory as blocks are used for the first time."""
+    """`start`, the step, `finish`: all from the engine thread. For a GPU it takes the memory at once, and otherwise as
+    blocks are used for the first time.
+    """
 
-    def __init__(self, kv: KvCache, block_count: int) -> None:
-        """
+    def __init__(self, kv: KvCache, block_count: int, kernel: Gatherer | None = None) -> None:
+        """`kernel` for a GPU's memory: `RunKernel`, but for tests.
+
         Raises:
             ConfigError: this machine has not that much memory.
         """
         self.block_count = block_count
         self._kv = kv
         device = kv.layer(0).device
-        shape = (block_count, *kv.layer(0).shape[1:])
-        on_gpu = device.type == "cuda"
+        ranks, layer_count = range(len(kv.of_ranks(0))), kv.shape.layer_count
+        self._on_gpu = device.type == "cuda"
         try:
-            self._layers_B2TKH = [
-                [torch.empty(shape, dtype=kv.shape.dtype) for _ in kv.of_ranks(layer)]
-                for layer in range(kv.shape.layer_count)
-            ]
+            self._host_BLR2TKH = torch.empty(
+                (block_count, layer_count, len(ranks), *kv.layer(0).shape[1:]), dtype=kv.shape.dtype
+            )
+            if self._on_gpu:
+                _pin(self._host_BLR2TKH)
         except RuntimeError as error:
-            size_bytes = block_count * kv.block_bytes * kv.shape.layer_count
+            size_bytes = block_count * kv.block_bytes * layer_count
             raise ConfigError("swap_space_bytes", f"{size_bytes} bytes of host memory are not to be had") from error
-        self._stream = torch.cuda.Stream(device) if on_gpu else None
-        self._copy_all = self._copy_gathered if on_gpu else self._copy_each
-        self._staged_B2TKH = torch.empty((0, *shape[1:]), dtype=kv.shape.dtype)
+        self._layers_B2TKH = [[self._host_BLR2TKH[:, layer, rank] for rank in ranks] for layer in range(layer_count)]
+        self._stream = torch.cuda.Stream(device) if self._on_gpu else None
+        self._kernel = RunKernel(device) if self._on_gpu else kernel
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-copies")
         self._under_way: Future[float] | None = None
 
@@ -65,7 +73,10 @@ class HostBlocks:
     def close(self) -> None:
         """Returns the memory. May be called again."""
         self._thread.shutdown(wait=True)
+        if self._on_gpu and self._layers_B2TKH:
+            _unpin(self._host_BLR2TKH)
         self._layers_B2TKH.clear()
+        self._host_BLR2TKH = self._host_BLR2TKH[:0].clone()
 
     def _copy(self, copies: tuple[BlockCopy, ...], layers: Sequence[int]) -> float:
         begin_s = time.perf_counter()
@@ -78,35 +89,39 @@ class HostBlocks:
                 self._stream.synchronize()
         return time.perf_counter() - begin_s
 
-    def _copy_gathered(self, copies: tuple[BlockCopy, ...], layers: Sequence[int]) -> None:
-        """One copy for each layer and rank, through memory that the device reads and writes by itself: block by block a
-        GPU would wait for Python.
-        """
-        device = self._kv.layer(0).device
+    def _copy_all(self, copies: tuple[BlockCopy, ...], layers: Sequence[int]) -> None:
+        if self._kernel is None:
+            self._copy_each(copies, layers)
+            return
+        block_bytes = self._kv.block_bytes * len(layers)
+        at_once = max(1, SLOT_BYTES // block_bytes)
         for copy in copies:
-            there = torch.tensor(copy.device_blocks, device=device)
-            here = torch.tensor(copy.host_blocks)
-            staged_B2TKH = self._staging(len(here))
-            pairs = [zip(self._kv.of_ranks(layer), self._layers_B2TKH[layer], strict=True) for layer in layers]
-            for device_B2TKH, host_B2TKH in itertools.chain.from_iterable(pairs):
+            for first in range(0, len(copy.host_blocks), at_once):
+                there, here = (blocks[first : first + at_once] for blocks in (copy.device_blocks, copy.host_blocks))
+                slot = torch.empty(len(here) * block_bytes, dtype=torch.uint8, device=self._kv.layer(0).device)
+                parts = self._parts(here, layers)
+                staged = slot.split([part.numel() for part in parts])
                 if copy.out:
-                    staged_B2TKH.copy_(device_B2TKH.index_select(0, there), non_blocking=True)
-                    self._wait()
-                    host_B2TKH.index_copy_(0, here, staged_B2TKH)
-                else:
-                    torch.index_select(host_B2TKH, 0, here, out=staged_B2TKH)
-                    device_B2TKH.index_copy_(0, there, staged_B2TKH.to(device, non_blocking=True))
-                    self._wait()
+                    self._kernel.gather(self._lie(there, layers), slot)
+                for target, source in zip(*((parts, staged) if copy.out else (staged, parts)), strict=True):
+                    target.copy_(source, non_blocking=True)
+                if not copy.out:
+                    self._kernel.scatter(self._lie(there, layers), slot)
 
-    def _staging(self, block_count: int) -> torch.Tensor:
-        if len(self._staged_B2TKH) < block_count:
-            shape, dtype = (block_count, *self._staged_B2TKH.shape[1:]), self._staged_B2TKH.dtype
-            self._staged_B2TKH = torch.empty(shape, dtype=dtype, pin_memory=self._stream is not None)
-        return self._staged_B2TKH[:block_count]
+    def _lie(self, blocks: Sequence[int], layers: Sequence[int]) -> Runs:
+        """Where these blocks are on the device: of each one all layers and ranks."""
+        bases = [rank_B2TKH.data_ptr() for layer in layers for rank_B2TKH in self._kv.of_ranks(layer)]
+        size = self._kv.shape.block_bytes
+        addresses = np.add.outer(np.array(blocks, np.int64) * size, np.array(bases, np.int64)).ravel()
+        return Runs(addresses, np.full(len(addresses), size, np.int64))
 
-    def _wait(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
+    def _parts(self, blocks: Sequence[int], layers: Sequence[int]) -> list[torch.Tensor]:
+        """The same on the host, in that order, as flat bytes: in as many tensors as do not lie side by side."""
+        whole = len(layers) == self._kv.shape.layer_count
+        of_blocks = _spans(blocks) if whole else [slice(block, block + 1) for block in blocks]
+        spans = _spans(layers)
+        parts = [self._host_BLR2TKH[some, span] for some in of_blocks for span in spans]
+        return [part.view(-1).view(torch.uint8) for part in parts]
 
     def _copy_each(self, copies: tuple[BlockCopy, ...], layers: Sequence[int]) -> None:
         for copy in copies:
@@ -117,3 +132,24 @@ class HostBlocks:
                             host_B2TKH[host_block].copy_(device_B2TKH[device_block])
                         else:
                             device_B2TKH[device_block].copy_(host_B2TKH[host_block])
+
+
+def _spans(numbers: Sequence[int]) -> list[slice]:
+    """The same numbers, as far as each is the one behind the last."""
+    spans: list[slice] = []
+    for number in numbers:
+        if spans and spans[-1].stop == number:
+            spans[-1] = slice(spans[-1].start, number + 1)
+        else:
+            spans.append(slice(number, number + 1))
+    return spans
+
+
+def _pin(tensor: torch.Tensor) -> None:
+    cudart: Any = torch.cuda.cudart()
+    torch.cuda.check_error(cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+
+
+def _unpin(tensor: torch.Tensor) -> None:
+    cudart: Any = torch.cuda.cudart()
+    torch.cuda.check_error(cudart.cudaHostUnregister(tensor.data_ptr()))

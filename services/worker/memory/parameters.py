@@ -85,6 +85,11 @@ class ParameterStore:
         return len(self._layers)
 
     @property
+    def dtypes(self) -> set[torch.dtype]:
+        """Of layers, which give their extents to KV."""
+        return {spec.dtype for part in self._layers for spec in part.specs.values()}
+
+    @property
     def held_layers(self) -> tuple[int, ...]:
         return self._held_layers
 
@@ -204,7 +209,7 @@ class _Part:
         self.size_bytes = layout.size_bytes
         self.extent_count = pool.extents_for(layout.size_bytes)
         self.range: VirtualRange = pool.reserve(f"parameters of {name}", Purpose.PARAMETERS, self.extent_count)
-        self._layout = layout
+        self._layout, self.specs = layout, specs
         described = "".join(f"{p.name} {p.spec.dtype} {tuple(p.spec.shape)}\n" for p in layout.placements)
         self.layout_digest = hashlib.sha256(described.encode()).digest()[:_LAYOUT_BYTES]
         self.tensors = {

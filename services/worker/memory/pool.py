@@ -115,6 +115,10 @@ class PhysicalPool:
         self.backend.give_up(self._free)
         self._given_up = list(self._free)
 
+    @property
+    def has_given_up(self) -> bool:
+        return bool(self._given_up)
+
     def take_back(self) -> None:
         """
         Raises:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -48,6 +48,14 @@ def constants(*, gathers: bool, wide: bool) -> dict[str, Any]:
     """What the kernel is compiled for."""
     size = _PART_BYTES[wide] // (4 if wide else 1)
     return {"GATHERS": gathers, "SIZE": size, "WIDE": wide}
+
+
+class Gatherer(Protocol):
+    """`RunKernel`, but for tests."""
+
+    def gather(self, runs: Runs, slot: torch.Tensor) -> None: ...
+
+    def scatter(self, runs: Runs, slot: torch.Tensor) -> None: ...
 
 
 class RunKernel:

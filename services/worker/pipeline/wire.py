@@ -210,12 +210,14 @@ def logprobs_to_proto(logprobs: TokenLogprobs) -> cluster_pb2.Logprobs:
     return cluster_pb2.Logprobs(
         chosen=cluster_pb2.TokenLogprob(token_id=logprobs.token_id, logprob=logprobs.logprob),
         top=[cluster_pb2.TokenLogprob(token_id=i, logprob=p) for i, p in logprobs.top],
+        prompt=map(logprobs_to_proto, logprobs.prompt),
     )
 
 
 def logprobs_from_proto(message: cluster_pb2.Logprobs) -> TokenLogprobs:
     top = tuple((entry.token_id, entry.logprob) for entry in message.top)
-    return TokenLogprobs(message.chosen.token_id, message.chosen.logprob, top)
+    prompt = tuple(map(logprobs_from_proto, message.prompt))
+    return TokenLogprobs(message.chosen.token_id, message.chosen.logprob, top, prompt)
 
 
 # What can be said of a migration, by the name of its field. Any: each record and message of its own type.

@@ -12,9 +12,8 @@ from pathlib import Path
 from ballast.common.errors import BallastError, ConfigError
 from ballast.service.logs import configure
 from services.worker.cost_profile import CostProfile, write_profile
-from services.worker.engine.load import DTYPES, Engine, load_engine
-from services.worker.engine.model_config import read_model_config
-from services.worker.engine.parameters import parameter_count
+from services.worker.engine.choice import choose_model
+from services.worker.engine.load import DEFAULT_BLOCK_TOKENS, Engine, load_engine
 from services.worker.profiling.build import build_profile
 from services.worker.profiling.measure import Options, measure
 
@@ -46,12 +45,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def _load(arguments: argparse.Namespace, options: Options) -> Engine:
     """With as much memory as the largest batch needs."""
-    config = read_model_config(arguments.model)
-    dtype = config.checkpoint_dtype or "float32" if arguments.dtype == "auto" else arguments.dtype
-    element_bytes = DTYPES[dtype].itemsize if dtype in DTYPES else 8
-    kv_bytes_per_token = 2 * config.layer_count * config.kv_size * element_bytes
+    served, _ = choose_model(
+        arguments.model,
+        model_impl="auto",
+        dtype=arguments.dtype,
+        device=arguments.device,
+        kernels=arguments.kernels,
+    )
     kv_tokens = options.kv_tokens + 32 * options.sequences
-    needed_bytes = parameter_count(config) * element_bytes + kv_tokens * kv_bytes_per_token
+    needs = served.needs(DEFAULT_BLOCK_TOKENS)
+    needed_bytes = needs.least_bytes(0, -(-kv_tokens // DEFAULT_BLOCK_TOKENS))
     return load_engine(
         arguments.model,
         device_memory_bytes=int(needed_bytes * _SLACK) + _LEAST_BYTES,

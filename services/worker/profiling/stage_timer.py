@@ -70,5 +70,6 @@ class StageTimer:
         return [tuple(blocks[end - count : end]) for count, end in zip(counts, ends, strict=True)]
 
     def _hidden(self, tokens: int) -> torch.Tensor:
-        like = self._engine.model.embed(torch.zeros(1, dtype=torch.int64, device=self._device))
+        zeros = torch.zeros(1, dtype=torch.int64, device=self._device)
+        like = self._engine.model.embed(zeros, zeros)
         return torch.randn(tokens, like.shape[1], device=self._device).to(like.dtype)

@@ -14,9 +14,8 @@ import torch
 
 from ballast.common.errors import ConfigError
 from ballast.service.logs import get_logger
-from services.worker.engine.load import Engine, MemoryNeeds
-from services.worker.engine.model_config import read_model_config
-from services.worker.engine.parameters import layout_for
+from services.worker.engine.choice import own_config
+from services.worker.engine.load import Engine
 from services.worker.memory.parameters import combined
 from services.worker.ranks.channel import RankLog, RankLost, Ready
 from services.worker.ranks.crew import Crew
@@ -57,7 +56,10 @@ def load_ranked(load_one: functools.partial[Engine], devices: Sequence[str], log
     """
     model_dir: Path = load_one.args[0]
     count = len(devices)
-    read_model_config(model_dir).of_rank(0, count)  # before any process is started
+    config = own_config(model_dir, load_one.keywords.get("model_impl", "auto"), load_one.keywords.get("max_model_len"))
+    if config is None:
+        raise ConfigError("tensor_parallel_size", f"transformers computes {model_dir}, on one device: 1 is the most")
+    config.of_rank(0, count)  # before any process is started
     with contextlib.ExitStack() as files, contextlib.ExitStack() as undo:
         meeting = Path(files.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))) / "ranks"
         crew = Crew(count)
@@ -106,9 +108,7 @@ def open_mirrors(engine: Engine, files_of: Iterable[Iterator[int]]) -> list[Mirr
     not reach it: the instance serves then, and takes part in no drop.
     """
     kv, pool = engine.memory.kv, engine.memory.pool
-    needs = MemoryNeeds.of(
-        engine.config, layout_for(pool.backend.device, engine.kernels), kv.shape.dtype, kv.shape.block_tokens
-    )
+    needs = engine.implementation.needs(kv.shape.block_tokens)
     with contextlib.ExitStack() as undo:
         mirrors: list[Mirror] = []
         for files in files_of:

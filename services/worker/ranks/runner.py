@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from services.worker.core.batch import Batch, StepResult
@@ -40,13 +39,8 @@ class RankedRunner(ModelRunner):
         return result
 
     def compute(
-        self,
-        packed: PackedStep,
-        hidden_TD: torch.Tensor | None,
-        first_layer: int,
-        last_layer: int,
-        arrays: Sequence[np.ndarray] = (),
-    ) -> tuple[torch.Tensor, ...]:
+        self, packed: PackedStep, hidden_TD: torch.Tensor | None, first_layer: int, last_layer: int
+    ) -> torch.Tensor:
         shape = None
         if hidden_TD is not None:
             hidden_TD = hidden_TD.to(self._kv.layer(0).device).contiguous()
@@ -55,7 +49,7 @@ class RankedRunner(ModelRunner):
         try:
             if hidden_TD is not None:
                 self._group.broadcast(hidden_TD)
-            return super().compute(packed, hidden_TD, first_layer, last_layer, arrays)
+            return super().compute(packed, hidden_TD, first_layer, last_layer)
         except Exception as error:
             why = f"a step has failed that other ranks are in: {error}"
             raise RankLost(self._crew.lost() or why) from error

@@ -157,8 +157,6 @@ EMULATED = "--engine emulated --profile A100-40G --model Qwen2.5-14B --policies 
         ("--profile A100-40G", "--profile"),
         ("--engine emulated --model Qwen2.5-14B", "--profile"),
         ("--engine emulated --profile A100-40G", "--model"),
-        ("--engine emulated --profile A100-40G --model Qwen2.5-14B", "cannot swap: swap"),
-        (f"{EMULATED} --policies drop:fallback=swap", "cannot swap"),
         (f"{EMULATED} --sequences-each 4", "--sequences-each"),
         (f"{EMULATED} --probe-s 4", "--probe-s"),
         (f"{EMULATED} --answer-share 0.5", "--answer-share"),

@@ -123,10 +123,10 @@ def test_only_those_who_have_to_come_in_can() -> None:
     assert open_to_all == {("gateway", 8000)}
 
 
-def test_workers_are_scaled_by_what_the_monitor_wants() -> None:
+def test_workers_are_scaled_by_what_the_planner_wants() -> None:
     scaled = yaml.safe_load((FOLDER / "autoscaling.yaml").read_text())
     [trigger] = scaled["spec"]["triggers"]
-    source = Path(__file__).resolve().parents[3] / "services" / "monitor"
+    source = Path(__file__).resolve().parents[3] / "services" / "planner"
     metric = trigger["metadata"]["query"].removeprefix("max(").removesuffix(")")
     assert any(f'"{metric}"' in path.read_text() for path in source.rglob("*.py"))
     assert (trigger["metricType"], trigger["metadata"]["threshold"]) == ("AverageValue", "1")

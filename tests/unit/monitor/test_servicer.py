@@ -26,9 +26,8 @@ from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.monitor.v1 import monitor_pb2 as pb
 from ballastpb.monitor.v1 import monitor_pb2_grpc
 from services.monitor.core.machine import MonitorCore, MonitorRules
-from services.monitor.core.messages import BacklogWord, Instance, InstanceUp, Raised
-from services.monitor.policy.pressure import ScaleAdvice
-from services.monitor.servicer import MonitorServicer, _change_to_proto
+from services.monitor.core.messages import BacklogWord, Instance, InstanceUp
+from services.monitor.servicer import MonitorServicer
 from services.monitor.shell import MonitorShell, Row, Watcher
 from services.worker.reporter import MonitorReporter
 from tests.support.pressure import RULES
@@ -424,12 +423,6 @@ async def test_a_watcher_hears_of_memory_and_the_status_shows_it() -> None:
 
     async with monitor(active=True, environment=environment) as (shell, stub):
         await story(shell, stub)
-
-
-def test_advice_to_scale_goes_over_the_wire() -> None:
-    message = _change_to_proto(Raised(ScaleAdvice(True, "why", 7), ()), "c")
-    assert message.scale_advice == pb.ScaleAdvice(out=True, why="why", missing_bytes=7)
-    assert message.cause_id == "c"
 
 
 async def test_words_of_dead_dispatchers_are_deleted() -> None:

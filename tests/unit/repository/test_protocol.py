@@ -24,6 +24,7 @@ HASHES = {
     3: "fe86d3c528ba4c58",
     4: "8542307c23b2efbe",
     5: "492a6792f88c55e6",
+    6: "f96145a6c6676a83",
 }  # number -> of what was said then; those of old numbers stay
 
 

@@ -16,8 +16,7 @@ from tests.support.simulated import burst, options
 
 def parking_world(arrivals: list[Arrival]) -> World:
     made = options("recompute", cluster="3xA100-40G", check_every=200)
-    rules = replace(made.rules, planner=replace(made.rules.planner, parks=True))
-    return World(replace(made, rules=rules, marks=True), arrivals)
+    return World(replace(made, marks=True), arrivals)
 
 
 def ask(world: World, number: int, *, away: bool) -> None:

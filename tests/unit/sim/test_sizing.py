@@ -179,6 +179,26 @@ def test_where_computing_is_short_it_says_that_nothing_is_saved(
     assert "Dropping parameters saves nothing here. Computing is what is short: prompts alone take" in words
 
 
+def test_parking_saves_gpu_hours_where_a_valley_follows_a_burst(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, told = tmp_path / "valley.csv", tmp_path / "size.json"
+    burst_s, valley_s = [i * 0.1 for i in range(100)], [12.0 + 2 * i for i in range(60)]
+    rows = [f"{at_s:.1f},800,150" for at_s in (*burst_s, *valley_s)]
+    path.write_text("\n".join(["arrival_s,input_tokens,output_tokens", *rows]) + "\n")
+    flags = ("--model", "llama-2-13b", "--gpu", "A100-40G", "--slo-share", "0.95", "--json", str(told))
+    assert main(["size", str(path), *flags, "--policy", "recompute", "--parking"]) == 0
+    found = json.loads(told.read_text())
+    static, parked, both = (next(r for r in c["runs"] if r["gpu_count"] == c["gpu_count"]) for c in found["columns"])
+    assert static["mean_on"] == static["gpu_count"]
+    for run in (parked, both):
+        assert run["met_share"] >= 0.95
+        assert run["mean_on"] < 0.8 * static["mean_on"]
+    saved = 1 - parked["mean_on"] / static["mean_on"]
+    assert f"Parking saves {saved:.0%} of the GPU-hours of static" in found["words"]
+    assert "with both" in capsys.readouterr().out
+
+
 def test_what_is_not_enough_is_told(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--model", "llama-2-13b", "--gpu", "A100-40G", "--slo-ttft-s", "0.01", "--max-gpus", "2")
     assert main(["size", str(trace), *flags, "--policy", "recompute"]) == 0

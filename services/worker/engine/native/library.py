@@ -216,8 +216,9 @@ def native_kernels() -> Kernels | None:
     return Kernels(LIBRARY) if LIBRARY.exists() else None
 
 
-def choose_kernels(wanted: str, device: str, config: ModelConfig, dtype: torch.dtype) -> Kernels | None:
+def choose_kernels(wanted: str, device: str, config: ModelConfig | None, dtype: torch.dtype) -> Kernels | None:
     """The compiled kernels, or None for those of torch. "auto" takes the compiled ones wherever they can be used.
+    `config` None: of a model whose layers they do not compute, but only attention and sampling.
 
     Raises:
         ConfigError: "native" was asked for, and cannot be had.
@@ -238,13 +239,15 @@ def choose_kernels(wanted: str, device: str, config: ModelConfig, dtype: torch.d
     return kernels
 
 
-def _why_not(device: str, config: ModelConfig, dtype: torch.dtype) -> str | None:
-    if config.rank_count > 1:
+def _why_not(device: str, config: ModelConfig | None, dtype: torch.dtype) -> str | None:
+    if config is not None and config.rank_count > 1:
         return "they compute all layers in one call, and with tensor parallelism there is a sum over ranks in each"
     if device != "cpu":
         return f"they are for CPUs, the device is {device}"
     if dtype not in _DTYPES:
         return f"they have no {dtype}"
+    if config is None:
+        return None
     sizes = (config.hidden_size, config.query_size, config.intermediate_size)
     if dtype == torch.bfloat16 and any(size % 2 for size in sizes):
         return f"in bfloat16 they need even sizes, the model has {sizes}"

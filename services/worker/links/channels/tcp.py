@@ -2,16 +2,18 @@
 
 Frames go behind their length, which is looked at before anything else; payloads go as they are, from the sender's
 memory into the receiver's. What the socket does not take at once is sent by whoever waits for it.
+
+Whoever waits does so in one call of the system for as much as there is, with a timeout that the socket has: each return
+means waiting for the interpreter, which the engine's thread has nearly always.
 """
 
 import contextlib
-import select
 import socket
 import struct
 import time
 from collections import deque
 from collections.abc import Sequence
-from threading import Lock
+from threading import Condition, Lock
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _LENGTH = struct.Struct("<I")
+_TIMEVAL = struct.Struct("@ll")
 _FIRST_BYTES = _LENGTH.size + HEADER_BYTES  # that every frame has at least
 
 
@@ -61,14 +64,15 @@ class TcpChannel:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.device = torch.device("cpu")
         self._out = connection
-        self._out.setblocking(False)
-        self._in = connection.dup()  # with a timeout of its own
-        self._writing = Lock()
+        self._out.setblocking(True)
+        self._in = connection.dup()
+        self._writing = Condition()  # notified when nobody pushes any more
+        self._pushing = False  # somebody sends the first of what is unsent, without the lock
         self._reading = Lock()
         self._unsent: deque[_Sending] = deque()
         self._payloads: deque[_Payload] = deque()  # posted and not read; they come before any other frame
         self._first = memoryview(bytearray(_FIRST_BYTES))  # of the frame that is being read
-        self._timeout_s = 0.0  # that the socket has
+        self._timeouts_s = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}  # that the socket has
         self._aborted = ""  # why nothing goes any more
 
     # ------------------------------------------------------------ out
@@ -86,44 +90,52 @@ class TcpChannel:
             if self._aborted:
                 raise ChannelBroken(self._aborted)
             self._unsent.append(sending)
-            self._flush()
+            while self._unsent and not self._pushing and not self._aborted:
+                if not self._sent(self._unsent[0], self._try(self._unsent[0], socket.MSG_DONTWAIT)):
+                    break
         return sending
 
     def push(self, sending: _Sending, timeout_s: float) -> None:
-        """Sends until this has gone, and all before it."""
+        """Sends until this has gone, and all before it. Others may post meanwhile, and wait until it is their turn."""
         deadline_s = time.monotonic() + timeout_s
-        poll: select.poll | None = None
         while True:
             with self._writing:
-                if not self._aborted:
-                    self._flush()
+                left_s = max(deadline_s - time.monotonic(), 0.0)
+                self._writing.wait_for(lambda: not sending.parts or not self._pushing, left_s)
                 if not sending.parts:
                     return
                 if self._aborted:
                     raise ChannelBroken(self._aborted)
-            if (left_s := deadline_s - time.monotonic()) <= 0:
-                raise ChannelBroken(f"the peer has taken nothing more for {timeout_s} s")
-            if poll is None:
-                poll = select.poll()
-                poll.register(self._out, select.POLLOUT)
-            poll.poll(left_s * 1000 + 1)
+                if time.monotonic() >= deadline_s:
+                    raise ChannelBroken(f"the peer has taken nothing more for {timeout_s} s")
+                self._pushing, first = True, self._unsent[0]
+                self._limit(socket.SO_SNDTIMEO, deadline_s)
+            count = self._try(first, 0)
+            with self._writing:
+                self._pushing = False
+                self._sent(first, count)
+                self._writing.notify_all()
 
-    def _flush(self) -> None:
-        """Sends as much as the socket takes. Called with the lock."""
+    def _try(self, sending: _Sending, flags: int) -> int:
+        """Bytes that the socket has taken."""
         try:
-            while self._unsent:
-                parts = self._unsent[0].parts
-                sent = self._out.sendmsg(parts)
-                while parts and sent >= parts[0].nbytes:
-                    sent -= parts.pop(0).nbytes
-                if parts:
-                    parts[0] = parts[0][sent:]
-                else:
-                    self._unsent.popleft()
+            return self._out.sendmsg(sending.parts, (), flags)
         except BlockingIOError:
-            return
+            return 0
         except OSError as error:
             self._aborted = self._aborted or f"the connection has ended: {error}"
+            return 0
+
+    def _sent(self, first: _Sending, count: int) -> bool:
+        """So much of the first has gone; whether that is all. Called with the lock."""
+        parts = first.parts
+        while parts and count >= parts[0].nbytes:
+            count -= parts.pop(0).nbytes
+        if parts:
+            parts[0] = parts[0][count:]
+            return False
+        self._unsent.popleft()
+        return True
 
     # ------------------------------------------------------------ in: one thread
 
@@ -158,22 +170,28 @@ class TcpChannel:
 
     def _read(self, buffer: memoryview, deadline_s: float) -> None:
         while buffer.nbytes:
-            left_s = max(deadline_s - time.monotonic(), 0.001)
             try:
                 with self._reading:
                     if self._aborted:
                         raise ChannelBroken(self._aborted)
-                    if not left_s <= self._timeout_s <= 1.1 * left_s:  # setting it is a call of its own
-                        self._timeout_s = 1.05 * left_s
-                        self._in.settimeout(self._timeout_s)
-                    count = self._in.recv_into(buffer)
-            except TimeoutError:
+                    self._limit(socket.SO_RCVTIMEO, deadline_s)
+                    count = self._in.recv_into(buffer, 0, socket.MSG_WAITALL)
+            except BlockingIOError:  # its timeout is over
+                if time.monotonic() < deadline_s:
+                    continue
                 raise ChannelBroken("the peer has sent nothing for too long") from None
             except OSError as error:
                 raise ChannelBroken(f"the connection has ended: {error}") from error
             if not count:
                 raise ChannelBroken("the peer has ended the connection")
             buffer = buffer[count:]
+
+    def _limit(self, which: int, deadline_s: float) -> None:
+        """A call on the socket ends by then, about."""
+        left_s = max(deadline_s - time.monotonic(), 0.001)
+        if not left_s <= self._timeouts_s[which] <= 1.1 * left_s:  # setting it is a call of its own
+            self._timeouts_s[which] = wanted_s = 1.05 * left_s
+            self._out.setsockopt(socket.SOL_SOCKET, which, _TIMEVAL.pack(int(wanted_s), int(wanted_s % 1 * 1e6)))
 
     # ------------------------------------------------------------ the end
 
@@ -182,6 +200,7 @@ class TcpChannel:
         with contextlib.suppress(OSError):  # it has ended before
             self._out.shutdown(socket.SHUT_RDWR)  # whoever waits in it comes back at once
         with self._writing, self._reading:
+            self._writing.wait_for(lambda: not self._pushing)
             self._unsent.clear()
 
     def destroy(self) -> None:

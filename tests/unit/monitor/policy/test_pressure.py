@@ -8,7 +8,7 @@ import pytest
 
 from ballast.common.errors import InvariantViolation
 from services.monitor.policy.demand import ClusterDemand
-from services.monitor.policy.pressure import Overload, Pressure, Relief, ScaleAdvice, Signal
+from services.monitor.policy.pressure import Overload, Pressure, Relief, Signal
 from tests.support.pressure import ALONE, MERGED, RULES, W0, W1, W2, sample
 
 STEP_S = 0.2
@@ -108,7 +108,7 @@ def test_nothing_counts_as_idle_while_the_backlogs_are_unknown() -> None:
 
 def test_between_two_transitions_lies_the_dwell_time() -> None:
     flapping = series(60, lambda t: sample(t, 2000 if int(t) % 2 else 0, capacity_bytes=1000, groups=MERGED))
-    times = [at_s for at_s, signal in tell(Pressure(RULES), flapping) if not isinstance(signal, ScaleAdvice)]
+    times = [at_s for at_s, _ in tell(Pressure(RULES), flapping)]
     assert len(times) > 5
     assert all(later - earlier >= RULES.dwell_s for earlier, later in itertools.pairwise(times))
 
@@ -155,7 +155,7 @@ def test_where_bursts_follow_one_another_the_parameters_stay_away_until_the_next
     first_s = gives_back_after(pressure, 8.0)
     assert first_s == pytest.approx(RULES.relief_after_s, abs=0.5)
     calm = series(10 + calm_s, lambda t: sample(t, 300), from_s=8.2 + first_s)
-    assert [s for _, s in tell(pressure, calm) if not isinstance(s, ScaleAdvice)] == []
+    assert tell(pressure, calm) == []
     burst = series(16 + calm_s, lambda t: sample(t, 900, capacity_bytes=3000, groups=MERGED), from_s=10.2 + calm_s)
     assert tell(pressure, burst) == []
     assert gives_back_after(pressure, 16.2 + calm_s) == pytest.approx(waits_s, abs=0.5)
@@ -201,41 +201,11 @@ def dropped_after_1_s(t: float, wanted_bytes: int) -> ClusterDemand:
     return sample(t, wanted_bytes, capacity_bytes=3000 if merged else 1000, groups=MERGED if merged else ALONE)
 
 
-def test_demand_that_outgrows_what_was_freed_asks_for_instances_once() -> None:
-    story = series(
-        30, lambda t: sample(t, 4000, capacity_bytes=1000 if t < 1 else 3000, groups=MERGED if t >= 1 else ALONE)
-    )
-    advice = [(at_s, signal) for at_s, signal in tell(Pressure(RULES), story) if isinstance(signal, ScaleAdvice)]
-    assert len(advice) == 1
-    at_s, signal = advice[0]
-    assert at_s == pytest.approx(RULES.scale_out_after_s)
-    assert signal.out
-    assert signal.missing_bytes == pytest.approx(4000 / 0.95 - 3000, abs=1)
-    assert "although" in signal.why
-
-
 def test_a_drop_that_helped_asks_for_nothing_more() -> None:
     story = series(
         30, lambda t: sample(t, 2000, capacity_bytes=1000 if t < 1 else 3000, groups=MERGED if t >= 1 else ALONE)
     )
     assert [type(signal) for _, signal in tell(Pressure(RULES), story)] == [Overload]
-
-
-def test_no_plan_shows_as_an_overload_that_nothing_ends() -> None:
-    alone = ((W0,),)
-    story = series(6, lambda t: sample(t, 2000, groups=alone))
-    advice = [signal for _, signal in tell(Pressure(RULES), story) if isinstance(signal, ScaleAdvice)]
-    assert advice
-    assert "no parameters" in advice[0].why
-
-
-def test_long_idle_instances_could_be_fewer_but_not_while_parameters_are_dropped_and_never_the_last() -> None:
-    idle = series(40, lambda t: sample(t, 150))
-    said = tell(Pressure(RULES), idle)
-    assert [(at_s, signal.out) for at_s, signal in said if isinstance(signal, ScaleAdvice)] == [(20.0, False)]
-    assert tell(Pressure(RULES), series(40, lambda t: sample(t, 0, groups=((W0,),)))) == []
-    merged = tell(Pressure(RULES), series(40, lambda t: sample(t, 0, groups=MERGED)))
-    assert {type(signal) for _, signal in merged} == {Relief}
 
 
 def test_without_anybody_who_serves_nothing_is_said() -> None:

@@ -65,6 +65,10 @@ class FakeBackend(TensorOperations):
 
     def create(self, extent_bytes: int, count: int) -> None: ...
 
+    def give_up(self, runs: Sequence[ExtentRun]) -> None: ...
+
+    def take_back(self, runs: Sequence[ExtentRun]) -> None: ...
+
     def export(self, first: int, count: int) -> list[int]:
         raise ConfigError("device", "a fake one shares no memory")
 
@@ -99,12 +103,12 @@ class FakeKernel:
             out: torch.Tensor,
             q: torch.Tensor,
             kv: torch.Tensor,
+            shape: torch.Tensor,
             tables: torch.Tensor,
             tiles: torch.Tensor,
             parts: torch.Tensor,
             weights: torch.Tensor,
             q_row_stride: int,
-            table_width: int,
             scale: float,
             **constants: Any,
         ) -> None:
@@ -113,17 +117,18 @@ class FakeKernel:
                 ("out", out),
                 ("q", q),
                 ("kv", kv),
+                ("shape", shape),
                 ("tables", tables),
                 ("tiles", tiles),
                 ("parts", parts),
             ):
                 assert tensor.device == DEVICE, f"{name} is on {tensor.device}"
-            assert tables.dtype == tiles.dtype == torch.int32
+            assert shape.dtype == tables.dtype == tiles.dtype == torch.int32
+            assert grid[0] > 0
             assert out.dtype == q.dtype == kv.dtype
             assert out.is_contiguous()
             assert kv.is_contiguous()
             assert q.stride() == (q_row_stride, constants["HEAD_DIM"], 1)
-            assert (tables.shape[1], tiles.shape[0]) == (table_width, grid[0])
             self.launches += 1
 
         return launch
@@ -250,8 +255,8 @@ def run(model_dir: Path, dtype: torch.dtype) -> None:
         if last == LAYERS:
             assert isinstance(out, StepResult)
             assert len(out.token_ids) == sum(part.samples for part in batch.slices)
-            assert choosing.launches["find_best"] == 1
-            assert choosing.launches.total() <= 5  # whatever the rows ask for
+            assert 1 <= choosing.launches["find_best"] <= 2  # of what is chosen from, and of what is ranked
+            assert choosing.launches.total() <= 6  # whatever the rows ask for
         else:
             assert isinstance(out, torch.Tensor)
             assert (out.device, tuple(out.shape)) == (DEVICE, (rows, config.hidden_size))

@@ -40,14 +40,15 @@ class WrittenDown(Record):
 
     def __call__(self, launch: Callable[[], None]) -> Callable[[], None]:
         assert isinstance(launch, functools.partial)
-        *_, layer, rows = launch.args
-        self._write("records", layer, rows)
+        *_, layers, rows = launch.args
+        where = f"{layers.start}-{layers.stop}"
+        self._write("records", where, rows)
         before = self.sums
         replay = super().__call__(launch)
-        assert self.sums == before + SUMS, "the sum over ranks is no part of what is recorded"
+        assert self.sums == before + SUMS * len(layers), "the sum over ranks is no part of what is recorded"
 
         def replay_in_lockstep() -> None:
-            self._write("replays", layer, rows)  # before its sums: who has had them reads what the others have written
+            self._write("replays", where, rows)  # before its sums: who has had them reads what the others have written
             replay()
 
         return replay_in_lockstep
@@ -113,19 +114,23 @@ def main() -> None:
             functools.partial(share, folder, written=written), ["cpu"] * RANKS, RankLog()
         ).engine as engine:
             recorded = lines("records")
-            assert len(recorded) == BUCKETS * LAYERS
+            assert len(recorded) == BUCKETS
             assert tokens_of(engine) == expected
             replayed, blocks = lines("replays"), engine.block_count
             assert replayed
             engine.memory.drop_layers(DROPPED)
             assert engine.block_count > blocks + 3
-            hidden_TD = hidden_of(engine, engine.block_count - 3)  # where the parameters were that are gone
-            torch.testing.assert_close(hidden_TD, expected_TD, atol=1e-5, rtol=1e-5)
-            assert lines("replays") == [*replayed, "replays 0 3"]
+            # Where the parameters were that are gone.
+            recording_TD, hidden_TD = (hidden_of(engine, engine.block_count - 3) for _ in range(2))
+            for each_TD in (recording_TD, hidden_TD):
+                torch.testing.assert_close(each_TD, expected_TD, atol=1e-5, rtol=1e-5)
+            first, last = f"0-{DROPPED[0]} 3", f"{DROPPED[0]}-{LAYERS} 3"
+            assert lines("replays") == [*replayed, f"replays {first}"]
             engine.memory.make_room_for_layers(DROPPED, block_count=blocks)
             for layer in DROPPED:
                 engine.read_layer(layer)
             assert tokens_of(engine) == expected
             assert last_stage_of(engine, hidden_TD) == expected_ids
-            assert lines("replays") == [*replayed, "replays 0 3", *replayed, "replays 1 3"]
-            assert lines("records") == recorded
+            assert last_stage_of(engine, hidden_TD) == expected_ids
+            assert lines("replays") == [*replayed, f"replays {first}", *replayed, f"replays {last}"]
+            assert lines("records") == [*recorded, f"records {first}", f"records {last}"]

@@ -1,5 +1,6 @@
 """The CUDA backend: what it says where there is none, and on a device that it gives what the CPU gives."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from services.worker.engine.attention_cuda import CudaAttention
 from services.worker.engine.load import load_engine
 from services.worker.engine.packing import Packer
 from tests.support.engine import BlockPool, Job, generate
-from tests.support.reference import NEAR_TIE, reference_greedy_batch
+from tests.support.reference import NEAR_TIE, reference_greedy_batch, reference_logits
 from tools.model.tiny import make_tiny
 
 BLOCKS = 600
@@ -78,17 +79,30 @@ def test_kernel_equals_cpu(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("arch", ["llama", "llama3", "mistral", "qwen2", "qwen3"])
-@pytest.mark.parametrize(("dtype", "near_tie"), [("float32", 10 * NEAR_TIE), ("bfloat16", 0.1), ("float16", 0.02)])
-def test_greedy_tokens_on_the_device_equal_transformers(tmp_path: Path, arch: str, dtype: str, near_tie: float) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_greedy_tokens_on_the_device_equal_transformers(tmp_path: Path, arch: str, dtype: str) -> None:
     model_dir = make_tiny(arch, tmp_path / "model", seed=7, layers=3)
     prompts = [tuple(range(3, 3 + length)) for length in (1, 2, 15, 16, 17, 64, 200, 400)]
     references = reference_greedy_batch(model_dir, prompts, [16] * len(prompts))
+    answered = [(*prompt, *each.token_ids) for prompt, each in zip(prompts, references, strict=True)]
+    near_tie = max(10 * NEAR_TIE, 2 * max(_rounding(model_dir, tokens, dtype) for tokens in answered))
     with load_engine(model_dir, dtype=dtype, device_memory_bytes=256 << 20, device="cuda") as engine:
         jobs = [
             Job(i, prompt, 16, forced=reference.token_ids)
             for i, (prompt, reference) in enumerate(zip(prompts, references, strict=True))
         ]
         generate(engine, jobs, chunk_tokens=64)
-    for job, reference in zip(jobs, references, strict=True):
-        for token, wanted, gap in zip(job.chosen, reference.token_ids, reference.gaps, strict=True):
-            assert token == wanted or gap < near_tie
+    gaps = [
+        gap
+        for job, reference in zip(jobs, references, strict=True)
+        for token, wanted, gap in zip(job.chosen, reference.token_ids, reference.gaps, strict=True)
+        if token != wanted
+    ]
+    assert max(gaps, default=0.0) < near_tie
+    assert len(gaps) <= 0.1 * 16 * len(jobs)
+
+
+def _rounding(model_dir: Path, token_ids: Sequence[int], dtype: str) -> float:
+    """The most that a logit of `transformers` in this dtype is away from that in float32."""
+    exact = reference_logits(model_dir, token_ids)
+    return (reference_logits(model_dir, token_ids, dtype).float() - exact).abs().max().item()

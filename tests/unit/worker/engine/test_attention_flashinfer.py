@@ -14,7 +14,7 @@ import torch
 
 from ballast.common.errors import ConfigError
 from services.worker.core.batch import Slice
-from services.worker.engine import load
+from services.worker.engine import implementation, load
 from services.worker.engine.attention import AttentionBackend, CpuAttention
 from services.worker.engine.attention_flashinfer import FlashInferAttention, installed, require_version
 from services.worker.engine.load import load_engine
@@ -168,7 +168,7 @@ def test_an_engine_says_the_same_with_flashinfer_and_nothing_is_recorded(
 
     for is_flashinfer in (False, True):
         if is_flashinfer:
-            monkeypatch.setattr(load, "_attention", attention)
+            monkeypatch.setattr(implementation, "own_attention", attention)
             monkeypatch.setattr(load, "recorder", lambda device: record)  # pyright: ignore[reportUnknownLambdaType]
         largest = Largest(tokens=24, sequences=3)
         with load_engine(

@@ -19,7 +19,7 @@ from torch.distributed import Work
 from ballast.common.errors import ConfigError
 from ballast.common.sampling import SamplingParams
 from services.worker.core.batch import Batch, NewSequence, Slice
-from services.worker.engine import load
+from services.worker.engine import implementation, load
 from services.worker.engine.attention_cuda import CudaAttention
 from services.worker.engine.load import Engine, load_engine
 from services.worker.engine.model_config import ModelConfig
@@ -35,13 +35,13 @@ from tools.model.tiny import make_tiny
 pytest.importorskip("triton")
 
 
-def test_replays_use_what_was_recorded_and_nothing_is_recorded_anew_after_a_drop() -> None:
+def test_replays_use_what_was_recorded_and_a_drop_records_its_layers_alone() -> None:
     """In a process of its own: Triton decides when it is imported whether it compiles or interprets."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.unit.worker.engine.replayed_graphs"]
     subprocess.run(command, check=True, timeout=200, env=os.environ | {"TRITON_INTERPRET": "1"})
 
 
-def test_ranks_record_and_replay_in_lockstep_and_nothing_anew_after_a_drop() -> None:
+def test_ranks_record_and_replay_in_lockstep_over_a_drop() -> None:
     program = "from tests.unit.worker.engine import replayed_ranks; replayed_ranks.main()"
     environ = os.environ | {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300, env=environ)
@@ -57,10 +57,12 @@ def test_a_device_that_does_not_record_is_told_with_what_to_set(
     def refuse(launch: Callable[[], None]) -> Callable[[], None]:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(load, "_attention", attention)
+    monkeypatch.setattr(implementation, "own_attention", attention)
     monkeypatch.setattr(load, "recorder", lambda device: refuse)  # pyright: ignore[reportUnknownLambdaType]
     largest = Largest(tokens=8, sequences=2)
-    with pytest.raises(ConfigError, match=r"enforce_eager: has to be set here: layer 0 with 2 rows .* not permitted"):
+    with pytest.raises(
+        ConfigError, match=r"enforce_eager: has to be set here: all layers with 2 rows .* not permitted"
+    ):
         load_engine(model_dir, device_memory_bytes=8 << 20, kernels="torch", largest=largest)
     load_engine(model_dir, device_memory_bytes=8 << 20, kernels="torch", largest=largest, enforce_eager=True).close()
 
@@ -78,7 +80,7 @@ def refusing_share(
         raise once_aborted(f"rank {peers.rank} was left alone")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load, "_attention", attention)
+        patch.setattr(implementation, "own_attention", attention)
         patch.setattr(load, "recorder", lambda device: record)  # pyright: ignore[reportUnknownLambdaType]
         patch.setattr(RankGroup, "abort", lambda group: aborted.set())  # pyright: ignore[reportUnknownLambdaType]
         return load_engine(
@@ -102,7 +104,7 @@ def test_one_rank_that_cannot_record_is_told_of_at_once_and_no_rank_waits(
     share = functools.partial(refusing_share, model_dir, refusing=refusing, once_aborted=once_aborted)
     whose = rf" \(rank {refusing}\)$" if refusing else "$"
     began_s = time.monotonic()
-    with pytest.raises(ConfigError, match=r"enforce_eager: has to be set here: layer 0 .* not permitted .*" + whose):
+    with pytest.raises(ConfigError, match=r"enforce_eager: has to be set here: all layers .* not permitted .*" + whose):
         load_ranked(share, ["cpu"] * 3, RankLog())
     assert time.monotonic() - began_s < 120.0  # most of it to start them, on a busy machine
     assert not [each for each in psutil.Process().children() if "services.worker.ranks" in each.cmdline()]

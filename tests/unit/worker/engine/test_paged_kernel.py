@@ -13,7 +13,7 @@ import torch
 
 import services.worker.engine.attention_cuda as attention_cuda
 from services.worker.core.batch import Slice
-from services.worker.engine.attention_cuda import CudaAttention, join_constants
+from services.worker.engine.attention_cuda import CudaAttention, StagedDecodes, join_constants
 from services.worker.engine.operations import activation_constants, norm_constants, rotation_constants
 from services.worker.engine.packing import Packer
 from tests.support.engine import BlockPool
@@ -32,13 +32,14 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 def compiled(capability: int, dtype: torch.dtype, groups: int, head_dim: int, *, chunks: bool) -> Compiled:
     kernel = importlib.import_module("services.worker.engine.paged_kernel").paged_attention
     kind = TYPES[dtype]
-    given = {"out_ptr": f"*{kind}", "q_ptr": f"*{kind}", "kv_ptr": f"*{kind}", "tables_ptr": "*i32"}
+    given = {"out_ptr": f"*{kind}", "q_ptr": f"*{kind}", "kv_ptr": f"*{kind}"}
     given |= {
+        "shape_ptr": "*i32",
+        "tables_ptr": "*i32",
         "tiles_ptr": "*i32",
         "parts_ptr": "*fp32",
         "weights_ptr": "*fp32",
         "q_row_stride": "i32",
-        "table_width": "i32",
         "scale": "fp32",
     }
     attention = CudaAttention(8 * groups, 8, head_dim, dtype, torch.device("cuda"))
@@ -116,7 +117,7 @@ def test_a_context_is_split_by_its_own_length() -> None:
         step = attention.prepare(Packer(BLOCK_TOKENS).pack(slices, [tables[i] for i in members]))
         joins = {row: (first, count) for row, first, count, _ in step.joins.tolist()}
         read: dict[int, list[tuple[int, ...]]] = {}
-        [(tiles, _)] = step.launches
+        [(tiles, _, _)] = step.launches
         for table, row, rows, position, begin, end, part, _ in tiles.tolist():
             assert (table, rows) == (row, 1)
             first, count = joins.get(row, (-1, 1))
@@ -136,6 +137,24 @@ def test_a_context_is_split_by_its_own_length() -> None:
     assert len(together[16_384]) == len(together[131_072]) == 32
 
 
+@pytest.mark.parametrize("rows", [1, 2, 8, 64, 256])
+def test_any_context_is_recorded(rows: int) -> None:
+    """Of 256 rows and fewer, the longest that there are: in fewer programs than there are parts."""
+    attention = CudaAttention(8, 2, 64, torch.bfloat16, torch.device("cpu"))
+    staged = StagedDecodes(attention, 256, 131_072, BLOCK_TOKENS)
+    table = tuple(range(131_072 // BLOCK_TOKENS))
+    for context in (1, 512, 2048, 4096, 131_072):
+        slices = [Slice(i, context - 1, (1,), True) for i in range(rows)]
+        assert staged.fill(Packer(BLOCK_TOKENS).pack(slices, [table] * rows))
+        [(tiles, programs, _)] = staged.first(rows).launches
+        count, width, _, _ = staged.first(rows).shape.tolist()
+        assert width == -(-context // BLOCK_TOKENS)
+        parts = tiles[: 8 * count].view(count, 8)[:, [1, 4, 5]].tolist()
+        assert {row for row, *_ in parts} == set(range(rows))
+        assert sum(end - start for _, start, end in parts) == rows * context
+        assert programs <= max(64, 2 * rows)
+
+
 # ------------------------------------------------------------ interpreted
 
 
@@ -152,7 +171,8 @@ def test_a_step_compiles_nothing_that_another_one_has_not() -> None:
     """Tables of any width, and any numbers of rows: two variants, with chunks and without."""
     kernel = importlib.import_module("services.worker.engine.paged_kernel").paged_attention
     assert [p.name for p in kernel.params if not p.is_constexpr and not p.do_not_specialize] == [
-        "out_ptr", "q_ptr", "kv_ptr", "tables_ptr", "tiles_ptr", "parts_ptr", "weights_ptr", "q_row_stride", "scale",
+        "out_ptr", "q_ptr", "kv_ptr", "shape_ptr", "tables_ptr", "tiles_ptr", "parts_ptr", "weights_ptr",
+        "q_row_stride", "scale",
     ]  # fmt: skip
     attention = CudaAttention(8, 2, 64, torch.bfloat16, torch.device("cpu"))
     seen: set[tuple[tuple[str, Any], ...]] = set()
@@ -160,7 +180,7 @@ def test_a_step_compiles_nothing_that_another_one_has_not() -> None:
         pool = BlockPool(BLOCKS, BLOCK_TOKENS)
         slices = [Slice(i, before, (1,) * count, True) for i, (before, count) in enumerate(shares)]
         packed = Packer(BLOCK_TOKENS).pack(slices, [pool.take(before + count) for before, count in shares])
-        seen |= {tuple(sorted(constants.items())) for _, constants in attention.prepare(packed).launches}
+        seen |= {tuple(sorted(constants.items())) for _, _, constants in attention.prepare(packed).launches}
     assert len(seen) == 2
 
 

@@ -10,15 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ballast.common.sampling import SamplingParams
 from services.worker.core.batch import NewSequence
-from services.worker.engine import load, rehearsal
-from services.worker.engine.load import MemoryNeeds, beside
+from services.worker.engine import implementation, rehearsal
+from services.worker.engine.implementation import BallastModel
+from services.worker.engine.load import beside
 from services.worker.engine.model_config import read_model_config
 from services.worker.engine.packing import PackedStep
-from services.worker.engine.parameters import end_parameters, layer_parameters, part_specs
 from services.worker.engine.rehearsal import Largest, fitting_budget
 from services.worker.engine.sampler import Sampler, SampleRow
 from services.worker.memory.host import HostBackend
-from services.worker.memory.kv_cache import KvShape
 
 LONGEST, LARGEST = 64, Largest(tokens=150, sequences=9)
 BESIDE_BYTES = 7 << 20
@@ -46,18 +45,17 @@ class Recorded:
         return self._inner.prepare(step)
 
 
-def needs_of(model_dir: Path) -> MemoryNeeds:
+def served_of(model_dir: Path) -> BallastModel:
     config = read_model_config(model_dir)
-    return MemoryNeeds(
-        layers=[part_specs(layer_parameters(config, i), torch.float32) for i in range(config.layer_count)],
-        others={name: part_specs(part, torch.float32) for name, part in end_parameters(config).items()},
-        kv_shape=KvShape(
-            layer_count=config.layer_count,
-            block_tokens=16,
-            kv_heads=config.kv_head_count,
-            head_dim=config.head_dim,
-            dtype=torch.float32,
-        ),
+    return BallastModel(
+        model_dir=model_dir,
+        config=config,
+        dtype=torch.float32,
+        device="cpu",
+        kernels=None,
+        peers=None,
+        attention_backend="auto",
+        whole=config,
     )
 
 
@@ -65,15 +63,14 @@ def test_the_largest_steps_of_both_kinds_are_run_and_what_they_took_is_told(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded: list[Recorded] = []
-    inner = load._attention
+    inner = implementation.own_attention
 
     def attention(*given: Any) -> Recorded:
         recorded.append(Recorded(inner(*given)))
         return recorded[-1]
 
-    monkeypatch.setattr(load, "_attention", attention)
-    config = read_model_config(model_dir)
-    told = beside(HostBackend(), Meter(), needs_of(model_dir), config, LONGEST, LARGEST)
+    monkeypatch.setattr(implementation, "own_attention", attention)
+    told = beside(HostBackend(), Meter(), served_of(model_dir), 16, LONGEST, LARGEST)
     assert told == BESIDE_BYTES
     chunks, decodes = recorded[0].steps  # one of each variant of the kernel, as large as it gets
     assert (chunks.row_count, chunks.decode_count, len(chunks.chunks)) == (150, 0, 3)

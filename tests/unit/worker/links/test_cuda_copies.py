@@ -1,6 +1,5 @@
 """The order in which copies and kernels go to a GPU, with a driver that notes it and does each when its turn comes."""
 
-import ctypes
 import threading
 import time
 from collections.abc import Generator
@@ -17,7 +16,7 @@ from services.worker.links.copies import HOST, HostCopies
 from services.worker.links.cuda_copies import CudaCopies, copies_for
 from services.worker.links.pieces import Pieces
 from services.worker.memory.backend import SLOT_BYTES
-from services.worker.memory.runs import RunKernel, Runs
+from tests.support.host_gatherer import HostGatherer
 
 GPU = torch.device("cuda", 0)
 
@@ -165,30 +164,9 @@ def test_copies_wait_for_no_kernel_and_are_over_at_the_end_even_if_one_fails(dri
     assert not any(stream.waits_for for stream in streams)
 
 
-class Kernel:
-    """In the place of `RunKernel`: copies on the host, and notes where."""
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-        self.launches = list[tuple[str, int, Stream]]()
-
-    def gather(self, runs: Runs, slot: torch.Tensor) -> None:
-        self._copy(runs, slot, "gather")
-
-    def scatter(self, runs: Runs, slot: torch.Tensor) -> None:
-        self._copy(runs, slot, "scatter")
-
-    def _copy(self, runs: Runs, slot: torch.Tensor, which: str) -> None:
-        self.launches.append((which, len(runs.sizes), self._driver.current_stream(GPU)))
-        at = slot.data_ptr()
-        for address, size in zip(runs.addresses.tolist(), runs.sizes.tolist(), strict=True):
-            ctypes.memmove(*((at, address) if which == "gather" else (address, at)), size)
-            at += size
-
-
 def test_blocks_are_gathered_by_one_launch_for_a_slot_and_cross_the_bus_in_one_copy(driver: Driver) -> None:
-    copies, kernel = CudaCopies(GPU), Kernel(driver)
-    copies._kernel = cast(RunKernel, kernel)
+    copies = CudaCopies(GPU)
+    copies._kernel = kernel = HostGatherer(lambda: driver.current_stream(GPU))
     empty = torch.empty
 
     def on_device(size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -53,21 +53,38 @@ def test_any_thread_may_call(driver: FakeDriver) -> None:
     memory.close()
 
 
-def test_extents_are_made_to_be_shared_and_to_be_the_devices_own_where_that_is_refused(driver: FakeDriver) -> None:
+def test_extents_are_made_to_be_shared_and_do_without_what_is_refused(driver: FakeDriver) -> None:
     cuda = importlib.import_module("cuda.bindings.driver")
     kinds = cuda.CUmemAllocationHandleType
-    made = OnTheCpu(cuda, 0)
-    assert made._properties.requestedHandleTypes == kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    files, none = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, kinds.CU_MEM_HANDLE_TYPE_NONE
 
     class Refuses(OnTheCpu):
+        refused: tuple[str, ...] = ()
+
+        def _attribute(self, index: int, name: str) -> int:
+            return 1
+
+        @property
+        def asked(self) -> tuple[object, int]:
+            return self._properties.requestedHandleTypes, self._properties.allocFlags.gpuDirectRDMACapable
+
         def create(self, size_bytes: int) -> object:
-            if self._properties.requestedHandleTypes != kinds.CU_MEM_HANDLE_TYPE_NONE:
+            handles, reads = self.asked
+            if (handles != none and "files" in self.refused) or (reads and "network" in self.refused):
                 raise CudaError("cuMemCreate", "CUDA_ERROR_NOT_PERMITTED")
             return super().create(size_bytes)
 
-    backend = CudaBackend(Refuses(cuda, 0))
-    backend.create(EXTENT_BYTES, 4)
-    backend.close()
+    for refused, left in (
+        ((), (files, 1)),
+        (("network",), (files, 0)),
+        (("files",), (none, 1)),
+        (("files", "network"), (none, 0)),
+    ):
+        made = type("Refusing", (Refuses,), {"refused": refused})(cuda, 0)
+        assert made.asked == left
+        backend = CudaBackend(made)
+        backend.create(EXTENT_BYTES, 4)
+        backend.close()
 
 
 def test_a_layer_is_dropped_and_restored_in_a_few_calls(driver: FakeDriver) -> None:

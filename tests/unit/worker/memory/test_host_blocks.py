@@ -5,11 +5,13 @@ import torch
 
 from ballast.common.errors import InvariantViolation
 from services.worker.core.events import BlockCopy
+from services.worker.memory import host_blocks
 from services.worker.memory.device import DeviceMemory
 from services.worker.memory.host import HostBackend
 from services.worker.memory.host_blocks import HostBlocks
 from services.worker.memory.kv_cache import KvShape
 from services.worker.memory.parameters import PartSpec
+from tests.support.host_gatherer import HostGatherer
 
 
 def memory() -> DeviceMemory:
@@ -22,9 +24,8 @@ def memory() -> DeviceMemory:
 def test_blocks_come_back_as_they_left_in_every_layer_that_is_held(gathered: bool) -> None:
     with memory() as device, memory() as other_rank:
         device.kv.mirrors = (other_rank.kv,)
-        kv, host = device.kv, HostBlocks(device.kv, 5)
-        if gathered:
-            host._copy_all = host._copy_gathered
+        kernel = HostGatherer() if gathered else None
+        kv, host = device.kv, HostBlocks(device.kv, 5, kernel)
         layers = [each for layer in range(3) for each in kv.of_ranks(layer)]
         for each in layers:
             each[:8] = torch.randn(8, 2, 4, 2, 8)
@@ -39,7 +40,39 @@ def test_blocks_come_back_as_they_left_in_every_layer_that_is_held(gathered: boo
             assert torch.equal(each[2], was[6])
             assert torch.equal(each[7], was[1])
             assert (each[[0, 1, 3, 4, 5, 6]] == -1.0).all()
+        assert kernel is None or [launch[:2] for launch in kernel.launches] == [
+            ("gather", 2 * 3 * 2),
+            ("scatter", 2 * 3 * 2),
+            ("gather", 3 * 2),
+        ]
         host.close()
+        host.close()
+
+
+@pytest.mark.parametrize("layers", [(0, 1, 2), (1, 2), (0, 2)])
+@pytest.mark.parametrize("slot_blocks", [1, 2, 9])
+def test_on_a_gpu_all_layers_cross_by_the_slot_to_blocks_anywhere(
+    layers: tuple[int, ...], slot_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with memory() as device:
+        kv, kernel = device.kv, HostGatherer()
+        monkeypatch.setattr(host_blocks, "SLOT_BYTES", slot_blocks * len(layers) * kv.block_bytes)
+        host = HostBlocks(kv, 8, kernel)
+        for layer in range(3):
+            kv.layer(layer)[:12] = torch.randn(12, 2, 4, 2, 8)
+        before = [kv.layer(layer)[:12].clone() for layer in range(3)]
+        host.start([BlockCopy(True, (9, 3, 4, 0, 11), (2, 3, 4, 7, 0))], layers)
+        host.finish()
+        for layer in range(3):
+            kv.layer(layer)[:12] = -1.0
+        host.start([BlockCopy(False, (5, 6, 1), (4, 2, 0))], layers)
+        host.finish()
+        for layer in range(3):
+            wanted = torch.full_like(before[layer], -1.0)
+            if layer in layers:
+                wanted[[5, 6, 1]] = before[layer][[4, 9, 11]]
+            assert torch.equal(kv.layer(layer)[:12], wanted)
+        assert len(kernel.launches) == -(-5 // slot_blocks) + -(-3 // slot_blocks)
         host.close()
 
 

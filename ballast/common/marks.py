@@ -1,0 +1,35 @@
+"""Marks: what workers and dispatchers call the beginnings of prompts by, in 8 bytes for each so many tokens.
+
+A mark stands for all tokens up to its end. Two prompts that begin alike have the same marks as far as they do; other
+prompts may, once in 2^64: a mark that is wrong costs the computing of a prompt, and never a token.
+"""
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+MARK_TOKENS = 256
+
+Mark = int
+
+
+def first_mark(salt: bytes) -> Mark:
+    """What the first mark of a prompt follows on. Requests of other salts have other marks."""
+    return _digest(salt) if salt else 0
+
+
+def mark_after(before: Mark, token_ids: Sequence[int]) -> Mark:
+    """`token_ids`: the MARK_TOKENS after those that `before` stands for."""
+    return _digest(before.to_bytes(8, "little") + array("I", token_ids).tobytes())
+
+
+def marks_of(token_ids: Sequence[int], salt: bytes = b"") -> tuple[Mark, ...]:
+    mark, marks = first_mark(salt), list[Mark]()
+    for end in range(MARK_TOKENS, len(token_ids) + 1, MARK_TOKENS):
+        mark = mark_after(mark, token_ids[end - MARK_TOKENS : end])
+        marks.append(mark)
+    return tuple(marks)
+
+
+def _digest(data: bytes) -> Mark:
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")

@@ -1,0 +1,68 @@
+"""Which workers have the KV of which beginnings of prompts, as far as they have said and were given requests.
+
+Nothing is ever told to be gone: a worker gives up what was used least recently, and says since when it has kept
+everything (`LoadReport.prefixes_kept_s`). What was used before that is passed over.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import islice
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.marks import MARK_TOKENS, Mark
+from services.dispatcher.policy.freeness import Hits, WorkerKey
+
+_MOST_FOUND = 8  # workers that are looked at beside the freest
+
+
+class PrefixMap:
+    def __init__(self, most_marks: int) -> None:
+        """`most_marks`: of which anything is known; the one that was used least recently goes."""
+        self._most_marks = most_marks
+        self._used: OrderedDict[Mark, dict[WorkerKey, float]] = OrderedDict()  # when last, by worker; the latest last
+        self._kept_since_s: dict[WorkerKey, float] = {}  # of workers that are connected
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def report(self, worker: WorkerKey, kept_since_s: float) -> None:
+        """All that has been used there since that instant is still there."""
+        self._kept_since_s[worker] = kept_since_s
+
+    def forget(self, worker: WorkerKey) -> None:
+        self._kept_since_s.pop(worker, None)
+
+    def note(self, worker: WorkerKey, marks: Sequence[Mark], at_s: float) -> None:
+        """They are computed there, or used again."""
+        for mark in marks if self._most_marks else ():
+            used = self._used.get(mark)
+            if used is None:
+                used = self._used[mark] = {}
+                if len(self._used) > self._most_marks:
+                    self._used.popitem(last=False)
+            else:
+                self._used.move_to_end(mark)
+                used.pop(worker, None)
+            used[worker] = at_s
+
+    def hits(self, marks: Sequence[Mark]) -> Hits:
+        """Tokens of such a prompt that workers have, of a few that have the most. Who has the end of a beginning has
+        all of it, since ends are given up first.
+        """
+        found: dict[WorkerKey, int] = {}
+        kept_since_s = self._kept_since_s
+        for index in range(len(marks) - 1, -1, -1):
+            used = self._used.get(marks[index])
+            if used is None:
+                continue
+            for worker in islice(reversed(used), 4 * _MOST_FOUND):
+                since_s = kept_since_s.get(worker)
+                if since_s is not None and used[worker] >= since_s and worker not in found:
+                    found[worker] = (index + 1) * MARK_TOKENS
+                    if len(found) == _MOST_FOUND:
+                        return found
+        return found
+
+    def check(self) -> None:
+        if len(self._used) > self._most_marks or not all(self._used.values()):
+            raise InvariantViolation(f"{len(self._used)} marks are known, at most {self._most_marks} may be")

@@ -1,0 +1,177 @@
+"""How many instances serve: who leaves, who is woken, by what is predicted (pure).
+
+Two things keep the number from going to and fro. One more is asked to serve as soon as what there is fails at the rate
+that is expected; one less has to be good enough at a higher one, and for a while. And where one was wanted again soon
+after another had left, the next leave waits twice as long.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from ballast.common.ids import WorkerId
+from ballast.common.layout import Group, Layout, Member, Standing
+from ballast.common.load import LoadReport
+from ballast.common.model import ModelInfo
+from services.planner.core.messages import ClusterLoad
+from services.planner.core.survey import NoSurvey, survey
+from services.planner.policy.candidates import Running
+from services.planner.policy.compare import Comparison, Targets, compare_sizes
+from services.planner.policy.reserve import Reserve
+
+_LOOK_S, _LOOK_TO_ADVISE_S = 0.5, 5.0  # between two looks
+_REGRET_S = 60.0  # an instance that is wanted again within that time should not have left
+_MOST_DWELL_S = 600.0
+_MOST_LEAVING = 2
+_WAKES = 2.0  # times what waking takes: nobody leaves for a shorter time
+_OVERDUE = 3.0  # times what waking takes: nobody waits for who takes longer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizingRules:
+    parks: bool = False  # instances that nobody needs
+    advises: bool = False  # where it parks none: how many are wanted is looked at all the same, for who starts them
+    least_instances: int = 1  # that serve
+    dwell_s: float = 10.0  # one less has to be good enough for so long
+    last_name: bool = False  # the one with the highest name leaves, as platforms have it; else the emptiest
+
+
+@dataclass(slots=True)
+class Sizing:
+    rules: SizingRules
+    wanted_count: int = 0  # instances that should serve, as of the last look; 0: nobody knows
+    look_at_s: float = math.inf
+    _calm_since_s: float | None = None
+    _left_at_s: float = -math.inf
+    _dwell_s: float = 0.0  # at least, learnt
+    _waking_since_s: dict[WorkerId, float] = field(default_factory=dict[WorkerId, float])
+
+    def __post_init__(self) -> None:
+        if self.rules.parks or self.rules.advises:
+            self.look_at_s = 0.0
+
+    def look(
+        self, layout: Layout, model: ModelInfo | None, load: ClusterLoad, targets: Targets, at_s: float
+    ) -> tuple[Mapping[WorkerId, bool], Comparison | None]:
+        """Who is to be away, or not any more. Empty: all is well as it is, or too little is known."""
+        if self.look_at_s == math.inf:
+            return {}, None
+        self.later(at_s)
+        reserve, members = self._reserve(layout, load, at_s)
+        compared = self._compared(layout, model, load, targets, reserve)
+        if compared is None:
+            self._calm_since_s = None
+            return {}, None
+        added = compared.chosen.candidate.added
+        on_count = sum(m.takes_new for m in members) + len(reserve.waking_s)
+        if added >= 0:
+            self._calm_since_s = None
+            self.wanted_count = on_count + added
+            return (self._back(members, load, added, at_s) if added and self.rules.parks else {}), compared
+        if not self._is_calm(reserve, at_s):
+            self.wanted_count = on_count
+            return {}, compared
+        self.wanted_count = on_count - 1
+        leaver = self._leaver(layout, load) if self.rules.parks else None
+        if leaver is None:
+            return {}, compared
+        self._calm_since_s, self._left_at_s = at_s - self._wait_s(reserve) / 2, at_s  # the next one sooner
+        return {leaver: True}, compared
+
+    def later(self, at_s: float) -> None:
+        """A look is over, whatever came of it."""
+        if self.look_at_s < math.inf:
+            self.look_at_s = at_s + (_LOOK_S if self.rules.parks else _LOOK_TO_ADVISE_S)
+
+    def _reserve(self, layout: Layout, load: ClusterLoad, at_s: float) -> tuple[Reserve, list[Member]]:
+        """With as many again as there are, that somebody would have to start."""
+        members = [m for group in layout.groups for m in group.members]
+        wake_s = max([load.workers[m.worker_id].wake_s for m in members if m.worker_id in load.workers], default=0.0)
+        waking = [m.worker_id for m in members if m.standing is Standing.WAKING]
+        self._waking_since_s = {w: self._waking_since_s.get(w, at_s) for w in waking}
+        left_s = [since_s + wake_s - at_s for since_s in self._waking_since_s.values()]
+        reserve = Reserve(
+            parked_count=sum(m.standing is Standing.PARKED for m in members) + len(members),
+            waking_s=tuple(max(0.0, s) for s in left_s if s > -_OVERDUE * wake_s),
+            wake_s=wake_s,
+        )
+        return reserve, members
+
+    def _compared(
+        self, layout: Layout, model: ModelInfo | None, load: ClusterLoad, targets: Targets, reserve: Reserve
+    ) -> Comparison | None:
+        if load.pace is None or not load.traffic.known_s:
+            return None
+        try:
+            snapshot, led = survey(layout, model, load.workers, load.slowness)
+            leaving = _as_serving(layout, Standing.LEAVING)
+            left = () if leaving is None else survey(leaving, model, load.workers, load.slowness).snapshot.groups
+        except NoSurvey:
+            return None
+        running = Running(
+            max_running_count=max(1, min([one.max_running_count for one in led])),
+            waiting_count=sum([one.waiting_count for one in led]),
+        )
+        merged = any(len(group.members) > 1 for group in layout.groups)
+        alone = sum(len(group.members) == 1 and group.leader.takes_new for group in layout.groups)
+        by_load = tuple(sorted(left, key=lambda group: (-group.load_blocks, group.group_id)))
+        return compare_sizes(
+            snapshot,
+            running,
+            load.traffic,
+            load.pace,
+            replace(reserve, leaving=by_load),
+            may_shrink=not merged
+            and not reserve.waking_s
+            and len(by_load) < _MOST_LEAVING
+            and alone > max(1, self.rules.least_instances),
+            targets=targets,
+        )
+
+    def _back(self, members: list[Member], load: ClusterLoad, count: int, at_s: float) -> dict[WorkerId, bool]:
+        """Those that are about to leave come back first, with most of what they had; then parked ones wake."""
+        if at_s - self._left_at_s < _REGRET_S:
+            self._dwell_s = min(_MOST_DWELL_S, 2 * max(self._dwell_s, self.rules.dwell_s))
+            self._left_at_s = -math.inf
+        elif self._left_at_s > -math.inf:  # who left was not missed for long
+            self._dwell_s, self._left_at_s = self._dwell_s / 2, -math.inf
+        leaving = [m.worker_id for m in members if m.standing is Standing.LEAVING]
+        leaving.sort(key=lambda w: (-_held(load.workers.get(w)), w))
+        parked = sorted(m.worker_id for m in members if m.standing is Standing.PARKED)
+        return dict.fromkeys([*leaving, *parked][:count], False)
+
+    def _is_calm(self, reserve: Reserve, at_s: float) -> bool:
+        """One less has been enough for long enough."""
+        self._calm_since_s = at_s if self._calm_since_s is None else self._calm_since_s
+        return at_s - self._calm_since_s >= self._wait_s(reserve)
+
+    def _wait_s(self, reserve: Reserve) -> float:
+        return max(self.rules.dwell_s, self._dwell_s, _WAKES * reserve.wake_s)
+
+    def _leaver(self, layout: Layout, load: ClusterLoad) -> WorkerId | None:
+        alone = [g.leader.worker_id for g in layout.groups if len(g.members) == 1 and g.leader.takes_new]
+        may_leave = [w for w in alone if (report := load.workers.get(w)) is not None and report.wake_s]
+        if not may_leave:
+            return None
+        if self.rules.last_name:
+            return max(may_leave, key=_by_number)
+        return min(may_leave, key=lambda w: (_held(load.workers[w]), load.workers[w].running_count, w))
+
+
+def _held(report: LoadReport | None) -> int:
+    return 0 if report is None else report.used_block_count + report.waiting_block_count
+
+
+def _by_number(name: str) -> tuple[int, str]:
+    """Of w-2 and w-10 the latter is the last."""
+    return len(name), name
+
+
+def _as_serving(layout: Layout, standing: Standing) -> Layout | None:
+    """Those that stand so, as if they served; None: there are none."""
+    groups = tuple(
+        Group(g.group_id, (replace(g.leader, standing=Standing.SERVING),))
+        for g in layout.groups
+        if g.leader.standing is standing
+    )
+    return replace(layout, groups=groups) if groups else None

@@ -1,0 +1,96 @@
+"""Instances that could serve and do not, and what the fluid model has to know where some of them do (pure)."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from services.planner.policy.candidates import NOTHING, Candidate, Candidates
+from services.planner.policy.fluid_model import Kind
+from services.planner.policy.snapshot import GroupState, Snapshot, columns_of
+
+FEWER = Candidate("one less", added=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Instances alone that do not serve."""
+
+    leaving: tuple[GroupState, ...] = ()  # those with most load first: a leave that is undone serves at once
+    parked_count: int = 0
+    waking_s: tuple[float, ...] = ()  # until each of those that wake serves
+    wake_s: float = 0.0  # that the next one would take
+
+    @property
+    def count(self) -> int:
+        """Instances that could be asked to serve."""
+        return len(self.leaving) + self.parked_count
+
+
+def more(reserve: Reserve) -> list[Candidate]:
+    """Some of the reserve, or all of it, serves."""
+    counts = {min(1 << doublings, reserve.count) for doublings in range(reserve.count.bit_length() + 1)} - {0}
+    return [Candidate(f"{count} more", added=count) for count in sorted(counts)]
+
+
+def home_tokens(snapshot: Snapshot) -> float:
+    """What the KV of an instance holds that has all layers: of those that serve alone the mean, or by their memory."""
+    columns, model = columns_of(snapshot.groups), snapshot.model
+    alone = [blocks for blocks, stages in zip(columns.blocks, columns.stages, strict=True) if stages == 1]
+    if alone:
+        return max(1.0, sum(alone) / len(alone) * model.block_tokens)
+    budget, extent, _ = max(columns.members)
+    return max(1.0, float(model.at(extent).block_count(budget, 0, model.layer_count) * model.block_tokens))
+
+
+def kinds(candidates: Candidates, snapshot: Snapshot, reserve: Reserve, added: int, places: int) -> list[Kind]:
+    """With so many of the reserve, those that leave first; or (-1) with one less that serves alone. What leaves has no
+    room, and goes on with what it has; what wakes has, and begins later.
+
+    Args:
+        places: Requests that an instance runs at most.
+    """
+    home = home_tokens(snapshot)
+    found = candidates.kinds(NOTHING)
+    if added < 0:
+        largest = max((kind for kind in found if kind.stages == 1), key=lambda kind: kind.group_count)
+        left = replace(
+            largest,
+            group_count=largest.group_count - 1,
+            capacity_tokens=largest.capacity_tokens - home,
+            max_running_count=largest.max_running_count - places,
+        )
+        found = [left if kind is largest else kind for kind in found]
+    undone = max(0, min(added, len(reserve.leaving)))
+    found += _loaded(snapshot, reserve.leaving[:undone], home, places)
+    found += _loaded(snapshot, reserve.leaving[undone:], 0.0, places)
+    stalls = Counter([*reserve.waking_s, *[reserve.wake_s] * max(0, added - undone)])
+    return found + [
+        Kind(
+            stages=1,
+            group_count=count,
+            capacity_tokens=count * home,
+            running_count=0.0,
+            used_tokens=0.0,
+            max_running_count=float(count * places),
+            stall_s=stall_s,
+        )
+        for stall_s, count in sorted(stalls.items())
+    ]
+
+
+def _loaded(snapshot: Snapshot, groups: Sequence[GroupState], each_tokens: float, places: int) -> list[Kind]:
+    if not groups:
+        return []
+    columns = columns_of(groups)
+    used = float(sum(columns.used) * snapshot.model.block_tokens)
+    return [
+        Kind(
+            stages=1,
+            group_count=len(groups),
+            capacity_tokens=max(used, len(groups) * each_tokens),
+            running_count=float(sum(columns.running)),
+            used_tokens=used,
+            uncomputed_tokens=float(sum(columns.uncomputed)),
+            max_running_count=float(len(groups) * places),
+        )
+    ]

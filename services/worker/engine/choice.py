@@ -1,0 +1,116 @@
+"""Which implementation computes a model, decided by its config.json alone, before any tensor is read."""
+
+from pathlib import Path
+
+import torch
+
+from ballast.common.errors import ConfigError
+from ballast.service.logs import get_logger
+from services.worker.engine.implementation import BallastModel, Implementation
+from services.worker.engine.model_config import ModelConfig, ModelFacts, read_json, read_model_config
+from services.worker.engine.native.library import KERNELS, Kernels, choose_kernels
+from services.worker.engine.peers import Peers
+from services.worker.memory.gpus import gpu_index
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+ATTENTION_BACKENDS = ("auto", "triton", "flashinfer")
+MODEL_IMPLS = ("auto", "ballast", "transformers")
+
+
+def choose_model(
+    model_dir: Path,
+    *,
+    model_impl: str,
+    dtype: str,
+    device: str,
+    kernels: str,
+    max_model_len: int | None = None,
+    peers: Peers | None = None,
+    attention_backend: str = "auto",
+) -> tuple[Implementation, Kernels | None]:
+    """The model, and the compiled kernels where they compute it or a part of it.
+
+    Raises:
+        ConfigError: neither implementation serves it so.
+    """
+    for name, value, known in (
+        ("model_impl", model_impl, MODEL_IMPLS),
+        ("attention_backend", attention_backend, ATTENTION_BACKENDS),
+        ("kernels", kernels, KERNELS),
+    ):
+        if value not in known:
+            raise ConfigError(name, f"{value!r} is not supported; use one of {', '.join(known)}")
+    if attention_backend != "auto" and gpu_index(device) is None:
+        raise ConfigError("attention_backend", f"{attention_backend} computes on GPUs, with device {device} use auto")
+    ours = own_config(model_dir, model_impl, max_model_len)
+    if ours is None:
+        return _of_transformers(model_dir, dtype, device, kernels, peers)
+    config = ours if peers is None else ours.of_rank(peers.rank, peers.count)
+    run_dtype = choose_dtype(dtype, config, model_dir)
+    native = choose_kernels(kernels, device, config, run_dtype)
+    model = BallastModel(
+        model_dir=model_dir,
+        config=config,
+        dtype=run_dtype,
+        device=device,
+        kernels=native,
+        peers=peers,
+        attention_backend=attention_backend,
+        whole=ours,
+    )
+    return model, native
+
+
+def own_config(model_dir: Path, model_impl: str, max_model_len: int | None = None) -> ModelConfig | None:
+    """None: `transformers` has to compute it. With "auto" our classes compute what they can, if that is as long.
+
+    Raises:
+        ConfigError: our classes do not serve it, and were asked for by name; or it is no checkpoint.
+    """
+    if model_impl == "transformers":
+        return None
+    read_json(model_dir / "config.json")
+    try:
+        config = read_model_config(model_dir)
+    except ConfigError as error:
+        if model_impl == "ballast":
+            raise
+        get_logger().info("not one of Ballast's own models, transformers computes it", why=str(error))
+        return None
+    if model_impl == "auto" and max_model_len is not None and max_model_len > config.max_position:
+        return None  # longer than a window: ours has none
+    return config
+
+
+def _of_transformers(
+    model_dir: Path, dtype: str, device: str, kernels: str, peers: Peers | None
+) -> tuple[Implementation, Kernels | None]:
+    from services.worker.engine.transformers_model import TransformersModel, read_transformers_config
+
+    if peers is not None and peers.count > 1:
+        why = "this model is computed by transformers, on one device; use --tensor-parallel-size 1"
+        raise ConfigError("tensor_parallel_size", why)
+    facts, config = read_transformers_config(model_dir)
+    run_dtype = choose_dtype(dtype, facts, model_dir)
+    native = choose_kernels(kernels, device, None, run_dtype)
+    return TransformersModel(model_dir, facts, config, run_dtype, torch.device(device)), native
+
+
+def choose_dtype(name: str, config: ModelFacts, model_dir: Path) -> torch.dtype:
+    """Raises ConfigError for a number format that nothing here computes in."""
+    if name != "auto":
+        if name not in DTYPES:
+            raise ConfigError("dtype", f"{name!r} is not supported; use auto or one of {', '.join(DTYPES)}")
+        return DTYPES[name]
+    stored = config.checkpoint_dtype or "float32"
+    if stored not in DTYPES:
+        raise ConfigError(
+            f"{model_dir / 'config.json'}: dtype",
+            f"{stored!r} cannot be run as it is; choose one of {', '.join(DTYPES)}",
+        )
+    return DTYPES[stored]

@@ -1,0 +1,79 @@
+"""What a worker would make of a checkpoint, from its config.json alone: python -m services.worker.engine.describe DIR
+
+Prints one JSON object: the fields of `Description`, or `refused` with the reason. No tensor is read.
+"""
+
+import argparse
+import dataclasses
+import json
+import logging
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from ballast.common.errors import ConfigError
+from ballast.service import logs
+from services.worker.engine.choice import MODEL_IMPLS, choose_model
+from services.worker.memory.parameters import lay_out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    served_by: str  # ballast or transformers
+    architecture: str
+    dtype: str
+    layer_count: int
+    max_model_len: int
+    parameter_count: int
+    layer_bytes: int  # of all layers
+    other_bytes: int  # embedding, head
+    kv_bytes_per_token: int  # in all layers, as it is kept
+    kv_needed_bytes_per_token: int  # without what slots of one size for all layers lose
+    windowed_layers: int
+    attention: tuple[str, ...]  # what is not plain attention, in any layer
+
+
+def describe_model(model_dir: Path, *, model_impl: str = "auto", dtype: str = "auto") -> Description:
+    """
+    Raises:
+        ConfigError: it would be refused.
+    """
+    served, _ = choose_model(model_dir, model_impl=model_impl, dtype=dtype, device="cpu", kernels="torch")
+    needs = served.needs(block_tokens=1)
+    kinds = served.kinds
+    element_bytes = needs.kv_shape.dtype.itemsize
+    kv_bytes = needs.kv_shape.block_bytes * needs.kv_shape.layer_count
+    return Description(
+        served_by=served.name,
+        architecture=served.config.architecture,
+        dtype=str(needs.kv_shape.dtype).removeprefix("torch."),
+        layer_count=served.config.layer_count,
+        max_model_len=served.config.max_position,
+        parameter_count=served.parameter_count,
+        layer_bytes=sum(lay_out("layer", part).size_bytes for part in needs.layers),
+        other_bytes=sum(lay_out(name, part).size_bytes for name, part in needs.others.items()),
+        kv_bytes_per_token=kv_bytes,
+        kv_needed_bytes_per_token=sum(kind.token_elements for kind in kinds) * element_bytes if kinds else kv_bytes,
+        windowed_layers=sum(kind.window is not None or kind.chunk is not None for kind in kinds),
+        attention=tuple(sorted({extra for kind in kinds for extra in kind.extras})),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m services.worker.engine.describe", description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--model-impl", choices=MODEL_IMPLS, default="auto")
+    parser.add_argument("--dtype", default="auto")
+    args = parser.parse_args()
+    logs.configure(service="describe", instance="", level="error", form="json")
+    logging.disable(logging.WARNING)
+    try:
+        found = describe_model(args.model, model_impl=args.model_impl, dtype=args.dtype)
+        print(json.dumps(dataclasses.asdict(found)))
+    except ConfigError as error:
+        print(json.dumps({"refused": str(error)}))
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

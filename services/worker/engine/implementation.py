@@ -1,0 +1,218 @@
+"""What computes a model: our own classes, or the modelling code of `transformers`. The engine knows one contract."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol, Self
+
+import torch
+
+from services.worker.engine.attention import AttentionBackend, AttentionStep, CpuAttention
+from services.worker.engine.attention_cuda import CudaAttention
+from services.worker.engine.attention_flashinfer import FlashInferAttention
+from services.worker.engine.checkpoint import Checkpoint, load_parameters
+from services.worker.engine.layer_attention import LayerKind
+from services.worker.engine.model import Model
+from services.worker.engine.model_config import ModelConfig, ModelFacts
+from services.worker.engine.native.library import Kernels
+from services.worker.engine.packed_attention import PagedAttention
+from services.worker.engine.packed_model import PackedModel
+from services.worker.engine.parameters import (
+    Layout,
+    end_parameters,
+    layer_parameters,
+    layout_for,
+    parameter_count,
+    part_specs,
+)
+from services.worker.engine.peers import Peers
+from services.worker.memory.backend import MemoryBackend
+from services.worker.memory.device import DeviceMemory
+from services.worker.memory.kv_cache import KvCache, KvShape
+from services.worker.memory.parameters import ParameterStore, PartSpec, lay_out
+
+
+class StageModel(Protocol):
+    """A model whose layers can be executed in ranges, so that several stages share it. One step at a time."""
+
+    @property
+    def layer_count(self) -> int: ...
+
+    def reserve(self, rows: int) -> None:
+        """Buffers stay where they are unless a step has more rows than these."""
+        ...
+
+    def embed(self, token_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+        """hidden_TD, fresh memory: what comes before the first layer. For the first stage."""
+        ...
+
+    def run_layers(
+        self,
+        hidden_TD: torch.Tensor,
+        positions_T: torch.Tensor,
+        attention: AttentionStep,
+        *,
+        first_layer: int,
+        last_layer: int,
+    ) -> torch.Tensor:
+        """Apply the layers `[first_layer, last_layer)`. The result may lie where `hidden_TD` lay, or elsewhere."""
+        ...
+
+    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """logits_RV. For the last stage."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeeds:
+    """What a model has in a device's memory."""
+
+    layers: Sequence[PartSpec]
+    others: Mapping[str, PartSpec]
+    kv_shape: KvShape
+
+    @classmethod
+    def of(cls, config: ModelConfig, layout: Layout, dtype: torch.dtype, block_tokens: int) -> Self:
+        return cls(
+            layers=[part_specs(layer_parameters(config, i, layout), dtype) for i in range(config.layer_count)],
+            others={name: part_specs(part, dtype) for name, part in end_parameters(config, layout).items()},
+            kv_shape=KvShape(
+                layer_count=config.layer_count,
+                block_tokens=block_tokens,
+                kv_heads=config.kv_head_count,
+                head_dim=config.head_dim,
+                dtype=dtype,
+            ),
+        )
+
+    def open(self, backend: MemoryBackend, budget_bytes: int) -> DeviceMemory:
+        return DeviceMemory.open(
+            backend, budget_bytes=budget_bytes, layers=self.layers, others=self.others, kv_shape=self.kv_shape
+        )
+
+    def least_bytes(self, granularity_bytes: int, block_count: int) -> int:
+        """For all parameters and so many blocks, with what is lost to whole extents."""
+        layers = [lay_out(f"layers.{i}", specs).size_bytes for i, specs in enumerate(self.layers)]
+        others = [lay_out(name, specs).size_bytes for name, specs in self.others.items()]
+        kv_bytes = self.kv_shape.layer_count * block_count * self.kv_shape.block_bytes
+        lost_bytes = (2 * len(layers) + len(others)) * (max(layers) // 8 + 2 * granularity_bytes)
+        return sum(layers) + sum(others) + kv_bytes + lost_bytes
+
+
+class Implementation(Protocol):
+    """One model, computed in one dtype on one device."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def config(self) -> ModelFacts: ...
+
+    @property
+    def kinds(self) -> Sequence[LayerKind]:
+        """What attention is in each layer; none, where it is the same plain one in all."""
+        ...
+
+    @property
+    def parameter_count(self) -> int:
+        """Of the whole model, whatever this rank has of it."""
+        ...
+
+    @property
+    def pipelines(self) -> bool:
+        """Whether ranges of layers may run on several workers. Known once the self-test of `load` has run."""
+        ...
+
+    def needs(self, block_tokens: int) -> MemoryNeeds: ...
+
+    def load(self, memory: DeviceMemory, compute_here: Callable[[], None]) -> None:
+        """Fill every parameter from the checkpoint, and take the checksums of the layers.
+
+        Raises:
+            ConfigError: the checkpoint is not what its config.json says.
+        """
+        ...
+
+    def read_layer(self, store: ParameterStore, layer: int) -> None:
+        """Fill a layer's parameters from the checkpoint again, on all ranks. Any thread."""
+        ...
+
+    def assemble(
+        self, memory: DeviceMemory, kernels: Kernels | None, longest: int
+    ) -> tuple[StageModel, AttentionBackend]:
+        """The model over its memory, whose contents are not looked at, for contexts of up to `longest` tokens."""
+        ...
+
+    def check(self, model: StageModel, attention: AttentionBackend, kv: KvCache) -> None:
+        """Look whether the loaded model is the one of the checkpoint; its cache is not in use yet.
+
+        Raises:
+            ConfigError: it is another one.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BallastModel:
+    """An `Implementation`: our own classes over matrices that are joined, and padded or packed."""
+
+    model_dir: Path
+    config: ModelConfig
+    dtype: torch.dtype
+    device: str
+    kernels: Kernels | None
+    peers: Peers | None
+    attention_backend: str
+    whole: ModelConfig  # of all ranks
+
+    @property
+    def name(self) -> str:
+        return "ballast"
+
+    @property
+    def kinds(self) -> Sequence[LayerKind]:
+        return ()
+
+    @property
+    def parameter_count(self) -> int:
+        return parameter_count(self.whole)
+
+    @property
+    def pipelines(self) -> bool:
+        return True
+
+    def needs(self, block_tokens: int) -> MemoryNeeds:
+        return MemoryNeeds.of(self.config, self._layout, self.dtype, block_tokens)
+
+    def load(self, memory: DeviceMemory, compute_here: Callable[[], None]) -> None:
+        load_parameters(self.model_dir, self.config, memory.parameters, self._layout, self.kernels, compute_here)
+
+    def read_layer(self, store: ParameterStore, layer: int) -> None:
+        with Checkpoint(self.model_dir, self.kernels) as checkpoint:
+            for rank, one in enumerate(store.of_ranks):
+                config = self.config if rank == self.config.rank else replace(self.config, rank=rank)
+                checkpoint.fill(layer_parameters(config, layer, self._layout), one.layer(layer))
+
+    def assemble(
+        self, memory: DeviceMemory, kernels: Kernels | None, longest: int
+    ) -> tuple[StageModel, AttentionBackend]:
+        if kernels is not None:
+            packed = PackedModel(self.config, memory.parameters, memory.kv, kernels, max_model_len=longest)
+            return packed, PagedAttention(kernels)
+        sum_over_ranks = None if self.peers is None else self.peers.sum
+        model = Model(self.config, memory.parameters, memory.kv, max_model_len=longest, sum_over_ranks=sum_over_ranks)
+        return model, own_attention(memory.pool.backend.device, self.config, self.dtype, self.attention_backend)
+
+    def check(self, model: StageModel, attention: AttentionBackend, kv: KvCache) -> None:
+        """Nothing to do: our classes are tested against `transformers` beforehand."""
+
+    @property
+    def _layout(self) -> Layout:
+        return layout_for(self.device, self.kernels)
+
+
+def own_attention(device: torch.device, config: ModelConfig, dtype: torch.dtype, name: str) -> AttentionBackend:
+    if device.type != "cuda":
+        return CpuAttention(config.head_count, config.kv_head_count, config.head_dim, dtype)
+    kind = FlashInferAttention if name == "flashinfer" else CudaAttention
+    return kind(config.head_count, config.kv_head_count, config.head_dim, dtype, device)

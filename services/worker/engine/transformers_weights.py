@@ -1,0 +1,199 @@
+"""Tensors of a checkpoint, under the names and shapes that `transformers`' modelling code has for them.
+
+A parameter at a time is read and converted by `transformers` itself (names, joined matrices, merged experts), copied to
+its place in our memory, and given up: what is held beside the memory is the largest parameter, twice at most.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    build_glob_alternation,
+    convert_and_load_state_dict_in_model,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+
+from ballast.common.errors import ConfigError
+from services.worker.engine.checkpoint import FLOAT_DTYPES, IGNORED_SUFFIXES, tensor_places
+from services.worker.engine.parameters import EMBEDDING, HEAD
+
+Part = int | str
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Tensors of each part by their names in the whole model; a tied one once, where it comes first."""
+
+    layers: tuple[Mapping[str, torch.Tensor], ...]
+    others: Mapping[str, Mapping[str, torch.Tensor]]
+
+    def of(self, part: Part) -> Mapping[str, torch.Tensor]:
+        return self.layers[part] if isinstance(part, int) else self.others[part]
+
+
+def parts_of(model: Any, layers_name: str, layer_count: int, dtype: torch.dtype) -> Parts:
+    """Of a model on the meta device, in `dtype` but for those that its class keeps in float32."""
+    plan = model._get_dtype_plan(dtype)
+    wide = build_glob_alternation(list(plan))[0] if plan else None
+    layers: list[dict[str, torch.Tensor]] = [{} for _ in range(layer_count)]
+    others: dict[str, dict[str, torch.Tensor]] = {EMBEDDING: {}, HEAD: {}}
+    inputs = model.get_input_embeddings()
+    first = {id(tensor) for tensor in inputs.parameters()}
+    prefix = layers_name + "."
+    persistent = set(model.state_dict())
+    for name, tensor in [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if n in persistent)]:
+        if wide is not None and wide.search(name):
+            tensor.data = tensor.data.to(torch.float32)
+        if name.startswith(prefix):
+            layers[int(name[len(prefix) :].partition(".")[0])][name] = tensor
+        else:
+            others[EMBEDDING if id(tensor) in first else HEAD][name] = tensor
+    return Parts(tuple(layers), others)
+
+
+class TransformersCheckpoint:
+    """An open checkpoint, by the names of a model without memory."""
+
+    def __init__(self, model_dir: Path, model: Any, parts: Parts, dtype: torch.dtype) -> None:
+        """
+        Raises:
+            ConfigError: there are no tensors in the folder, or not those that its index names.
+        """
+        self._model_dir, self._model, self._parts, self._dtype = model_dir, model, parts, dtype
+        self._places = tensor_places(model_dir)
+        self._files: dict[Path, Any] = {}
+        self._mapping: list[Any] = get_model_conversion_mapping(model)
+        self._plan = model._get_dtype_plan(dtype)
+        self._sources, self._unknown = self._map()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._files.clear()
+
+    def _map(self) -> tuple[dict[str, list[str]], list[str]]:
+        """The tensors that each of the model's is made of, by the first name that `transformers` gives them."""
+        renamings = [entry for entry in self._mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in self._mapping if isinstance(entry, WeightConverter)]
+        prefix, state = self._model.base_model_prefix, self._model.state_dict()
+        sources: dict[str, list[str]] = {}
+        unknown: list[str] = []
+        for key in sorted(self._places, key=dot_natural_key):
+            name, _ = rename_source_key(key, renamings, converters, prefix, state)
+            if name not in state and key in state:
+                name, _ = rename_source_key(key, [], [], prefix, state)
+            if name in state:
+                sources.setdefault(name, []).append(key)
+            else:
+                unknown.append(key)
+        return sources, unknown
+
+    def require_only(self) -> None:
+        """Raise ConfigError if the checkpoint holds a tensor that the model has no use for, and does not say so."""
+        patterns = self._model._keys_to_ignore_on_load_unexpected or ()
+        for key in self._unknown:
+            if not key.endswith(IGNORED_SUFFIXES) and not any(re.search(pattern, key) for pattern in patterns):
+                raise ConfigError(f"{self._places[key]}: {key}", f"is not a tensor of {type(self._model).__name__}")
+
+    def fill(self, part: Part, stored: Mapping[str, torch.Tensor]) -> None:
+        """Copy each of a part's tensors into its memory.
+
+        Raises:
+            ConfigError: a tensor is missing, has another shape, or cannot be read.
+        """
+        left = dict(self._parts.of(part))
+        for name in [*left]:
+            if name in left:
+                self._convert(self._sources_of(name, left))
+                self._take(left, stored)
+        if left:
+            name = next(iter(left))
+            raise ConfigError(f"{self._model_dir}: {name}", "the checkpoint has no tensor that this is made of")
+
+    def _sources_of(self, name: str, left: Iterable[str]) -> list[str]:
+        """Of the tensor, or of the one it is tied to, or of what is split into it and others."""
+        if (found := self._sources.get(name)) is not None:
+            self._require_tied(name, found)
+            return found
+        for alias in self._aliases(name):
+            if (found := self._sources.get(alias)) is not None:
+                return found
+        # One tensor of the file is split into several: it has the name of the first of them.
+        return []
+
+    def _aliases(self, name: str) -> list[str]:
+        tied = getattr(self._model, "all_tied_weights_keys", {})
+        return [*(target for target, source in tied.items() if source == name), *([tied[name]] if name in tied else [])]
+
+    def _require_tied(self, name: str, sources: list[str]) -> None:
+        for alias in self._aliases(name):
+            other = self._sources.get(alias)
+            if other is None or len(other) != 1 or len(sources) != 1:
+                continue
+            if not torch.equal(self._slice(sources[0])[...], self._slice(other[0])[...]):
+                why = f"config.json ties it to {other[0]}, which has other values; set tie_word_embeddings to false"
+                raise ConfigError(f"{self._places[sources[0]]}: {sources[0]}", why)
+
+    def _convert(self, sources: list[str]) -> None:
+        if not sources:
+            return
+        given = {key: self._slice(key) for key in sources}
+        config = LoadStateDictConfig(weight_mapping=self._mapping, dtype=self._dtype, dtype_plan=self._plan)
+        try:
+            info, _ = convert_and_load_state_dict_in_model(self._model, given, config)
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{self._places[sources[0]]}: {sources[0]}", f"cannot be read: {error}") from error
+        if info.mismatched_keys:
+            name, shape, wanted = next(iter(info.mismatched_keys))
+            why = f"has shape {list(shape)}, config.json asks for {list(wanted)}"
+            raise ConfigError(f"{self._places[sources[0]]}: {name}", why)
+        if info.conversion_errors or info.error_msgs:
+            name, why = next(iter(info.conversion_errors.items()), (sources[0], "; ".join(info.error_msgs)))
+            raise ConfigError(f"{self._places[sources[0]]}: {name}", f"cannot be converted: {why}")
+
+    def _take(self, left: dict[str, torch.Tensor], stored: Mapping[str, torch.Tensor]) -> None:
+        """Move what has been converted to its place; the model is without memory again."""
+        for name in [*left]:
+            for held in (name, *self._aliases(name)):
+                path, _, leaf = held.rpartition(".")
+                module = self._model.get_submodule(path)
+                tensor = getattr(module, leaf)
+                if tensor.device.type == "meta":
+                    continue
+                with torch.no_grad():
+                    stored[name].copy_(tensor)
+                nothing = torch.empty_like(left[name], device="meta")
+                if leaf in module._parameters:
+                    setattr(module, leaf, nn.Parameter(nothing, requires_grad=False))
+                else:
+                    module._buffers[leaf] = nothing
+                del left[name]
+                break
+
+    def _slice(self, key: str) -> Any:
+        path = self._places[key]
+        where = f"{path}: {key}"
+        try:
+            if path not in self._files:
+                self._files[path] = safe_open(path, framework="pt", device="cpu")
+            tensor = self._files[path].get_slice(key)
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(where, f"cannot be read: {error}") from error
+        if (dtype := str(tensor.get_dtype())) not in FLOAT_DTYPES:
+            raise ConfigError(where, f"has dtype {dtype}, supported are {', '.join(FLOAT_DTYPES)}")
+        return tensor

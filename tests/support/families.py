@@ -1,0 +1,170 @@
+"""Families of decoders that `transformers` knows, as small random checkpoints."""
+
+import functools
+import os
+import subprocess
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.reference import Reference
+
+SMALL = {
+    "vocab_size": 384,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {  # those that a family has
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "shared_expert_intermediate_size": 48,
+    "n_shared_experts": 1,
+}
+_HEAD: dict[str, Any] = {"head_dim": 16}
+_WINDOW: dict[str, Any] = {"sliding_window": 16}
+_LATENT: dict[str, Any] = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+# name -> what differs; a name with a colon is a variant of a family.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "afmoe": {},
+    "apertus": {},
+    "aria_text": {},
+    "bitnet": {},
+    "arcee": {},
+    "cohere": {},
+    "cohere2": _WINDOW,
+    "cohere2_moe": _WINDOW,
+    "cwm": _WINDOW,
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "dots1": {},
+    "ernie4_5": _HEAD,
+    "ernie4_5_moe": {},
+    "exaone4": _WINDOW,
+    "exaone_moe": {},
+    "flex_olmo": {},
+    "gemma": _HEAD,
+    "gemma2": {**_HEAD, **_WINDOW, "query_pre_attn_scalar": 16},
+    "gemma3_text": {**_HEAD, **_WINDOW},
+    "glm": _HEAD,
+    "glm4": _HEAD,
+    "glm4_moe": _HEAD,
+    "gpt2": {},
+    "gpt_neox": {},
+    "gpt_oss": {**_HEAD, **_WINDOW},
+    "granite": {},
+    "granitemoe": {},
+    "granitemoeshared": {},
+    "llama": {},
+    "llama:heads": {"num_key_value_heads": None},
+    "llama:partial": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "llama:yarn": {"rope_parameters": _YARN},
+    "llama4_text": {**_HEAD, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 96, "attention_chunk_size": 24},
+    "minimax_m2": {},
+    "ministral": {**_HEAD, **_WINDOW},
+    "ministral3": {},
+    "mistral": _WINDOW,
+    "mixtral": {},
+    "nanochat": {},
+    "nemotron": {},
+    "olmo2": {},
+    "olmo3": _WINDOW,
+    "olmoe": {},
+    "opt": {},
+    "phi": {},
+    "phi3": {},
+    "phimoe": {},
+    "qwen2": {},
+    "qwen2_moe": {},
+    "qwen3": _HEAD,
+    "qwen3_moe": _HEAD,
+    "seed_oss": _HEAD,
+    "smollm3": {},
+    "stablelm": {},
+    "starcoder2": {},
+}
+_OTHER_STATE = "keeps other state than keys and values, or does not say how it attends"
+REFUSED = {  # name -> why, in the words of the error
+    "bert": "is neither causal nor a window nor a chunk",
+    "bloom": _OTHER_STATE,
+    "diffllama": "attends more than once in a layer",
+    "falcon": _OTHER_STATE,
+    "mamba": _OTHER_STATE,
+}
+_FRACTION = 5
+
+
+def chosen() -> list[str]:
+    """All with BALLAST_FAMILIES=all; else a fifth, another one for each commit."""
+    names = sorted(FAMILIES)
+    if os.environ.get("BALLAST_FAMILIES") == "all":
+        return names
+    told = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout
+    turn = zlib.crc32(told.encode())
+    return [name for i, name in enumerate(names) if (i + turn) % _FRACTION == 0]
+
+
+def write_family(name: str, folder: Path) -> Path:
+    """A checkpoint of random weights, with norms that are not exactly one: they would hide mistakes."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    model_type = name.partition(":")[0]
+    config: Any = transformers.AutoConfig.for_model(model_type)
+    known = config.to_dict()
+    wanted = SMALL | {key: value for key, value in EXPERTS.items() if key in known} | FAMILIES.get(name, {})
+    torch.manual_seed(1)
+    model: Any = transformers.AutoModelForCausalLM.from_config(type(config)(**wanted), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder, max_shard_size="200KB")
+    return folder
+
+
+@functools.cache
+def _alone(folder: Path) -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+@torch.inference_mode()
+def greedy_alone(folder: Path, prompts: Sequence[Sequence[int]], count: int) -> list[Reference]:
+    """Of each prompt by itself, without a cache: the model as it stands in `transformers`."""
+    model = _alone(folder)
+    found: list[Reference] = []
+    for prompt in prompts:
+        ids, gaps = list(prompt), list[float]()
+        for _ in range(count):
+            best = model(torch.tensor([ids]), use_cache=False).logits[0, -1].double().topk(2)
+            gaps.append(float(best.values[0] - best.values[1]))
+            ids.append(int(best.indices[0]))
+        found.append(Reference(tuple(ids[len(prompt) :]), tuple(gaps)))
+    return found

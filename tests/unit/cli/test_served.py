@@ -1,0 +1,40 @@
+"""`ballast model info` and `up` know what a worker would say, before there is one."""
+
+from pathlib import Path
+
+import pytest
+
+from ballast.common.errors import ConfigError
+from tests.support.families import write_family
+from tools.cli.main import main
+from tools.cli.served import check_served
+from tools.model.tiny import make_tiny
+
+
+def test_info_says_what_computes_a_model_and_what_a_pair_gains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["model", "info", str(write_family("gemma2", tmp_path))]) == 0
+    told = capsys.readouterr().out
+    assert "computed by     transformers' Gemma2ForCausalLM, attention: a soft cap, a window" in told
+    assert "KV per token    1.0 KiB float32" in told
+    assert "a pair gains" in told
+
+
+def test_of_our_own_nobody_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tools.cli.served.described", None)
+    folder = make_tiny("llama", tmp_path / "model", layers=2)
+    check_served(folder)
+    capsys.readouterr()
+    assert main(["model", "info", str(folder)]) == 0
+    assert "computed by     Ballast's own classes" in capsys.readouterr().out
+
+
+def test_up_refuses_a_model_before_any_process_is_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_family("bloom", tmp_path)
+    assert main(["up", "--model", str(folder), "--workers", "1"]) != 0
+    assert "keeps other state than keys and values" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="BloomForCausalLM"):
+        check_served(folder, "ballast")

@@ -1,0 +1,68 @@
+"""Requests go where the fewest tokens are computed before their first one, of the workers that have room."""
+
+from ballast.common.marks import marks_of
+from tests.support.dispatcher_core import Story, load
+
+PROMPT = 512
+MARKS = marks_of((1,) * PROMPT)
+ROOM = {"block_count": 400, "max_running_count": 50, "prefixes_kept_s": 100}
+
+
+def story_of_two(*, marks: tuple[int, ...] = MARKS, **changes: int) -> Story:
+    """`a` is fuller, and has the prompt; `changes` of its report."""
+    story = Story("a", "b")
+    story.step("a", report=load(**(ROOM | {"used_block_count": 100, "running_count": 4} | changes)), marks=marks)
+    story.step("b", report=load(**ROOM))
+    return story
+
+
+def where(story: Story, *, begins: int = 1) -> str:
+    ((_, worker),) = story.submit(f"r{len(story.core.requests)}", prompt=PROMPT + 8, begins=begins).places
+    return worker
+
+
+def test_it_goes_where_its_beginning_is() -> None:
+    assert where(story_of_two()) == "a"
+    assert where(story_of_two(), begins=2) == "b", "another prompt"
+    assert where(story_of_two(marks=())) == "b"
+
+
+def test_it_does_not_wait_behind_more_than_it_saves() -> None:
+    assert where(story_of_two(uncomputed_token_count=PROMPT - 1)) == "a"
+    assert where(story_of_two(uncomputed_token_count=PROMPT + 1)) == "b"
+
+
+def test_it_goes_where_there_is_room_to_grow() -> None:
+    assert where(story_of_two(used_block_count=390)) == "b"
+
+
+def test_what_was_used_before_something_was_given_up_does_not_count() -> None:
+    story = story_of_two()
+    story.now_s += 5.0
+    story.step("a", report=load(**ROOM, used_block_count=100, running_count=4))
+    assert where(story) == "a"
+    story.step("a", report=load(**(ROOM | {"prefixes_kept_s": 1}), used_block_count=100, running_count=4))
+    story.now_s += 2.0
+    story.step("a", report=load(**(ROOM | {"prefixes_kept_s": 1}), used_block_count=100, running_count=4))
+    assert where(story, begins=3) == "b"
+
+
+def test_a_burst_of_the_same_beginning_stays_together_before_any_report() -> None:
+    story = story_of_two()
+    first = where(story, begins=5)
+    others = [where(story, begins=5) for _ in range(3)]
+    assert others == [first] * 3
+
+
+def test_the_backlog_counts_a_common_beginning_once() -> None:
+    story = Story("a")
+    full = load(block_count=400, used_block_count=400, max_running_count=1, running_count=1, waiting_count=2)
+    story.step("a", report=full, marks=(7,))
+    for n in range(10):
+        story.submit(f"r{n}", prompt=PROMPT + 8)
+    backlog = story.core.backlog
+    waiting = len(backlog)
+    assert waiting >= 7
+    assert backlog.token_count == waiting * (PROMPT + 8)
+    assert backlog.distinct_token_count == PROMPT + waiting * 8
+    assert story.core.traffic(story.now_s).queued_tokens == backlog.distinct_token_count

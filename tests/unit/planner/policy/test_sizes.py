@@ -1,0 +1,85 @@
+"""How many instances should serve: what is predicted of one less and of some more, and what an instance costs."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from ballast.common.traffic import Traffic
+from services.planner.policy.candidates import Candidates, Running
+from services.planner.policy.compare import Comparison, Targets, compare_sizes
+from services.planner.policy.reserve import Reserve, home_tokens, kinds, more
+from tests.unit.planner.policy.test_compare import BLOCKS, EIGHT, PACE, SHAPE, alone, running
+
+FULL = Reserve(parked_count=8, wake_s=1.0)
+
+
+def quiet(per_s: float, *, prompt: int = 500, answer: int = 200) -> Traffic:
+    """Steady requests of such a size."""
+    return Traffic(
+        recent_count=round(10 * per_s),
+        minute_count=round(60 * per_s),
+        minute_tokens=round(60 * per_s * prompt),
+        calm_per_s=per_s,
+        ended_count=round(300 * per_s),
+        ended_tokens=round(300 * per_s * answer),
+        known_s=300.0,
+    )
+
+
+def sized(
+    names: Sequence[str], used: float, traffic: Traffic, reserve: Reserve = FULL, *, each: int = 10, may: bool = True
+) -> Comparison:
+    """`used`: share of the memory."""
+    snapshot = running(alone(names, round(used * BLOCKS)), each)
+    return compare_sizes(snapshot, Running(256, 0), traffic, PACE, reserve, may_shrink=may, targets=Targets())
+
+
+def test_where_little_is_wanted_one_less_is_enough_and_only_if_it_may() -> None:
+    calm = quiet(1.0)
+    assert sized(EIGHT, 0.1, calm).chosen.candidate.added == -1
+    assert sized(EIGHT, 0.1, calm, may=False).chosen.candidate.added == 0
+
+
+@pytest.mark.parametrize(("used", "leaves"), [(0.3, True), (0.42, False)])
+def test_memory_is_kept_for_what_nobody_predicts(used: float, leaves: bool) -> None:
+    """Of eight 0.3 is 0.34 of seven, and 0.42 is 0.48."""
+    assert (sized(EIGHT, used, quiet(1.0)).chosen.candidate.added < 0) is leaves
+
+
+def test_one_less_is_kept_where_computing_is_short_though_memory_is_free() -> None:
+    """A prompt of 2,000 tokens takes 0.3 s of an instance: eight bear 26 a second."""
+    assert sized(EIGHT, 0.15, quiet(20.0, prompt=2000, answer=20), each=2).chosen.candidate.added >= 0
+    assert sized(EIGHT, 0.15, quiet(2.0, prompt=2000, answer=20), each=2).chosen.candidate.added < 0
+
+
+def test_a_full_cluster_wakes_some_and_not_more_than_it_needs() -> None:
+    comparison = sized(EIGHT[:4], 0.95, quiet(2.0), each=30)
+    assert 2 <= comparison.chosen.candidate.added <= 4
+    losses = {one.candidate.added: one.loss for one in comparison.candidates}
+    assert losses[0] > losses[comparison.chosen.candidate.added]
+
+
+def test_what_wakes_already_counts() -> None:
+    traffic = quiet(2.0)
+    waking = replace(FULL, parked_count=4, waking_s=(0.5,) * 4)
+    before = sized(EIGHT[:4], 0.95, traffic, each=30).chosen.candidate.added
+    assert sized(EIGHT[:4], 0.95, traffic, waking, each=30).chosen.candidate.added < before
+
+
+def test_a_leave_that_is_undone_brings_its_room_at_once() -> None:
+    snapshot = running(alone(EIGHT, BLOCKS // 2), 10)
+    staying = replace(snapshot, groups=snapshot.groups[:6])
+    reserve = Reserve(leaving=tuple(snapshot.groups[6:]), parked_count=2, wake_s=2.0)
+    candidates, home = Candidates(staying, Running(256, 0)), home_tokens(staying)
+    assert home == BLOCKS * SHAPE.block_tokens
+    nothing, undone, woken = (kinds(candidates, staying, reserve, added, 256) for added in (0, 2, 3))
+    assert [(k.group_count, k.capacity_tokens / home, k.stall_s) for k in nothing] == [(6, 6.0, 0.0), (2, 1.0, 0.0)]
+    assert [(k.group_count, k.capacity_tokens / home, k.stall_s) for k in undone] == [(6, 6.0, 0.0), (2, 2.0, 0.0)]
+    assert [(k.group_count, k.stall_s) for k in woken] == [(6, 0.0), (2, 0.0), (1, 2.0)]
+    assert sum(k.running_count for k in woken) == 80, "whoever leaves or comes, nobody is forgotten"
+
+
+def test_some_of_the_reserve_and_all_of_it() -> None:
+    assert [candidate.added for candidate in more(replace(FULL, parked_count=6))] == [1, 2, 4, 6]
+    assert more(Reserve()) == []

@@ -1,0 +1,122 @@
+"""Who leaves and who is woken, and when: the planner's core with loads that change."""
+
+from dataclasses import replace
+
+from ballast.common.layout import Standing
+from ballast.common.load import LoadReport
+from ballast.common.traffic import Traffic
+from services.planner.core.messages import OverloadRaised, Sized
+from services.planner.core.sizing import SizingRules
+from services.planner.core.stages import Stage
+from tests.support.planner_core import EXTENT, LOAD, Planner
+from tests.unit.planner.test_standings import says, standings
+
+IDLE = replace(LOAD, used_block_count=0, waiting_block_count=0, running_count=0, waiting_count=0, wake_s=1.0)
+FULL = replace(IDLE, used_block_count=30, running_count=6)
+CALM = Traffic(
+    recent_count=4, minute_count=20, minute_tokens=200, calm_per_s=0.3, ended_count=90, ended_tokens=900, known_s=300.0
+)
+NAMES = ("w0", "w1", "w2", "w10")
+
+
+def started(*, load: LoadReport = IDLE, **rules: object) -> Planner:
+    planner = Planner(sizing=SizingRules(parks=True, **rules))  # pyright: ignore[reportArgumentType]
+    planner.load, planner.traffic = load, CALM
+    planner.start(*NAMES)
+    return planner
+
+
+def away(planner: Planner) -> list[str]:
+    return [worker for worker, standing in standings(planner).items() if standing is not Standing.SERVING]
+
+
+def go_on(planner: Planner, seconds: float) -> None:
+    until_s = planner.now_s + seconds
+    while planner.now_s < until_s:
+        planner.now_s += 0.5
+        planner.fire()
+
+
+def test_nobody_leaves_before_one_less_has_been_enough_for_a_while() -> None:
+    planner = started()
+    go_on(planner, 9.0)
+    assert away(planner) == []
+    go_on(planner, 2.0)
+    assert away(planner) == ["w0"]
+    assert any(isinstance(command, Sized) for command in planner.said)
+
+
+def test_one_after_the_other_leaves_until_the_least_number_serves() -> None:
+    planner = started(least_instances=2)
+    for _ in range(12):
+        go_on(planner, 5.0)
+        for worker in away(planner):
+            says(planner, worker, parked=True)
+    assert len(away(planner)) == 2
+
+
+def test_the_last_by_name_leaves_where_platforms_end_that_one() -> None:
+    planner = started(last_name=True)
+    go_on(planner, 11.0)
+    assert away(planner) == ["w10"]
+
+
+def test_demand_undoes_leaves_first_and_then_wakes() -> None:
+    planner = started()
+    go_on(planner, 11.0)
+    [parked] = away(planner)
+    says(planner, parked, parked=True)
+    go_on(planner, 6.0)
+    [leaving] = [w for w in away(planner) if w != parked]
+    planner.load = replace(FULL, used_block_count=20)
+    go_on(planner, 1.0)
+    assert standings(planner)[leaving] is Standing.SERVING
+    planner.load = FULL
+    go_on(planner, 1.0)
+    assert standings(planner)[parked] is Standing.WAKING
+
+
+def test_who_was_missed_soon_leaves_later_the_next_time() -> None:
+    planner = started()
+    go_on(planner, 11.0)
+    assert away(planner)
+    planner.load = FULL
+    go_on(planner, 1.0)
+    assert not away(planner)
+    planner.load = IDLE
+    go_on(planner, 19.0)
+    assert not away(planner), "twice as long as before"
+    go_on(planner, 2.0)
+    assert away(planner)
+
+
+def test_nobody_leaves_while_parameters_are_dropped() -> None:
+    planner = started(load=FULL)
+    planner.drop("w0", "w1")
+    planner.go_through("w0", "w1")
+    assert planner.journal[-1] is Stage.DONE
+    planner.load = IDLE
+    go_on(planner, 30.0)
+    assert away(planner) == []
+
+
+def test_an_overload_wakes_first_and_what_is_dropped_then_is_compared_with_those_that_wake() -> None:
+    planner = started()
+    go_on(planner, 11.0)
+    [parked] = away(planner)
+    says(planner, parked, parked=True)
+    planner.load = replace(FULL, waiting_block_count=40, waiting_count=8)
+    planner.tell(OverloadRaised(planner.now_s, "c", 40 * EXTENT))
+    assert standings(planner)[parked] is Standing.WAKING
+
+
+def test_without_parking_the_number_is_told_and_nobody_leaves() -> None:
+    planner = Planner(sizing=SizingRules(advises=True))
+    planner.load, planner.traffic = IDLE, CALM
+    planner.start(*NAMES)
+    go_on(planner, 60.0)
+    assert away(planner) == []
+    assert planner.core.conductor.sizing.wanted_count == 3
+    planner.load = replace(FULL, waiting_block_count=40, waiting_count=8)
+    go_on(planner, 6.0)
+    assert planner.core.conductor.sizing.wanted_count > 4

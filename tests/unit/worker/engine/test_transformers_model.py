@@ -1,0 +1,117 @@
+"""What is around the tokens of a model that `transformers` computes: choice, self-test, memory, what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ballast.common.errors import ConfigError
+from services.worker.engine.choice import own_config
+from services.worker.engine.load import load_engine
+from services.worker.engine.transformers_model import TransformersDecoder, TransformersModel
+from tests.support.families import write_family
+from tools.model.tiny import make_tiny
+
+MEMORY_BYTES = 8 << 20
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_family("qwen3_moe", tmp_path_factory.mktemp("experts"))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("mistral", tmp_path_factory.mktemp("tiny") / "model", layers=2, vocab=512, max_len=128)
+
+
+def change(folder: Path, into: Path, **values: Any) -> Path:
+    into.mkdir(exist_ok=True)
+    for file in folder.iterdir():
+        (into / file.name).write_bytes(file.read_bytes())
+    told = json.loads((into / "config.json").read_text())
+    (into / "config.json").write_text(json.dumps({**told, **values}))
+    return into
+
+
+def test_our_classes_compute_what_they_know_as_far_as_a_window_reaches(
+    tiny: Path, experts: Path, tmp_path: Path
+) -> None:
+    assert own_config(tiny, "auto") is not None
+    assert own_config(tiny, "transformers") is None
+    assert own_config(experts, "auto") is None
+    with pytest.raises(ConfigError, match="Qwen3MoeForCausalLM"):
+        own_config(experts, "ballast")
+    windowed = change(tiny, tmp_path / "windowed", sliding_window=32)
+    assert own_config(windowed, "auto", 32) is not None
+    assert own_config(windowed, "auto", 33) is None
+    with load_engine(windowed, device_memory_bytes=MEMORY_BYTES, max_model_len=64) as engine:
+        assert engine.implementation.name == "transformers"
+        assert [kind.window for kind in engine.implementation.kinds] == [32, 32]
+
+
+def test_a_model_whose_layers_cannot_be_divided_serves_alone(experts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = TransformersDecoder.run_layers
+
+    def spoiled(model: Any, hidden_TD: torch.Tensor, *given: Any, first_layer: int, last_layer: int) -> torch.Tensor:
+        hidden_TD = hidden_TD * 2 + 1 if first_layer else hidden_TD
+        return inner(model, hidden_TD, *given, first_layer=first_layer, last_layer=last_layer)
+
+    monkeypatch.setattr(TransformersDecoder, "run_layers", spoiled)
+    with load_engine(experts, device_memory_bytes=MEMORY_BYTES) as engine:
+        assert not engine.implementation.pipelines
+    monkeypatch.setattr(TransformersDecoder, "run_layers", lambda model, hidden, *_, **__: hidden)  # pyright: ignore[reportUnknownLambdaType]
+    with pytest.raises(ConfigError, match="on packed rows gives other logits than alone"):
+        load_engine(experts, device_memory_bytes=MEMORY_BYTES)
+
+
+def test_a_tied_matrix_is_held_once_and_experts_are_joined(experts: Path, tmp_path: Path) -> None:
+    with load_engine(experts, device_memory_bytes=MEMORY_BYTES) as engine:
+        names = engine.memory.parameters.layer(0)
+        assert "model.layers.0.mlp.experts.gate_up_proj" in names
+        assert names["model.layers.0.mlp.experts.gate_up_proj"].shape[0] == 4
+    tied = write_family("gemma2", tmp_path)
+    with load_engine(tied, device_memory_bytes=MEMORY_BYTES) as engine:
+        assert list(engine.memory.parameters.part("head")) == ["model.norm.weight"]
+        assert isinstance(engine.model, TransformersDecoder)
+        head = engine.model.model.get_output_embeddings().weight
+        [embedding] = engine.memory.parameters.part("embedding").values()
+        assert head.data_ptr() == embedding.data_ptr()
+
+
+def test_what_a_part_keeps_in_float32_lies_beside_bfloat16_and_kv_is_cleared(tmp_path: Path) -> None:
+    folder = write_family("glm4_moe", tmp_path)
+    with load_engine(folder, dtype="bfloat16", device_memory_bytes=MEMORY_BYTES) as engine:
+        dtypes = {tensor.dtype for tensor in engine.memory.parameters.layer(2).values()}
+        assert dtypes == {torch.float32, torch.bfloat16}
+        engine.memory.drop_layers([2, 3])
+        engine.memory.release_retired()
+        for layer in (0, 1):
+            held = engine.memory.kv.layer(layer)[: engine.block_count]
+            assert held.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"model_type": "unheard_of"}, "transformers makes no decoder of it"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+        ({"architectures": ["Qwen3MoeForSequenceClassification"]}, "is not a decoder that gives tokens"),
+        ({"num_hidden_layers": 3}, "is not a tensor of Qwen3MoeForCausalLM"),
+        ({"num_hidden_layers": 5}, "the checkpoint has no tensor that this is made of"),
+        ({"moe_intermediate_size": 24}, "config.json asks for"),
+    ],
+)
+def test_what_is_wrong_is_said(experts: Path, tmp_path: Path, values: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        load_engine(change(experts, tmp_path, **values), device_memory_bytes=MEMORY_BYTES)
+
+
+def test_kv_slots_are_as_large_as_the_largest_layer_needs(tmp_path: Path) -> None:
+    with load_engine(write_family("deepseek_v3", tmp_path), device_memory_bytes=MEMORY_BYTES) as engine:
+        assert isinstance(engine.implementation, TransformersModel)
+        [kind] = set(engine.implementation.kinds)
+        assert (kind.heads, kind.kv_heads, kind.key_dim, kind.value_dim) == (4, 4, 24, 16)
+        assert engine.info.kv_bytes_per_token == 4 * 4 * 4 * (24 + 16)  # layers, bytes, heads, widths
