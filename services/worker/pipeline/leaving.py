@@ -65,7 +65,8 @@ class Leaving:
         self._stages = [(layers[target.worker_id] / layer_count, target.block_count) for target in targets]
         self._began_s = self._left_s = context.now()
         self._left_count = math.inf  # that had not left it then
-        self._told_s, self._told_tokens = context.now(), 0
+        self._told_s = context.now()
+        self._told_tokens: int = 0
         self._tight_by_s = math.inf
         self._hurried = False
 
@@ -111,7 +112,7 @@ class Leaving:
 
     def _tell_progress(self, now_s: float) -> None:
         """That requests have left or have had tokens is news to the planner, which waits for long and not for ever."""
-        token_count = sum(request.token_count for request in self._context.group_scheduler.sequences)
+        token_count: int = sum(request.token_count for request in self._context.group_scheduler.sequences)
         if token_count != self._told_tokens and self._context.published.counted is self._progress:
             self._told_s, self._told_tokens = now_s, token_count
             self._progress.exchange_s = now_s - self._began_s
