@@ -1,5 +1,6 @@
 """Offline work without end beside a trace: requests of which a few always wait for a worker to ask for them."""
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,10 +17,11 @@ _ROWS = 4096  # of lengths, drawn anew from then on
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineLoad:
-    """`lengths`: prompt and answer of each request, drawn with replacement."""
+    """`lengths`: prompt and answer of each request, drawn with replacement. None comes after `until_s` of the clock."""
 
     lengths: Sequence[tuple[int, int]]
     waiting_count: int = 8  # of each dispatcher: requests that have had no token yet
+    until_s: float = math.inf
     priority: PriorityClass = PriorityClass.BATCH  # another class: what engines do that know priorities alone
 
 
@@ -49,6 +51,8 @@ class OfflineClients:
             self._submit()
 
     def _submit(self) -> None:
+        if self._clock.now_s > self._load.until_s:
+            return
         prompt, answer = self._random.choice(self._load.lengths)
         request_id, self._next = RequestId(f"{_PREFIX}{self._next}"), self._next + 1
         self._open[request_id] = prompt, answer, 0

@@ -218,7 +218,7 @@ class Security:
         Raises:
             ConfigError: one of the hosts is beyond loopback, and something is missing.
         """
-        beyond = next((host for host in hosts if host is not None and not _is_loopback(host)), None)
+        beyond = next((host for host in hosts if host is not None and not is_loopback(host)), None)
         if beyond is None or self._insecure:
             return
         wanted = {"--tls-dir": self._tls is None, "--tokens-file": not tokens}
@@ -324,7 +324,7 @@ def _bearer(context: _Context) -> str | None:
     return None
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
     try:

@@ -62,9 +62,9 @@ class DispatcherSettings(ServiceSettings):
     max_connections: int = Field(0, ge=0, le=1 << 20)
     """Connections that may be open; more are closed as they come. 0: as many as the process may open files, less
     those it needs itself."""
-    max_message_bytes: int = Field(4 << 20, ge=1 << 16, le=16 << 20)
+    max_message_bytes: int = Field(9 << 20, ge=1 << 16, le=16 << 20)
     """Bytes of one request, a prompt with all that belongs to it; a larger one is refused. A million token ids take
-    3 MiB."""
+    3 MiB. The longest body that gateways take by default passes."""
     max_request_bytes: int = Field(1 << 30, ge=16 << 20)
     """Bytes of requests over 64 KiB that may be under way, all together; more are refused likewise."""
     max_deadline_s: float = Field(3600.0, gt=0)

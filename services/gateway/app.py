@@ -1,9 +1,11 @@
 """The HTTP side: routes, bounds, disconnects, errors, metrics."""
 
 import asyncio
+import gzip
 import re
 import secrets
 import time
+import zlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -193,7 +195,7 @@ class Door:
         headers = _headers(scope)
         traced = self._trace(kind, headers)
         request_id, shown_id = _ids(kind, headers.get("x-request-id"))
-        answer = (AnthropicAnswer if kind == "msg" else Answer)(send, shown_id)
+        answer = (AnthropicAnswer if kind == "msg" else Answer)(send, shown_id, headers.get("accept-encoding", ""))
         self._in_flight += 1
         self._metrics.in_flight.set(self._in_flight)
         try:
@@ -296,6 +298,7 @@ class Door:
 
     async def _read_body(self, receive: Receive, headers: Mapping[str, str]) -> bytes:
         limit = self._bounds.max_body_bytes
+        unpacked = Unpacked(headers.get("content-encoding", ""), limit)
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > limit:
             raise _too_large(limit)
@@ -307,15 +310,48 @@ class Door:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGone
-                    parts.append(message.get("body", b""))
+                    parts.append(unpacked.more(message.get("body", b"")))
                     size += len(parts[-1])
                     if size > limit:
                         raise _too_large(limit)
                     if not message.get("more_body", False):
+                        unpacked.end()
                         return b"".join(parts)
         except TimeoutError as error:
             why = f"the body did not come within {self._bounds.body_timeout_s:g} s"
             raise Failure(408, "invalid_request_error", "body_timeout", why) from error
+
+
+class Unpacked:
+    """A body as it comes, unpacked if it is packed.
+
+    Args:
+        encoding: What the header content-encoding says.
+        limit: Bytes beyond which it need not be unpacked any further.
+
+    Raises:
+        Failure: on construction for an encoding that is not known; of `more` and `end` for a body that is not in it.
+    """
+
+    def __init__(self, encoding: str, limit: int) -> None:
+        encoding = encoding.strip().lower()
+        if encoding not in ("", "identity", "gzip", "deflate"):
+            why = f"content-encoding {encoding!r} is not known here; gzip, deflate and identity are"
+            raise invalid(None, why, code="unsupported_encoding", status=415)
+        self._limit = limit
+        self._inflating = zlib.decompressobj(zlib.MAX_WBITS | 32) if encoding in ("gzip", "deflate") else None
+
+    def more(self, data: bytes) -> bytes:
+        if self._inflating is None:
+            return data
+        try:
+            return self._inflating.decompress(data, self._limit + 1)
+        except zlib.error as error:
+            raise invalid(None, f"the body cannot be unpacked: {error}", code="invalid_encoding") from error
+
+    def end(self) -> None:
+        if self._inflating is not None and not self._inflating.eof:
+            raise invalid(None, "the body cannot be unpacked: it breaks off", code="invalid_encoding")
 
 
 class Watch:
@@ -355,8 +391,10 @@ class Watch:
 class Answer:
     """What goes back to one client."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str, accepted: str = "") -> None:
+        """`accepted`: how the client wants it packed."""
         self.status = 500
+        self._packs = "gzip" in accepted
         self._send = send
         self.request_id = request_id
         self.has_begun = False
@@ -366,6 +404,9 @@ class Answer:
     ) -> None:
         body = dumps(value).encode()
         more = [(name.encode(), text.encode()) for name, text in (headers or {}).items()]
+        if self._packs and len(body) > _LARGE_BYTES:
+            body = gzip.compress(body, compresslevel=1, mtime=0)
+            more += [(b"content-encoding", b"gzip"), (b"vary", b"accept-encoding")]
         await self._begin(status, [(b"content-type", _JSON), (b"content-length", b"%d" % len(body)), *more])
         await self._write(body, more=False)
 

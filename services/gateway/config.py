@@ -54,7 +54,7 @@ class GatewaySettings(GuardedSettings):
     max_concurrent_requests: int = Field(4096, ge=1)
     """Requests that are served at once; more are refused with status 503."""
     max_body_bytes: int = Field(8 << 20, ge=1024, le=64 << 20)
-    """Longest body of a request."""
+    """Longest body of a request, unpacked; beyond 9 MiB dispatchers need a higher --max-message-bytes."""
     max_choices: int = Field(128, ge=1, le=4096)
     """Most choices that one request may ask for: prompts times n."""
     body_timeout_s: float = Field(30.0, gt=0)

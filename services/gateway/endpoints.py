@@ -188,6 +188,7 @@ class Endpoints:
             token_ids=bool(request.return_token_ids),
             format=_format(tools, thoughts, is_harmony=is_harmony),
             prompt_logprobs=request.prompt_logprobs is not None,
+            reasoning=request.include_reasoning is not False,
             most_calls=None if tools is None else tools.most_calls,
             thought_end_id=None if thoughts is None else await self._model.single_token(thoughts.end, call.metadata),
         )

@@ -50,6 +50,9 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def _invalid_request(error: errors.InvalidRequest) -> Failure:
+    if "max_message_bytes" in error.why:
+        why = "the request is larger than dispatchers take (their --max-message-bytes)"
+        return invalid(None, why, code="body_too_large", status=413)
     param = _PARAMS.get(error.field, error.field.removeprefix("sampling.").removeprefix("grammar."))
     param = re.sub("^token_ids", "prompt", param)  # one of them, as in token_ids[7]
     longest = re.search(r"max_model_len\D*(\d+)", error.why)

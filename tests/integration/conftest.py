@@ -29,8 +29,10 @@ _LONG = [
 ]
 _WITH_A_GATEWAY = (
     "test_gateway_docs",
+    "test_gateway_fields",
     "test_gateway_paths",
     "test_gateway_responses",
+    "test_gateway_scores",
     "test_pages",
 )  # share `with_a_gateway`
 _HERE = Path(__file__).parent

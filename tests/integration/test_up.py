@@ -298,7 +298,7 @@ def test_a_taken_port_is_one_clear_line(model: Path) -> None:
         port = str(holder.getsockname()[1])
         status, out, err = ballast("up", "--model", str(model), "--port", port)
     assert (status, out) == (2, "")
-    assert re.search(rf"^ballast: dispatcher-0: port: .*{port}", err, re.MULTILINE), err
+    assert re.search(rf"^ballast: --port: .*{port} is in use", err, re.MULTILINE), err
     assert "Traceback" not in err
 
 
@@ -313,5 +313,5 @@ def test_a_state_server_that_is_not_there_is_one_clear_line(model: Path) -> None
 def test_a_budget_that_is_too_small_is_one_clear_line(model: Path) -> None:
     status, out, err = ballast("up", "--model", str(model), "--port", "0", "--device-memory-bytes", "64KiB")
     assert (status, out) == (2, "")
-    assert re.search(r"^ballast: worker-\d: .*device_memory_bytes", err, re.MULTILINE), err
+    assert re.search(r"^ballast: --device-memory-bytes: .*parameters alone", err, re.MULTILINE), err
     assert "Traceback" not in err

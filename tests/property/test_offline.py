@@ -64,8 +64,11 @@ class Played:
                         self.on.pop(name, None)
                     if name.startswith("online"):
                         self.told.append((type(command).__name__, name))
-                case AbortOnWorker():
-                    pass  # handles count offline requests, too
+                case AbortOnWorker(worker=worker_key, handle=handle):  # handles count offline requests, too
+                    worker = self.core.fleet.get(worker_key)
+                    asked_back = None if worker is None else worker.placed.get(handle)
+                    if asked_back is not None and not asked_back.offline:
+                        self.told.append(("recall", asked_back.request.request_id, worker_key.worker_id))
                 case _:
                     self.told.append(command)
 
@@ -101,6 +104,12 @@ def _events(rng: random.Random, played: Played, step: int) -> None:
             given += [(story.handle_of(one), 1) for one in theirs if extra.random() < 0.5]
             endings += [Ending(story.handle_of(one), _STOP) for one in theirs if extra.random() < 0.2]
         worker = core.fleet.get(key(name))
+        waits = [story.handle_of(one) for one in mine if picked > 0.5 and one not in chosen]
+        runs = [story.handle_of(one) for one in mine if picked < 0.2 and one not in chosen]
+        if played.offline:
+            rest = [story.handle_of(one) for one, at in played.on.items() if at == name and one.startswith("offline")]
+            ended = {ending.handle for ending in endings}
+            waits += [handle for handle in rest if handle not in ended and extra.random() < 0.5]
         if worker is not None and worker.connected:
             event = StepReceived(
                 story.now_s,
@@ -113,6 +122,8 @@ def _events(rng: random.Random, played: Played, step: int) -> None:
                 endings,
                 report,
                 1 << 60,
+                preempted=waits,
+                resumed=runs,
             )
             played.take([*core.handle(event)])
     elif choice < 0.9:

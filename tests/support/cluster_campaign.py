@@ -25,6 +25,7 @@ from services.planner.core.stages import Stage
 from sim.clients import Arrival
 from sim.clock import Clock
 from sim.memory import Geometry
+from sim.offline import OfflineLoad
 from sim.results import Outcome, SimRun
 from sim.world import World, WorldOptions
 from tests.support.agreement import Agreement
@@ -36,6 +37,7 @@ _LAYERS = 6
 _WORKER_COUNTS = (2, 2, 3, 3, 4)
 _EXTENT_BYTES = 64 << 20
 _BLOCKS_IN_EXTENT = 2
+_OFFLINE = 0.3  # of the clusters have offline work beside the requests
 _SWAP_BLOCKS = (*[0] * 18, 6, 40)  # most clusters compute anew who gives way: those that swap take longer
 _CACHING = 0.7  # share of the clusters
 _STORY_S = 9.0  # requests come for so long, in two bursts
@@ -109,6 +111,13 @@ def _options(seed: int, rng: random.Random, worker_count: int, *, several: bool)
             admission_reserve_fraction=0.0,
         )
     worker = replace(worker, prefix_caching=of_swap.random() < _CACHING)
+    offline = None
+    if of_swap.random() < _OFFLINE:
+        lengths = [(of_swap.randint(5, 120), of_swap.randint(3, 60)) for _ in range(64)]
+        offline = OfflineLoad(lengths=lengths, waiting_count=3, until_s=_STORY_S)
+        swap_bytes = of_swap.choice((0, 8, 60)) * model.kv_bytes_per_token * worker.block_tokens
+        if not worker.swap_space_bytes:
+            worker = replace(worker, swap_space_bytes=swap_bytes, swaps_online=False)
     patient = replace(limits, replay_limit=50, no_worker_timeout_s=120.0)
     rules = replace(
         rules,
@@ -124,6 +133,7 @@ def _options(seed: int, rng: random.Random, worker_count: int, *, several: bool)
         geometry=geometry,
         rules=rules,
         marks=True,
+        offline=offline,
         dispatcher_count=rng.choice((1, 2)),
         monitor_count=2 if several else 1,
         planner_count=2 if several else 1,
@@ -164,10 +174,9 @@ def _story(seed: int) -> Story:
     troubles = draw(rng, worker_count, _STORY_S)
     several = any(trouble.kind in _OF_CONTROL for trouble in troubles) or rng.random() < 0.1
     made = _options(seed, rng, worker_count, several=several)
-    world, slowness = (
-        World(made, _arrivals(rng, worker_count, swaps=made.rules.worker.swap_space_bytes > 0)),
-        rng.choice((4.0, 7.0, 10.0)),
-    )
+    worker = made.rules.worker
+    arrivals = _arrivals(rng, worker_count, swaps=worker.swap_space_bytes > 0 and worker.swaps_online)
+    world, slowness = World(made, arrivals), rng.choice((4.0, 7.0, 10.0))
     world.wires.max_transfers, world.lines.forgets = rng.choice((2, 1024)), rng.random() < 0.5
     for instance in world.instances.values():
         instance.slowness = slowness

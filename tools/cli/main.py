@@ -11,6 +11,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -93,6 +94,9 @@ def build_parser(command: str = "") -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else list(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and stream.encoding.lower().replace("-", "") != "utf8":
+            stream.reconfigure(errors="replace")  # better a question mark than no answer
     try:
         if "_ARGCOMPLETE" in os.environ:
             _complete()

@@ -43,6 +43,11 @@ def run(args: argparse.Namespace) -> int:
             else:
                 console.print(look())
             return 0
+        if not console.is_terminal:
+            while True:
+                console.print(page)
+                time.sleep(args.interval_s)
+                page = look()
         try:
             with Live(page, console=console, screen=console.is_terminal, auto_refresh=False) as live:
                 while True:

@@ -23,6 +23,7 @@ from ballast.service.tokens import TokenRole
 from sim.jobs.machines import emulated_model
 from tools.cli.arguments import Commands
 from tools.cli.certs import make
+from tools.cli.first_checks import check_flags, check_host, check_memory, check_ports
 from tools.cli.served import check_served
 from tools.cli.tokens import add_token
 from tools.local.cluster import LocalCluster, Service
@@ -169,6 +170,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--jobs", "needs a gateway, which answers the lines: --gateways 1")
     if not 0 <= args.port <= 65536 - args.dispatchers:
         raise ConfigError("--port", _port_range(args))
+    check_host(args)
+    check_ports(args)
     with contextlib.ExitStack() as resources:
         folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="ballast-model-"))
         if args.engine == "emulated":
@@ -182,8 +185,11 @@ def run(args: argparse.Namespace) -> int:
         else:
             # What is wrong with a model is said here, once, and fetched once, with a progress bar.
             check = functools.partial(check_served, model_impl=args.model_impl or "auto")
-            read_info(find_model(args.model, weights=True, check=check).folder)
-        return asyncio.run(_Up(args).run())
+            check_memory(args, read_info(find_model(args.model, weights=True, check=check).folder))
+        starting = _Up(args)
+        for policy in (None, args.twin) if args.twin else (None,):
+            check_flags(starting.service_flags(policy), str(args.model))
+        return asyncio.run(starting.run())
 
 
 async def _check_state_server(url: str) -> None:
@@ -288,7 +294,7 @@ class _Up:
             metrics_port=None if is_twin else args.metrics_port,
             secure=args.secure,
             tokens_file=None if args.secure is None else secured(args.secure, args.host),
-            flags=self._service_flags(twin_policy),
+            flags=self.service_flags(twin_policy),
             log_dir=args.log_dir / "twin" if is_twin and args.log_dir is not None else args.log_dir,
             redis_url=None if is_twin else args.redis_url,
             start_timeout_s=args.start_timeout_s,
@@ -318,7 +324,7 @@ class _Up:
                 task.cancel()
             await asyncio.wait([*keeping, stopping])
 
-    def _service_flags(self, policy: str | None = None) -> dict[Service, list[str]]:
+    def service_flags(self, policy: str | None = None) -> dict[Service, list[str]]:
         def given(flags: dict[str, str]) -> list[str]:
             # Workers find a GPU each: `cuda` alone is the first one.
             dealt = vars(self._args) | ({"device": "cuda:auto"} if self._args.device == "cuda" else {})

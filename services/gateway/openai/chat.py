@@ -46,6 +46,7 @@ class Wishes:
     token_ids: bool
     format: Format = plain
     prompt_logprobs: bool = False
+    reasoning: bool = True
     most_calls: int | None = None
     thought_end_id: int | None = None
 
@@ -138,7 +139,7 @@ class ChatWriter:
             case Text(text):
                 return {"content": text}
             case Reasoning(text):
-                return _reasoning(text)
+                return _reasoning(text) if self._wishes.reasoning else None
             case CallBegin(name):
                 number += 1
                 self._call_counts[index] = number + 1
@@ -154,7 +155,7 @@ class ChatWriter:
         read = read_answer(self._parsers[index], generation)
         content = read.text or (None if read.calls else "")
         message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
-        if read.reasoning:
+        if read.reasoning and self._wishes.reasoning:
             message |= _reasoning(read.reasoning)
         if read.calls:
             numbered = enumerate(read.calls)

@@ -72,6 +72,11 @@ class GenerationRequest(_Shape):
     guided_whitespace_pattern: Any = None
     structural_tag: Any = None
     thinking_token_budget: Any = None
+    add_special_tokens: Any = None
+    return_tokens_as_token_ids: Any = None
+    repetition_detection: Any = None
+    kv_transfer_params: Any = None
+    vllm_xargs: Any = None
 
     @property
     def choice_count(self) -> int:
@@ -102,6 +107,13 @@ UNSUPPORTED = {
     "guided_whitespace_pattern": "write the white space into a grammar",
     "structural_tag": "use structured_outputs, or tools",
     "thinking_token_budget": "use max_tokens, or chat_template_kwargs with enable_thinking: false",
+    "add_special_tokens": "send the token ids that you want; /tokenize makes them",
+    "return_tokens_as_token_ids": "use return_token_ids",
+    "repetition_detection": "use repetition_penalty, or stop",
+    "kv_transfer_params": "where KV goes is the cluster's own business",
+    "vllm_xargs": "is for extensions of vLLM",
+    "verbosity": "say in the conversation how long the answer shall be",
+    "moderation": "put a moderating server beside it",
     "chat_template": "conversations are written with the model's own template; /v1/completions takes any text",
     "echo": "is for /v1/completions",
     "functions": "are OpenAI's older form; use tools",
@@ -110,13 +122,25 @@ UNSUPPORTED = {
     "web_search_options": "use tools",
     "suffix": "is not supported",
 }
+# Values that say the same as leaving the field out.
+_DEFAULTS = {"verbosity": "medium"}
+# Fields of these routes that change no answer: accepted, and nothing comes of them.
+IGNORED = frozenset(
+    {
+        *("user", "metadata", "store", "safety_identifier", "prediction", "prompt_cache_key", "prompt_cache_options"),
+        *("prompt_cache_retention", "request_id", "length_penalty", "spaces_between_special_tokens"),
+        *("mm_processor_kwargs", "guided_decoding_backend"),
+    }
+)
 
 
 def refuse_unsupported(request: BaseModel) -> None:
     """Raises Failure for a field that would be ignored, with an answer other than the one that was asked for."""
     for name, instead in UNSUPPORTED.items():
         value: object = getattr(request, name, None)
-        if value is None or value is False or value in ("", [], {}):
+        if name == "add_special_tokens" and isinstance(request, CompletionRequest):
+            value = value is False  # there the default is true
+        if value is None or value is False or value in ("", [], {}, _DEFAULTS.get(name)):
             continue
         if not (name == "echo" and isinstance(request, CompletionRequest)):
             why = instead if instead.startswith(("is ", "are ")) else f"is not supported: {instead}"
@@ -153,6 +177,9 @@ class ChatRequest(GenerationRequest):
     echo: Any = None
     audio: Any = None
     web_search_options: Any = None
+    verbosity: Any = None
+    moderation: Any = None
+    include_reasoning: bool | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

@@ -16,6 +16,27 @@ from services.gateway.openai.writing import dumps
 Item = dict[str, Any]
 
 _NEEDS_STORE = ("previous_response_id", "conversation", "background", "prompt")
+_UNSUPPORTED = {
+    "context_management": "shorten the input",
+    "image": "this model writes text only",
+    "moderation": "put a moderating server beside it",
+    "top_logprobs": "/v1/chat/completions has them",
+    "truncation": "shorten the input",
+}
+# Fields that change no answer: accepted, and nothing comes of them.
+IGNORED = frozenset(
+    {
+        *(
+            "access_programs",
+            "background_options",
+            "include",
+            "max_tool_calls",
+            "prompt_cache_key",
+            "safety_identifier",
+        ),
+        *("prompt_cache_options", "prompt_cache_retention", "store", "stream_options", "user"),
+    }
+)
 
 
 class ResponsesRequest(BaseModel):
@@ -42,6 +63,12 @@ class ResponsesRequest(BaseModel):
     conversation: str | Item | None = None
     background: bool | None = None
     prompt: Item | None = None
+    # Any: refused whatever they are.
+    context_management: Any = None
+    image: Any = None
+    moderation: Any = None
+    top_logprobs: Any = None
+    truncation: Any = None
 
     def as_chat(self) -> ChatRequest:
         """The chat that it asks for.
@@ -52,6 +79,9 @@ class ResponsesRequest(BaseModel):
         for name in _NEEDS_STORE:
             if getattr(self, name):
                 raise invalid(name, "is not supported: nothing is stored here", code="unsupported_value")
+        for name, instead in _UNSUPPORTED.items():
+            if getattr(self, name) not in (None, 0, "disabled"):
+                raise invalid(name, f"is not supported: {instead}", code="unsupported_value")
         text_format: object = (self.text or {}).get("format")
         return ChatRequest(
             model=self.model,

@@ -19,6 +19,7 @@ class Plan:
     decodes: list[Sequence]  # one token each
     chunks: list[tuple[Sequence, int]]  # with the number of tokens, at least 1
     preempted: list[Sequence]  # they wait again
+    begun: list[Sequence]  # they hold blocks on the stages from this step on, in it or not
     swaps: SwapOrders = NOTHING  # besides; never of what is written by them
 
 

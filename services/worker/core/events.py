@@ -227,6 +227,16 @@ class RoomWanted:
 
 
 @dataclass(frozen=True, slots=True)
+class OfflinePaused:
+    """The group is about to change, and offline sequences leave it first: those in no batch now, others when they have
+    landed. None is let in until it is not `paused`.
+    """
+
+    at_s: float
+    paused: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RoomExpected:
     """So much of the cache, and so many places among the running, are kept for sequences that are on their way here."""
 
@@ -305,6 +315,7 @@ GroupEvent = (
     | KvLost
     | RoomExpected
     | RoomWanted
+    | OfflinePaused
 )  # what happens to a group, and not to a worker
 
 Event = (

@@ -20,6 +20,7 @@ from services.worker.core.events import (
     KvArrived,
     KvLost,
     KvTravels,
+    OfflinePaused,
     PrefillLimited,
     Removed,
     RoleChanged,
@@ -154,7 +155,8 @@ class GroupScheduler:
         if not self.leads:
             return "another worker leads its group, or it is parked"
         free_count = min(self.book.block_count, self.scheduler.block_count) - self.book.used_count  # on every stage
-        if block_count > free_count and self.batches_in_flight.must_tell:  # what has left holds its blocks until then
+        # What has left, or yields when it has landed, holds its blocks until then.
+        if block_count > free_count and (self.batches_in_flight.must_tell or self.scheduler.offline):
             return f"{free_count} blocks are free before the next batch, {block_count} are needed"
         return self.scheduler.why_no_room(block_count, new=new)
 
@@ -169,8 +171,8 @@ class GroupScheduler:
 
     @property
     def longest_token_count(self) -> int:
-        """Tokens of the longest sequence."""
-        return max((s.token_count for s in self.sequences), default=0)
+        """Tokens of the longest online sequence."""
+        return max((s.token_count for s in self.sequences if s.rank != OFFLINE_RANK), default=0)
 
     @property
     def memory_is_awaited(self) -> bool:
@@ -193,7 +195,7 @@ class GroupScheduler:
             batches_in_flight.forget(sequence)
         for sequence in plan.swaps.left:
             batches_in_flight.forget(sequence)
-        for sequence in plan.swaps.back:
+        for sequence in (*plan.begun, *plan.swaps.back):  # some were preempted in this very plan
             sequence.on_stages = True
         if plan.decodes or plan.chunks:
             return batches_in_flight.dispatch(plan)
@@ -244,7 +246,7 @@ class GroupScheduler:
 
     def shed(self, at_s: float) -> None:
         """What there is has become less: preempt what is too much, as far as it is not in flight."""
-        if not self.scheduler.settled:
+        if not self.scheduler.settled or self.scheduler.offline_work.paused:
             for sequence in self.scheduler.shed(at_s, self.batches_in_flight.completed_step_id):
                 self.batches_in_flight.forget(sequence)
 
@@ -296,11 +298,12 @@ class GroupScheduler:
             self._forget_prefixes()
         self._forget_swapped(at_s, who)
 
-    def lose_batches(self) -> None:
+    def lose_batches(self, at_s: float) -> None:
         """No batch in flight lands, and no stage is left to be told anything."""
         self.batches_in_flight.abandon()
         for sequence in self.scheduler.running:
             sequence.on_stages = sequence.in_engine = False
+        self.shed(at_s)
 
     def may_leave(self, *, running: bool) -> list[Sequence]:
         """The sequences that wait, and with `running` those of which nothing is in flight."""
@@ -327,6 +330,7 @@ class GroupScheduler:
         self._forget_prefixes()
         for sequence in list(self.scheduler.suspended.values()):
             self.scheduler.suspended.let_go(sequence)
+        self.scheduler.offline_work.paused = False
         self.batches_in_flight.abandon()
 
     # ---------------------------------------------------------------- what happens to the group
@@ -342,7 +346,10 @@ class GroupScheduler:
             case PrefillLimited():
                 self.scheduler.former.limit_prefill(event.token_count, always=event.always)
             case RoomWanted():
-                self.scheduler.fit_prefixes(event.block_count)
+                self._make_way(event)
+            case OfflinePaused():
+                self.scheduler.offline_work.paused = event.paused
+                self.shed(event.at_s)
             case RoomExpected():
                 self.scheduler.expected_block_count = event.block_count
                 self.scheduler.expected_count = event.running_count
@@ -354,6 +361,14 @@ class GroupScheduler:
                 self._kv_arrived(event)
             case KvLost():
                 self._kv_lost(event)
+
+    def _make_way(self, event: RoomWanted) -> None:
+        """Offline sequences that are in no batch yield, and what is retained is given up."""
+        scheduler = self.scheduler
+        if not scheduler.why_no_room(event.block_count, new=False):
+            for sequence in scheduler.make_way(event.at_s, self.completed_step_id, event.block_count):
+                self.batches_in_flight.forget(sequence)
+        scheduler.fit_prefixes(event.block_count)
 
     def _change_role(self, event: RoleChanged) -> None:
         scheduler = self.scheduler

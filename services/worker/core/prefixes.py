@@ -176,14 +176,14 @@ class PrefixIndex:
         self.shared_count += shared_count
         return shared_count
 
-    def begin(self) -> None:
-        """A batch is being formed: it tells the stages what has been taken since the last one."""
+    def begin(self) -> list[Sequence]:
+        """A batch is being formed: it tells the stages what has been taken since the last one. Returns by whom."""
         for sequence in self._begun:
             held = self._held[sequence.sequence_id]
             sequence.computed_tokens = sequence.dispatched_tokens
-            sequence.on_stages = True
             self._taken.append(TakenBlocks(sequence.sequence_id, runs_of(n for n in held if n is not None)))
-        self._begun.clear()
+        begun, self._begun = self._begun, []
+        return begun
 
     def name(self, sequence: Sequence) -> None:
         """Its whole blocks with KV get numbers, unless others have the same tokens: then they stay its own."""

@@ -238,7 +238,7 @@ class Scheduler(GroupCounts):
             self._leave_ahead(at_s, completed_step_id)
         # What just gave way does not fit: it needs at least what it had, and a part of that is taken.
         preempted += self.admit(at_s, completed_step_id, offline=not (preempted and self.running))
-        self.prefixes.begin()
+        begun = self.prefixes.begin()
         if self.stage_count > 1:
             decodes, chunks = self.former.microbatch(
                 self.online,
@@ -251,7 +251,7 @@ class Scheduler(GroupCounts):
         else:
             all_ready = not (in_flight_count or len(self.swap))
             decodes, chunks = self.former.batch(self.online, completed_step_id, all_ready=all_ready)
-        plan, online_busy = Plan(decodes, chunks, preempted), bool(decodes or chunks)
+        plan, online_busy = Plan(decodes, chunks, preempted, begun), bool(decodes or chunks)
         self.fit_prefixes()
         if offline := self.offline:
             self._fill(plan, offline, completed_step_id, in_flight_count)
@@ -319,8 +319,11 @@ class Scheduler(GroupCounts):
         return candidates[choose_victim(views)]
 
     def surplus(self, completed_step_id: int) -> Sequence | None:
-        """Who is to give way since there is less than what is held; None: nobody, or the next is in flight."""
-        if self.settled or not self._candidates:
+        """Who is to give way as there is less than what is held, or offline work pauses. None: the next is in flight,
+        or nobody is.
+        """
+        pauses = self.offline_work.paused and bool(self.offline)
+        if (self.settled and not pauses) or not (self._candidates or pauses):
             return None
         victim = self._victim(completed_step_id)
         return None if victim.step_id > completed_step_id else victim
@@ -332,6 +335,17 @@ class Scheduler(GroupCounts):
             self._preempt(victim, at_s, "the group has become smaller")
             victims.append(victim)
         return victims
+
+    def make_way(self, at_s: float, completed_step_id: int, block_count: int) -> list[Sequence]:
+        """Offline sequences in no batch yield until so many blocks are free."""
+        yielded: list[Sequence] = []
+        while self.free_block_count < block_count and self.offline:
+            victim = self._victim(completed_step_id)
+            if victim.step_id > completed_step_id:
+                break
+            self._preempt(victim, at_s, "room is wanted for KV that comes")
+            yielded.append(victim)
+        return yielded
 
     def _settle_swaps(self, at_s: float) -> tuple[Sequence, ...]:
         """What the copies of the last step have brought. Returns those whose blocks on the device are free."""
@@ -375,6 +389,7 @@ class Scheduler(GroupCounts):
         """They, or those named, are computed anew: the group changes, and with it whose KV is where."""
         self.swap.drop_mirrors(who)
         lost = [s for s in self.swap.sequences if who is None or s.sequence_id in who]
+        self.offline_work.lost_tokens_total += sum([s.computed_tokens for s in lost if s.rank == OFFLINE_RANK])
         for sequence in lost:
             self.swap.forget(sequence)
             self._recompute(sequence, at_s, why)

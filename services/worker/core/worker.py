@@ -38,6 +38,7 @@ from services.worker.core.events import (
     HandOver,
     LeavingStopped,
     MovedOver,
+    OfflinePaused,
     OfLeaving,
     Removed,
     RoleChanged,
@@ -167,7 +168,7 @@ class WorkerCore:
             case MovedOver():
                 self._handovers.move_over(self._leaving(), group_scheduler, event)
             case BatchesLost():
-                self._leaving().lose_batches()
+                self._leaving().lose_batches(event.at_s)
             case GroupClosed():
                 self._close_leaving()
             case _:
@@ -237,11 +238,8 @@ class WorkerCore:
         """The counts of a group that is no more go on."""
         if (group_scheduler := self.leaving) is None:
             return
-        if (
-            group_scheduler.sequences
-            or group_scheduler.batches_in_flight
-            or group_scheduler.batches_in_flight.must_tell
-        ):
+        in_flight = group_scheduler.batches_in_flight
+        if group_scheduler.sequences or in_flight or in_flight.must_tell:
             raise InvariantViolation(
                 f"a group_scheduler is closed with {len(group_scheduler.sequences)} sequences in it"
             )
@@ -605,5 +603,5 @@ class WorkerCore:
 
 
 # Events after which the stages must know what was removed, though no batch may follow for a while.
-_TELLS_REMOVED = (CapacityChanged, GroupOpened, HandOver, MovedOver, RoleChanged, RoomWanted)
+_TELLS_REMOVED = (CapacityChanged, GroupOpened, HandOver, MovedOver, OfflinePaused, RoleChanged, RoomWanted)
 _DRAINS = "this worker is draining"

@@ -17,6 +17,8 @@ from services.worker.core.batch import SequenceId, Slice
 
 Ints = NDArray[np.int64]
 
+_LEAST_ROWS, _LEAST_WIDTH = 16, 16
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -62,22 +64,27 @@ class PackedStep:
 
 class _Table(NamedTuple):
     given: Sequence[int]
-    blocks: Ints
+    row: int  # of the packer's tables
+    length: int  # blocks
     end: int  # highest block id, plus one
 
 
 class Packer:
-    """Lays out batches. Keeps the arrays of block tables that have not changed since the step before."""
+    """Lays out batches. Keeps block tables as rows of one array, and writes those that have changed."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._tables: dict[SequenceId, _Table] = {}
+        self._blocks_RW = np.zeros((0, _LEAST_WIDTH), np.int64)  # behind a table's end, its first block
+        self._free_rows: list[int] = []
 
     def forget(self, sequence_id: SequenceId) -> None:
-        self._tables.pop(sequence_id, None)
+        if (known := self._tables.pop(sequence_id, None)) is not None:
+            self._free_rows.append(known.row)
 
     def forget_all(self) -> None:
-        self._tables.clear()
+        for sequence_id in tuple(self._tables):
+            self.forget(sequence_id)
 
     def pack(self, slices: Sequence[Slice], block_tables: Sequence[Sequence[int]]) -> PackedStep:
         """Lay out a batch's slices; the tables are aligned with them. At least one slice.
@@ -88,23 +95,22 @@ class Packer:
             InvariantViolation: a table does not cover its slice.
         """
         known = [self._table(part, table) for part, table in zip(slices, block_tables, strict=True)]
-        tables = [table.blocks for table in known]
         lengths = np.array([len(part.token_ids) for part in slices], np.int64)
         starts = np.array([part.first_position for part in slices], np.int64)
         order = np.lexsort((starts + lengths, lengths > 1))
         decode_count = int(np.count_nonzero(lengths == 1))
-        lengths, starts = lengths[order], starts[order]
-        first_rows = np.cumsum(lengths) - lengths
+        rows_of_slices = np.empty(len(slices), np.int64)
+        rows_of_slices[order] = first_rows = np.cumsum(lengths[order]) - lengths[order]
+        last_rows = rows_of_slices + lengths - 1
+        starts = starts[order]
         decoded, chunked = order[:decode_count].tolist(), order[decode_count:].tolist()
-        decode_blocks_SW = _padded([tables[i] for i in decoded])
+        width = max((known[i].length for i in decoded), default=0)
+        decode_blocks_SW = self._blocks_RW[[known[i].row for i in decoded], :width]
         chunks = tuple(
-            Chunk(int(row), len(slices[i].token_ids), slices[i].first_position, self._cut(tables[i], slices[i]))
+            Chunk(int(row), len(slices[i].token_ids), slices[i].first_position, self._cut(known[i], slices[i]))
             for row, i in zip(first_rows[decode_count:], chunked, strict=True)
         )
-        token_ids = itertools.chain.from_iterable(slices[i].token_ids for i in order.tolist())
-        rows_of_slices = np.empty(len(slices), np.int64)
-        rows_of_slices[order] = first_rows
-        last_rows = rows_of_slices + [len(part.token_ids) - 1 for part in slices]
+        token_ids = itertools.chain.from_iterable([slices[i].token_ids for i in order.tolist()])
         return PackedStep(
             block_tokens=self._block_tokens,
             token_ids_T=np.fromiter(token_ids, np.int64, int(lengths.sum())),
@@ -128,23 +134,33 @@ class Packer:
     def _table(self, part: Slice, table: Sequence[int]) -> _Table:
         known = self._tables.get(part.sequence_id)
         if known is None or known.given is not table:
-            known = _Table(table, np.array(table, np.int64), max(table, default=-1) + 1)
-            self._tables[part.sequence_id] = known
+            known = self._tables[part.sequence_id] = self._write(table, None if known is None else known.row)
         end = part.first_position + len(part.token_ids)
-        if not part.token_ids or len(table) * self._block_tokens < end:
+        if not part.token_ids or known.length * self._block_tokens < end:
             raise InvariantViolation(
                 f"sequence {part.sequence_id} computes {len(part.token_ids)} tokens up to position {end}:"
-                f" {len(table)} blocks of {self._block_tokens} tokens"
+                f" {known.length} blocks of {self._block_tokens} tokens"
             )
         return known
 
-    def _cut(self, table: Ints, part: Slice) -> Ints:
-        return table[: -(-(part.first_position + len(part.token_ids)) // self._block_tokens)]
+    def _write(self, table: Sequence[int], row: int | None) -> _Table:
+        row_count, width = self._blocks_RW.shape
+        count = len(table)
+        if count > width:
+            grown = np.zeros((row_count, 2 * count), np.int64)
+            grown[:, :width], grown[:, width:] = self._blocks_RW, self._blocks_RW[:, :1]
+            self._blocks_RW = grown
+        if row is None:
+            if not self._free_rows:
+                more = np.zeros((max(_LEAST_ROWS, row_count), self._blocks_RW.shape[1]), np.int64)
+                self._blocks_RW = np.concatenate([self._blocks_RW, more])
+                self._free_rows.extend(range(row_count, len(self._blocks_RW)))
+            row = self._free_rows.pop()
+        blocks_W = self._blocks_RW[row]
+        blocks_W[:count] = table
+        blocks_W[count:] = table[0] if count else 0
+        return _Table(table, row, count, max(table, default=-1) + 1)
 
-
-def _padded(tables: Sequence[Ints]) -> Ints:
-    padded = np.empty((len(tables), max((len(table) for table in tables), default=0)), np.int64)
-    for row, table in zip(padded, tables, strict=True):
-        row[: len(table)] = table
-        row[len(table) :] = table[0]
-    return padded
+    def _cut(self, table: _Table, part: Slice) -> Ints:
+        count = -(-(part.first_position + len(part.token_ids)) // self._block_tokens)
+        return self._blocks_RW[table.row, : min(count, table.length)].copy()

@@ -29,7 +29,6 @@ _LEAST, _ROOM = (
 )  # of the best tokens of a filtered row, put aside by find_best; ties may be more than the first
 _EDITS = 128
 _ADJUSTED = 2048
-_RANKED_ROWS = 128  # whose log-probabilities are computed at a time
 _FIRST_HISTORIES, _FIRST_PLACES = 8, 256
 
 
@@ -76,6 +75,7 @@ class GpuChoosing:
     ranked: tuple[int, ...]
     copies: Sequence[torch.Tensor]  # on the host, once the event is over
     over: torch.cuda.Event | None
+    raw_LV: torch.Tensor | None = None  # logits of the ranked rows
 
     def collect(self) -> Sampled:
         """Waits for them."""
@@ -90,12 +90,19 @@ class GpuChoosing:
                     errors.append((i, sequence.grammar.error))
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
         if ranked:
-            own, values, indices = ranked
-            for i, logprob, top_values, top in zip(self.ranked, own, values, indices, strict=True):
+            for at, (i, logprob, values, top, found) in enumerate(zip(self.ranked, *ranked, strict=True)):
                 count = self.sequences[i].sampling.logprobs or 0
-                best = tuple(zip(top[:count], top_values[:count], strict=True))
-                logprobs[i] = TokenLogprobs(tokens[i], logprob, best)
+                if found < count:
+                    values, top = self._best_of_all(at, count)
+                logprobs[i] = TokenLogprobs(tokens[i], logprob, tuple(zip(top[:count], values[:count], strict=True)))
         return Sampled(tuple(tokens), tuple(logprobs), tuple(errors))
+
+    def _best_of_all(self, row: int, count: int) -> tuple[list[float], list[int]]:
+        """Where too many tokens are equal for the best to be put aside; waits once more."""
+        assert self.raw_LV is not None
+        logits_V = self.raw_LV[row].float()
+        top = logits_V.topk(min(count, len(logits_V)))
+        return (top.values - logits_V.logsumexp(-1)).tolist(), top.indices.tolist()
 
 
 class GpuSampler:
@@ -128,7 +135,10 @@ class GpuSampler:
         self._free_places: list[int] = []
         self._counts_HV = torch.zeros(0, vocab_size, dtype=torch.int16, device=device)
         self._free_histories: list[int] = []
+        self._begun: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # histories to be written: tokens, and their counts
         self._scratch: tuple[torch.Tensor, ...] = ()
+        self._places = torch.zeros(0, dtype=torch.int32, device=device)
+        self._told: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     @property
     def sequence_ids(self) -> tuple[SequenceId, ...]:
@@ -172,8 +182,8 @@ class GpuSampler:
         self._free_places.append(sequence.place)
         if sequence.history >= 0:
             self._free_histories.append(sequence.history)
+            self._begun.pop(sequence.history, None)
 
-    @torch.inference_mode()
     def _begin_history(self, new: NewSequence) -> int:
         if not self._free_histories:
             known = len(self._counts_HV)
@@ -185,17 +195,26 @@ class GpuSampler:
         history = self._free_histories.pop()
         prompt = np.unique(np.array(new.prompt_token_ids, np.int64))
         output, counts = np.unique(np.array(new.output_token_ids, np.int64), return_counts=True)
-        tokens = np.concatenate([prompt, output])
+        prompt = prompt[~np.isin(prompt, output)]
         values = np.concatenate([np.ones(len(prompt), np.int16), np.minimum(counts + 1, 32767).astype(np.int16)])
-        last = len(tokens) - 1 - np.unique(tokens[::-1], return_index=True)[1]  # the output's count where both have it
-        tokens_there, values_there = upload([tokens[last], values[last]], self._device)
-        counts_V = self._counts_HV[history]
-        counts_V.zero_()
-        counts_V[tokens_there] = values_there
+        self._begun[history] = (np.concatenate([prompt, output]), values)
         return history
+
+    @torch.inference_mode()
+    def _write_histories(self) -> None:
+        """Of all sequences that have been added since the last step, at once."""
+        histories = np.fromiter(self._begun, np.int64, len(self._begun))
+        tokens, values = zip(*self._begun.values(), strict=True)
+        rows = np.repeat(histories, [len(each) for each in tokens])
+        self._begun.clear()
+        there = upload([histories, rows, np.concatenate(tokens), np.concatenate(values)], self._device)
+        self._counts_HV.index_fill_(0, there[0], 0)
+        self._counts_HV.index_put_((there[1], there[2]), there[3])
 
     def prepare(self, rows: Sequence[SampleRow]) -> GpuRows:
         """Arrays for the step's upload."""
+        if self._begun:
+            self._write_histories()
         sequences = [self._sequences[row.sequence_id] for row in rows]
         places_R = np.array([sequence.place for sequence in sequences], np.int64)
         numbers, wholes = self._numbers[places_R], self._wholes[places_R]
@@ -272,16 +291,41 @@ class GpuSampler:
         if raw_LV is not None:
             assert ranked_L is not None
             most = max(rows.sequences[i].sampling.logprobs or 0 for i in rows.ranked)
-            results += _rank(raw_LV, chosen_R.index_select(0, ranked_L).long(), min(most, vocabulary))
+            results += self._rank(raw_LV, chosen_R.index_select(0, ranked_L).long(), min(most, vocabulary))
         copies, over = _to_host(results)
-        return GpuChoosing(chosen_R, rows.sequences, rows.ranked, copies, over)
+        return GpuChoosing(chosen_R, rows.sequences, rows.ranked, copies, over, raw_LV)
+
+    def _rank(self, raw_LV: torch.Tensor, chosen_L: torch.Tensor, count: int) -> list[torch.Tensor]:
+        """Log-probabilities of the chosen tokens and of the best, with those, and how many of the best were found."""
+        row_count, vocabulary = raw_LV.shape
+        numbers, wholes, best_token_L = self._unfiltered(row_count)
+        best_L, seen, total_L, near, near_tokens = (each[:row_count] for each in self._found(row_count))
+        given = (raw_LV, numbers, wholes, best_token_L, best_L, seen, total_L, near, near_tokens)
+        self._kernels.find_best[(row_count,)](*given, raw_LV.stride(0), vocabulary, **find_constants())
+        found_L1, log_total_L1 = seen[:, 1:2], total_L.log()[:, None].float()
+        near = near.masked_fill(self._places >= found_L1, math.inf)
+        distances, places = near.topk(min(count, _ROOM), largest=False)
+        own_L1 = raw_LV.gather(1, chosen_L[:, None]).float() - best_L[:, None] - log_total_L1
+        return [own_L1[:, 0], -distances - log_total_L1, near_tokens.gather(1, places), found_L1[:, 0].clone()]
+
+    def _unfiltered(self, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What find_best is told of rows that are ranked, and memory for their best tokens."""
+        if self._told is None or len(self._told[0]) < rows:
+            numbers = np.zeros((rows, 8))
+            numbers[:, :3] = 1.0, 1.0, math.inf
+            wholes = np.full((rows, 4), -1, np.int32)
+            wholes[:, 0] = 1
+            there = upload([numbers, wholes, np.zeros(rows, np.int32)], self._device)
+            self._told = (there[0], there[1], there[2])
+        return self._told
 
     def _found(self, rows: int) -> tuple[torch.Tensor, ...]:
-        """What find_best leaves for draw; one step's at a time."""
+        """What find_best leaves; one launch's at a time."""
         if not self._scratch or len(self._scratch[0]) < rows:
             floats, ints = torch.float32, torch.int32
             kinds = ((floats, ()), (ints, (4,)), (torch.float64, ()), (floats, (_ROOM,)), (ints, (_ROOM,)))
             self._scratch = tuple(torch.empty(rows, *shape, dtype=dtype, device=self._device) for dtype, shape in kinds)
+            self._places = torch.arange(_ROOM, dtype=ints, device=self._device)
         return self._scratch
 
 
@@ -296,17 +340,6 @@ def draw_constants() -> dict[str, int]:
 
 def adjust_constants() -> dict[str, int]:
     return {"TILE": _ADJUSTED}
-
-
-def _rank(raw_LV: torch.Tensor, chosen_L: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """Log-probabilities of the chosen tokens and of the best, with those."""
-    parts: list[tuple[torch.Tensor, ...]] = []
-    for part_LV, chosen in zip(raw_LV.split(_RANKED_ROWS), chosen_L.split(_RANKED_ROWS), strict=True):
-        wide_LV = part_LV.float()
-        total_L1 = wide_LV.logsumexp(-1, keepdim=True)
-        top = wide_LV.topk(count)
-        parts.append(((wide_LV.gather(1, chosen[:, None]) - total_L1)[:, 0], top.values - total_L1, top.indices))
-    return list(parts[0]) if len(parts) == 1 else [torch.cat(each) for each in zip(*parts, strict=True)]
 
 
 def _to_host(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:

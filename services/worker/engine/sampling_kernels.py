@@ -1,4 +1,4 @@
-# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 """The Triton kernels behind `GpuSampler`. Importing this module needs triton; nothing else may import it eagerly.
 
 A program is a row. All filters are borders on how far a logit lies below the row's best: a distance, float32, not
@@ -95,15 +95,17 @@ def find_best(
     found = -1
     limit = 0
     if (temperature > 0) & ((floor < float("inf")) | (top_p < 1) | ((top_k > 0) & (top_k < vocabulary))):
-        # As many lanes as LEAST have one at least that is as near as this.
-        near = _bits(tl.where(highest == best, 0.0, best - highest), lanes < vocabulary)
+        # As many lanes as LEAST have one at least that is as near as this, by the upper half of its bits. What is as
+        # near as that border may be most of a vocabulary: it is left out.
+        near = _bits(tl.where(highest == best, 0.0, best - highest), lanes < vocabulary) // 65536
         low = 0
-        limit = IMPOSSIBLE - 1
-        while low < limit:
-            middle = low + (limit - low) // 2
+        high = IMPOSSIBLE // 65536
+        while low < high:
+            middle = (low + high) // 2
             enough = tl.sum((near <= middle).to(tl.int32), 0) >= LEAST
-            limit = tl.where(enough, middle, limit)
+            high = tl.where(enough, middle, high)
             low = tl.where(enough, low, middle + 1)
+        limit = high * 65536 - 1
         scale = tl.minimum(1.0 / temperature, 1e30).to(tl.float32)
         masses = tl.zeros([TILE], tl.float32)
         found = 0
@@ -125,38 +127,49 @@ def find_best(
 
 
 @triton.jit
+def _mass(logits_ptr, vocabulary, best, scale, last, COUNTS: tl.constexpr, TILE: tl.constexpr):
+    """Of the possible tokens up to these bits, their mass, or their number, and the largest bits among them."""
+    lanes = tl.arange(0, TILE)
+    masses = tl.zeros([TILE], tl.float32)
+    most = tl.zeros([TILE], tl.int32)
+    for start in tl.range(0, vocabulary, TILE, num_stages=3):
+        at = start + lanes
+        distances = _distances(logits_ptr, at, vocabulary, best)
+        bits = _bits(distances, at < vocabulary)
+        kept = (bits <= last) & (bits < IMPOSSIBLE)
+        masses += tl.where(kept, 1.0 if COUNTS else tl.exp(-distances * scale), 0.0)
+        most = tl.maximum(most, tl.where(kept, bits, 0))
+    return tl.sum(masses.to(tl.float64), 0), tl.max(most, 0)
+
+
+@triton.jit
 def _border(logits_ptr, vocabulary, best, scale, high, target, COUNTS: tl.constexpr, TILE: tl.constexpr):
-    """The least bits up to which the tokens' mass, or their number, reaches the target. That up to high does."""
+    """The least bits up to which the tokens' mass, or their number, reaches the target. That up to high does, which is
+    possible.
+    """
     low = 0
     lanes = tl.arange(0, TILE)
     steps = tl.arange(0, PIVOTS)
     while low < high:
-        span = high - low
-        pivots = low + (span // PIVOTS) * steps + (span % PIVOTS) * steps // PIVOTS
+        # At equal distances from one another; all that counts are those that tokens have.
+        nearest = low.to(tl.float32, bitcast=True)
+        span = high.to(tl.float32, bitcast=True) - nearest
+        pivots = tl.maximum((nearest + span * (steps / PIVOTS)).to(tl.int32, bitcast=True), low)
+        pivots = tl.minimum(pivots, high - 1)
         reached = tl.zeros([PIVOTS, TILE], tl.float32)
-        for start in tl.range(0, vocabulary, TILE, num_stages=3):
+        least = tl.full([TILE], ABSENT, tl.int32)
+        for start in tl.range(0, vocabulary, TILE, num_stages=2):
             at = start + lanes
             distances = _distances(logits_ptr, at, vocabulary, best)
             bits = _bits(distances, at < vocabulary)
             masses = (at < vocabulary).to(tl.float32) if COUNTS else tl.exp(-distances * scale)
             reached += tl.where(bits[None, :] <= pivots[:, None], masses[None, :], 0.0)
+            least = tl.minimum(least, tl.where(bits >= low, bits, ABSENT))
         enough = tl.sum(reached.to(tl.float64), 1) >= target
+        low = tl.maximum(tl.max(tl.where(enough, low, pivots + 1), 0), tl.min(least, 0))
         high = tl.min(tl.where(enough, pivots, high), 0)
-        low = tl.max(tl.where(enough, low, pivots + 1), 0)
+        low = tl.minimum(low, high)
     return high
-
-
-@triton.jit
-def _mass(logits_ptr, vocabulary, best, scale, last, TILE: tl.constexpr):
-    """Of the tokens up to these bits, summed as `_border` does."""
-    lanes = tl.arange(0, TILE)
-    masses = tl.zeros([TILE], tl.float32)
-    for start in tl.range(0, vocabulary, TILE, num_stages=3):
-        at = start + lanes
-        distances = _distances(logits_ptr, at, vocabulary, best)
-        kept = _bits(distances, at < vocabulary) <= last
-        masses += tl.where(kept, tl.exp(-distances * scale), 0.0)
-    return tl.sum(masses.to(tl.float64), 0)
 
 
 @triton.jit
@@ -259,12 +272,13 @@ def draw(
         if done == 0:
             scale = tl.minimum(1.0 / temperature, 1e30).to(tl.float32)
             if has_top_k:
-                high = tl.full((), IMPOSSIBLE, tl.int32)
-                high = _border(logits_ptr, vocabulary, best, scale, high, top_k.to(tl.float64), True, TILE)
-                last = tl.minimum(last, high)
+                number, most = _mass(logits_ptr, vocabulary, best, scale, IMPOSSIBLE, True, TILE)
+                if number >= top_k:
+                    high = _border(logits_ptr, vocabulary, best, scale, most, top_k.to(tl.float64), True, TILE)
+                    last = tl.minimum(last, high)
             if top_p < 1:
-                target = top_p * _mass(logits_ptr, vocabulary, best, scale, last, TILE)
-                last = _border(logits_ptr, vocabulary, best, scale, last, target, False, TILE)
+                mass, most = _mass(logits_ptr, vocabulary, best, scale, last, False, TILE)
+                last = _border(logits_ptr, vocabulary, best, scale, most, top_p * mass, False, TILE)
             token = _drawn(logits_ptr, vocabulary, best, scale, last, uniform, token, TILE)
         tl.store(chosen_ptr + row, token)
 

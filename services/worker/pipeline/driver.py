@@ -16,7 +16,7 @@ from ballast.service.logs import get_logger
 from services.worker.core import transition_messages as t
 from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import BlockBook
-from services.worker.core.events import GroupOpened, KvArrived, RoleChanged
+from services.worker.core.events import GroupOpened, KvArrived, OfflinePaused, RoleChanged
 from services.worker.core.phases import BEFORE_COMMIT
 from services.worker.core.plan import Plan, Victim, part_of
 from services.worker.core.transition import Transition
@@ -85,6 +85,7 @@ class TransitionDriver:
         self._early: list[RosterArrived] = []  # rosters of peers that have the commit of a restore before this worker
         self._granted: tuple[Epoch, int] = (Epoch(0), 0)  # the last restore for which there is room, and how much
         self._withdrawn = Epoch(0)  # the last restore that the leader has given up
+        self._offline_paused = False
 
     # ------------------------------------------------------------ what it is told
 
@@ -141,7 +142,14 @@ class TransitionDriver:
         self._mover.flush()
         if self.transition is not None:
             self._published.publish(self.transition)
+        self._pause_offline(paused=self.under_way)
         self._stage.run_early()
+
+    def _pause_offline(self, *, paused: bool) -> None:
+        """Offline requests leave a group before it changes: none of their KV travels or takes room meanwhile."""
+        if paused != self._offline_paused:
+            self._offline_paused = paused
+            self._answers.tell(OfflinePaused(self._now(), paused))
 
     def _handle(self, transition: Transition, event: t.Event | RosterArrived) -> list[t.Command]:
         if isinstance(event, RosterArrived):
@@ -277,6 +285,7 @@ class TransitionDriver:
         """The group is no more."""
         self._handover.begin()
         self.transition = self.leaving = None
+        self._offline_paused = False
 
     def end_leaving(self, why: str) -> None:
         """Whatever the other members of the group that dissolves do: here it ends now."""

@@ -1,7 +1,9 @@
 """What comes in is bounded, who goes away is noticed, what fails is told: the HTTP side without a network."""
 
 import asyncio
+import gzip
 import json
+import zlib
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,6 +123,38 @@ async def test_anthropics_clients_show_their_key_under_another_name_and_read_oth
     send: Any = client.send
     await parts.door.endpoint(PATH, "msg", full)(scope, client.receive, send)
     assert (client.status, client.error["type"]) == (529, "overloaded_error")
+
+
+async def test_bodies_may_be_packed_and_are_bounded_unpacked() -> None:
+    async def told(call: Call) -> Reply:
+        return {"body": call.body.decode()}
+
+    for pack, name in ((gzip.compress, "gzip"), (zlib.compress, "deflate")):
+        packed = pack(b'{"a": 1}')
+        halves = [{"body": packed[:9], "more_body": True}, {"body": packed[9:], "more_body": False}]
+        client = Client([{"type": "http.request", **half} for half in halves], {"content-encoding": name})
+        await (parts := Parts()).serve(client, told)
+        assert json.loads(client.body) == {"body": '{"a": 1}'}
+        for body, status in ((pack(b"a" * 101), 413), (pack(bytes(1 << 20)), 413), (packed[:-9], 400), (b"no", 400)):
+            client = Client([{"type": "http.request", "body": body}], {"content-encoding": name})
+            await parts.serve(client, told)
+            assert client.status == status
+    client = Client(headers={"content-encoding": "br"})
+    await parts.serve(client, told)
+    assert (client.status, client.error["code"]) == (415, "unsupported_encoding")
+
+
+async def test_long_answers_are_packed_for_who_takes_them() -> None:
+    async def long(_: Call) -> Reply:
+        return {"text": "ship " * 10_000}
+
+    for accepted, packs in (("gzip, deflate", True), ("identity", False)):
+        client = Client(headers={"accept-encoding": accepted})
+        await Parts().serve(client, long)
+        body = gzip.decompress(client.body) if packs else client.body
+        assert len(json.loads(body)["text"]) == 50_000
+        assert ((b"content-encoding", b"gzip") in client.sent[0]["headers"]) is packs
+        assert (b"content-length", b"%d" % len(client.body)) in client.sent[0]["headers"]
 
 
 async def test_bodies_are_bounded_in_size_and_time() -> None:

@@ -67,7 +67,7 @@ def test_what_the_page_on_gpus_says_of_workers_may_be_said_to_up() -> None:
     assert given.keys() == flags & set(re.findall(r"--[a-z-]+", page))
     parts = [part for flag, value in given.items() for part in (flag, value) if part is not None]
     args = build_parser("up").parse_args(["up", *parts])
-    handed_on = _Up(args)._service_flags()["worker"]
+    handed_on = _Up(args).service_flags()["worker"]
     told, expected = (load_settings(WorkerSettings, ["--model", "x", *f], {}) for f in (handed_on, parts))
     assert told == expected
     assert told.enforce_eager

@@ -13,7 +13,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Sequence
-from threading import Lock
+from threading import Condition, Lock
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -66,7 +66,8 @@ class TcpChannel:
         self._out = connection
         self._out.setblocking(True)
         self._in = connection.dup()
-        self._writing = Lock()
+        self._writing = Condition()  # notified when nobody pushes any more
+        self._pushing = False  # somebody sends the first of what is unsent, without the lock
         self._reading = Lock()
         self._unsent: deque[_Sending] = deque()
         self._payloads: deque[_Payload] = deque()  # posted and not read; they come before any other frame
@@ -89,38 +90,52 @@ class TcpChannel:
             if self._aborted:
                 raise ChannelBroken(self._aborted)
             self._unsent.append(sending)
-            self._flush(socket.MSG_DONTWAIT)
+            while self._unsent and not self._pushing and not self._aborted:
+                if not self._sent(self._unsent[0], self._try(self._unsent[0], socket.MSG_DONTWAIT)):
+                    break
         return sending
 
     def push(self, sending: _Sending, timeout_s: float) -> None:
-        """Sends until this has gone, and all before it."""
+        """Sends until this has gone, and all before it. Others may post meanwhile, and wait until it is their turn."""
         deadline_s = time.monotonic() + timeout_s
-        while sending.parts:
+        while True:
             with self._writing:
-                if not self._aborted and sending.parts:
-                    self._limit(socket.SO_SNDTIMEO, deadline_s)
-                    self._flush(0, sending)
-                if sending.parts and self._aborted:
+                left_s = max(deadline_s - time.monotonic(), 0.0)
+                self._writing.wait_for(lambda: not sending.parts or not self._pushing, left_s)
+                if not sending.parts:
+                    return
+                if self._aborted:
                     raise ChannelBroken(self._aborted)
-            if sending.parts and time.monotonic() >= deadline_s:
-                raise ChannelBroken(f"the peer has taken nothing more for {timeout_s} s")
+                if time.monotonic() >= deadline_s:
+                    raise ChannelBroken(f"the peer has taken nothing more for {timeout_s} s")
+                self._pushing, first = True, self._unsent[0]
+                self._limit(socket.SO_SNDTIMEO, deadline_s)
+            count = self._try(first, 0)
+            with self._writing:
+                self._pushing = False
+                self._sent(first, count)
+                self._writing.notify_all()
 
-    def _flush(self, flags: int, last: _Sending | None = None) -> None:
-        """Sends as much as the socket takes, up to the last that is wanted. Called with the lock."""
+    def _try(self, sending: _Sending, flags: int) -> int:
+        """Bytes that the socket has taken."""
         try:
-            while self._unsent and not (last is not None and not last.parts):
-                parts = self._unsent[0].parts
-                sent = self._out.sendmsg(parts, (), flags)
-                while parts and sent >= parts[0].nbytes:
-                    sent -= parts.pop(0).nbytes
-                if parts:
-                    parts[0] = parts[0][sent:]
-                else:
-                    self._unsent.popleft()
+            return self._out.sendmsg(sending.parts, (), flags)
         except BlockingIOError:
-            return
+            return 0
         except OSError as error:
             self._aborted = self._aborted or f"the connection has ended: {error}"
+            return 0
+
+    def _sent(self, first: _Sending, count: int) -> bool:
+        """So much of the first has gone; whether that is all. Called with the lock."""
+        parts = first.parts
+        while parts and count >= parts[0].nbytes:
+            count -= parts.pop(0).nbytes
+        if parts:
+            parts[0] = parts[0][count:]
+            return False
+        self._unsent.popleft()
+        return True
 
     # ------------------------------------------------------------ in: one thread
 
@@ -185,6 +200,7 @@ class TcpChannel:
         with contextlib.suppress(OSError):  # it has ended before
             self._out.shutdown(socket.SHUT_RDWR)  # whoever waits in it comes back at once
         with self._writing, self._reading:
+            self._writing.wait_for(lambda: not self._pushing)
             self._unsent.clear()
 
     def destroy(self) -> None:

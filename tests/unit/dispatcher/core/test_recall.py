@@ -1,11 +1,13 @@
 """What waits on a full worker is asked back when another one has room: newcomers, and what was preempted there."""
 
+import dataclasses
+
 import pytest
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import RequestId
 from ballast.common.load import LoadReport
-from ballast.common.sampling import FinishReason
+from ballast.common.sampling import FinishReason, PriorityClass
 from services.dispatcher.core.events import AbortOnWorker, Ending, Place, Withdrawn
 from services.dispatcher.core.placement import PlacementRules
 from tests.support.dispatcher_core import FULL, Story, finishes, key, load
@@ -74,6 +76,20 @@ def test_who_has_a_token_or_came_a_moment_ago_is_not_asked_back() -> None:
     story.now_s = 0.2
     story.step("a", {"late": [1]}, report=crowded())
     assert not story.step("a", report=crowded()).commands
+
+
+def test_an_offline_request_that_waits_hides_no_online_one_and_is_not_asked_back() -> None:
+    story = Story("a", "b", placement=PlacementRules(recall_after_s=0.1))
+    story.step("b", report=FULL)
+    story.step("a", report=dataclasses.replace(FULL, offline_wanted_tokens=1000))
+    assert story.submit("job", priority=PriorityClass.BATCH).places == [("job", "a")]
+    assert story.submit("late").places == [("late", "a")]
+    story.step("a", {"job": [1]}, preempted=["job"], report=crowded())
+    story.now_s = 0.2
+    story.step("b", report=load())
+    assert story.step("a", report=crowded()).of(AbortOnWorker) == [AbortOnWorker(key("a"), story.handle_of("late"))]
+    story.now_s = 9.0
+    assert not story.step("a", report=crowded()).of(AbortOnWorker)
 
 
 # ------------------------------------------------------------------------------------------------- what was preempted

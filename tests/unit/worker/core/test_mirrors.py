@@ -4,7 +4,7 @@ import pytest
 
 from ballast.common.cost import CostModel
 from ballast.common.sampling import PriorityClass
-from services.worker.core.events import Aborted, CapacityChanged, RoleChanged, SequenceKey
+from services.worker.core.events import Aborted, CapacityChanged, OfflinePaused, RoleChanged, RoomWanted, SequenceKey
 from services.worker.core.swapping import SwapSpace
 from services.worker.policy.harvest import Harvest
 from tests.support.worker_core import MEMORY, Driver, greedy, limits
@@ -167,3 +167,42 @@ def test_a_group_that_changes_forgets_what_was_copied(event: RoleChanged | Capac
     made.feed(event)
     assert space(made).used_block_count == 0
     assert [s.sequence_id for s in made.core.group_scheduler.scheduler.offline] == [1]
+
+
+def test_offline_sequences_leave_before_their_group_changes_and_come_back_afterwards() -> None:
+    made = mirroring(block_count=20)
+    mine = [offline(made), offline(made, first=30)]
+    made.submit(prompt(4, 70), greedy(12))
+    steps(made, 5)
+    made.want_batch()
+    made.feed(OfflinePaused(made.at_s, paused=True))
+    assert made.core.load(made.at_s, MEMORY).offline_running_count == 2, "they are in a batch"
+    made.finish_step()
+    load = made.core.load(made.at_s, MEMORY)
+    assert (load.offline_running_count, load.offline_wanted_tokens, load.running_count) == (0, 0, 1)
+    assert set(made.core.group_scheduler.kv_tokens) == {3}, "nothing of theirs travels"
+    assert made.core.group_scheduler.longest_token_count < 13
+    steps(made, 4)
+    assert made.core.load(made.at_s, MEMORY).offline_running_count == 0
+    made.feed(OfflinePaused(made.at_s, paused=False))
+    made.run_to_end()
+    for key, first in zip(mine, (0, 30), strict=True):
+        judge(made, key, prompt(13, first))
+    made.assert_empty()
+
+
+def test_kv_that_comes_gets_the_blocks_of_offline_sequences() -> None:
+    made = mirroring(block_count=8)
+    offline(made)
+    steps(made, 3)
+    group_scheduler = made.core.group_scheduler
+    made.want_batch()
+    made.feed(RoomWanted(made.at_s, 7))
+    assert "are free before the next batch" in group_scheduler.why_no_room(7, new=True), "it is in a batch"
+    made.finish_step()
+    made.feed(RoomWanted(made.at_s, 9))
+    assert group_scheduler.why_no_room(9, new=True), "there are not so many"
+    assert made.core.load(made.at_s, MEMORY).offline_running_count == 1, "and so it stays"
+    made.feed(RoomWanted(made.at_s, 7))
+    assert not group_scheduler.why_no_room(7, new=True)
+    assert group_scheduler.book.free_count >= 7, "blocks are free at once"

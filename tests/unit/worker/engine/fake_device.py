@@ -255,8 +255,8 @@ def run(model_dir: Path, dtype: torch.dtype) -> None:
         if last == LAYERS:
             assert isinstance(out, StepResult)
             assert len(out.token_ids) == sum(part.samples for part in batch.slices)
-            assert choosing.launches["find_best"] == 1
-            assert choosing.launches.total() <= 5  # whatever the rows ask for
+            assert 1 <= choosing.launches["find_best"] <= 2  # of what is chosen from, and of what is ranked
+            assert choosing.launches.total() <= 6  # whatever the rows ask for
         else:
             assert isinstance(out, torch.Tensor)
             assert (out.device, tuple(out.shape)) == (DEVICE, (rows, config.hidden_size))

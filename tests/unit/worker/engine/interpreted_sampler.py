@@ -118,12 +118,23 @@ def require_grammars(device: torch.device = CPU) -> None:
             assert [row for row, _ in given.errors] == [1]
 
 
+def require_the_best_put_aside(device: torch.device = CPU) -> None:
+    """Although nearly all others are equal, and as many as they are would not fit."""
+    gpu, logits_RV = GpuSampler(600, [2], device), torch.zeros(1, 600)
+    logits_RV[0, 40:70] = torch.arange(1.0, 31.0)
+    gpu.add(NewSequence(0, (1,), (), SamplingParams(seed=1, top_k=5, top_p=0.9)))
+    assert sample(gpu, [SampleRow(0, 1)], logits_RV.to(device)).token_ids[0] in range(65, 70)
+    [[_, found, _, _]] = gpu._scratch[1][:1].tolist()
+    assert 5 <= found <= 30
+
+
 def main() -> None:
     # Small programs are interpreted soon. With little room many rows take the way through the whole vocabulary.
     sampler_gpu._ADJUSTED, sampler_gpu._TILE = 512, 256
     assert compare(16, 600, 1, steps=2) == 0
     sampler_gpu._LEAST, sampler_gpu._ROOM = 16, 32
     assert compare(16, 600, 3, steps=2) == 0
+    require_the_best_put_aside()
     require_tokens_of_what_is_no_number()
     require_grammars()
 

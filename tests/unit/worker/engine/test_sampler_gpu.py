@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from services.worker.core.batch import NewSequence
+from services.worker.engine.sampler import SampleRow
 from services.worker.engine.sampler_gpu import GpuSampler, adjust_constants, draw_constants, find_constants
 from tests.unit.worker.engine.compiled_kernel import TYPES, compiled
 from tests.unit.worker.engine.interpreted_sampler import (
@@ -69,6 +70,8 @@ def test_what_sequences_held_is_given_to_others() -> None:
     assert len(sampler._counts_HV) <= 512
     (new,) = [each for each in requests(20, 40, 5) if each.sampling.penalised][:1]
     sampler.add(NewSequence(1, (3, 3, 4), (4, 4, 7), new.sampling))
+    sampler.add(NewSequence(2, (5,), (), new.sampling))
+    sampler.prepare([SampleRow(1, 6)])
     expected = torch.zeros(40, dtype=torch.int16)
     expected[[3, 4, 7]] = torch.tensor([1, 3, 2], dtype=torch.int16)
     assert torch.equal(sampler._counts_HV[sampler._sequences[1].history], expected)

@@ -1,0 +1,64 @@
+"""Whatever offline work workers report, monitors and planners say and do what they would without it."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from ballast.common.load import LoadReport
+from sim.instance import Instance
+from sim.world import World
+from tests.support.reporting_worker import load_report
+from tests.support.simulated import options
+
+_LOADS = (5, 40, 80, 97)  # percent of the blocks; the last is an overload
+_STEP_S = 4.0
+
+
+def _told(
+    policy: str, seed: int, patch: pytest.MonkeyPatch, beside: Callable[[LoadReport], LoadReport]
+) -> list[object]:
+    """What is raised, planned, written and predicted while four workers report loads drawn from the seed."""
+    made = replace(options(policy, cluster="4xA100-40G", seed=seed), check_every=0)
+    world = World(made, [])
+
+    def load(instance: Instance) -> LoadReport:
+        period = int(world.clock.now_s / _STEP_S)
+        of_all, drawn = random.Random(f"{seed} {period}"), random.Random(f"{seed} {instance.worker_id} {period}")
+        used, waiting = (97, 6) if of_all.random() < 0.4 else (drawn.choice(_LOADS), drawn.choice((0, 0, 6)))
+        report = replace(load_report(used), waiting_count=waiting, waiting_block_count=3 * waiting)
+        return beside(report)
+
+    patch.setattr(Instance, "load", load)
+    layouts: list[object] = []
+    world.state.watch(lambda layout: layouts.append((world.clock.now_s, layout)))
+    while world.clock.now_s < world.zero_s + 40.0:
+        world.clock.step()
+    signals = [(at_s, signal) for node in world.monitors.values() for at_s, signal in node.signals]
+    planned = [(record.epoch, record.journal) for node in world.planners.values() for record in node.records]
+    return [signals, planned, layouts]
+
+
+@pytest.mark.parametrize("policy", ["drop", "migrate", "static-pipeline"])
+@pytest.mark.parametrize("seed", range(8))
+def test_control_planes_do_what_they_would_do_without_offline_work(
+    policy: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(-seed)
+
+    def busy(report: LoadReport) -> LoadReport:
+        return replace(
+            report,
+            offline_block_count=rng.randrange(report.block_count),
+            offline_running_count=rng.randrange(200),
+            offline_waiting_count=rng.randrange(200),
+            offline_wanted_tokens=rng.choice((0, 500)),
+            offline_tokens_total=rng.randrange(1 << 30),
+            offline_lost_tokens_total=rng.randrange(1 << 20),
+            offline_yields_total=rng.randrange(1 << 10),
+        )
+
+    alone = _told(policy, seed, monkeypatch, lambda report: report)
+    assert _told(policy, seed, monkeypatch, busy) == alone
+    assert alone[0], "nothing was told: this history shows nothing"

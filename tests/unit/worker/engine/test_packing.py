@@ -1,0 +1,58 @@
+"""What a packer keeps of tables changes no step: one that has seen nothing lays each out the same."""
+
+import random
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from ballast.common.errors import InvariantViolation
+from services.worker.core.batch import Slice
+from services.worker.engine.packing import PackedStep, Packer
+
+BLOCK_TOKENS = 4
+
+
+def require_equal(step: PackedStep, expected: PackedStep) -> None:
+    assert len(step.chunks) == len(expected.chunks)
+    for each in fields(PackedStep):
+        if each.name != "chunks":
+            assert np.array_equal(getattr(step, each.name), getattr(expected, each.name)), each.name
+    for chunk, other in zip(step.chunks, expected.chunks, strict=True):
+        assert (chunk.first_row, chunk.positions.tolist()) == (other.first_row, other.positions.tolist())
+        assert chunk.blocks.tolist() == other.blocks.tolist()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_tables_that_grow_are_replaced_and_are_forgotten(seed: int) -> None:
+    rng, packer = random.Random(seed), Packer(BLOCK_TOKENS)
+    contexts: dict[int, int] = {}
+    tables: dict[int, tuple[int, ...]] = {}
+    for step in range(60):
+        for ended in [i for i in contexts if rng.random() < 0.1]:
+            packer.forget(ended)
+            del contexts[ended], tables[ended]
+        for new in range(1000 * step, 1000 * step + rng.randrange(4)):
+            contexts[new], tables[new] = 0, ()
+        if rng.random() < 0.1:
+            packer.forget_all()
+        chosen = rng.sample(sorted(contexts), rng.randint(0, len(contexts)))
+        slices: list[Slice] = []
+        for i in chosen:
+            count = 1 if contexts[i] else rng.randint(1, 90)
+            end = contexts[i] + count
+            need = -(-end // BLOCK_TOKENS) + rng.randrange(2)
+            if len(tables[i]) < need:
+                tables[i] = tables[i] + tuple(rng.choices(range(500), k=need - len(tables[i])))
+            elif rng.random() < 0.1:
+                tables[i] = tuple(rng.choices(range(500), k=len(tables[i])))  # moved elsewhere
+            slices.append(Slice(i, contexts[i], (1,) * count, rng.random() < 0.9))
+            contexts[i] = end
+        if slices:
+            given = [tables[part.sequence_id] for part in slices]
+            require_equal(packer.pack(slices, given), Packer(BLOCK_TOKENS).pack(slices, given))
+
+
+def test_a_table_that_ends_too_early_is_a_bug() -> None:
+    with pytest.raises(InvariantViolation, match="computes 5 tokens up to position 5: 1 blocks of 4 tokens"):
+        Packer(BLOCK_TOKENS).pack([Slice(1, 0, (1,) * 5, True)], [(0,)])

@@ -1,0 +1,65 @@
+"""What can be known of a cluster before any of its processes is started."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+
+from ballast.common.errors import ConfigError
+from ballast.common.units import human_bytes
+from ballast.rpc.server import ensure_free
+from ballast.service.security import is_loopback
+from ballast.service.settings import Settings, load_settings
+from services.dispatcher.config import DispatcherSettings
+from services.gateway.config import GatewaySettings
+from services.monitor.config import MonitorSettings
+from services.planner.config import PlannerSettings
+from services.worker.config import WorkerSettings
+from tools.local.cluster import Service
+from tools.model.info import CheckpointInfo
+
+_SETTINGS: Mapping[Service, type[Settings]] = {
+    "monitor": MonitorSettings,
+    "planner": PlannerSettings,
+    "worker": WorkerSettings,
+    "dispatcher": DispatcherSettings,
+    "gateway": GatewaySettings,
+}
+_DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def check_flags(flags: Mapping[Service, Sequence[str]], model: str) -> None:
+    """Raises ConfigError for what a service would not start with."""
+    for service, settings in _SETTINGS.items():
+        needed = ["--model", model] if "model" in settings.model_fields else []
+        load_settings(settings, [*needed, *flags.get(service, ())])
+
+
+def check_host(args: argparse.Namespace) -> None:
+    """Raises ConfigError for a host that others reach, without what keeps them out."""
+    if args.secure is None and not args.insecure and not is_loopback(args.host):
+        why = f"{args.host} is reached from other machines: --secure DIR makes certificates and a token, and uses them;"
+        raise ConfigError("--host", f"{why} --insecure lets everybody who reaches it do everything")
+
+
+def check_ports(args: argparse.Namespace) -> None:
+    """Raises ConfigError for a port that was asked for and that somebody else has."""
+    wanted = {"--port": (args.port, args.dispatchers), "--http-port": (args.http_port, args.gateways)}
+    for flag, (first, count) in {**wanted, "--dashboard-port": (args.dashboard_port, 1)}.items():
+        for port in range(first, first + count) if first else ():
+            try:
+                ensure_free(args.host, port)
+            except ConfigError:
+                why = f"{args.host}:{port} is in use, perhaps by another cluster; {flag} 0 takes any free ports"
+                raise ConfigError(flag, why) from None
+
+
+def check_memory(args: argparse.Namespace, info: CheckpointInfo) -> None:
+    """Raises ConfigError if the parameters alone are more than a worker's memory. What else is needed, it says."""
+    if args.device_memory_bytes is None:
+        return
+    ranks = int(args.tensor_parallel_size or 1)
+    width = _DTYPE_BYTES.get(args.dtype or "")
+    needed = info.parameter_bytes if width is None else info.parameter_count * width
+    if needed > args.device_memory_bytes * ranks:
+        given = human_bytes(args.device_memory_bytes)
+        why = f"{given} are too little: the model's parameters alone take {human_bytes(needed // ranks)} a rank"
+        raise ConfigError("--device-memory-bytes", why)
