@@ -192,8 +192,8 @@ class DispatcherNode:
         self._is_known(link)
         share = link.share
         assert share is not None, "it is behind"
-        load = share.pace.report(link.last, link.used)
         now_s = self._clock.now_s
+        load = share.pace.report(link.last, link.used, now_s)
         self.core.handle(d.StepReceived(now_s, link.key, (), (), (), (), (), (), load, share.seen_handle))
         self.stepped[link.key] = None
 
@@ -213,7 +213,7 @@ class DispatcherNode:
         self._is_known(link)
         now_s, count = self._clock.now_s, len(instants_s)
         token_ids = share.token_ids(link.first, count)
-        load = share.pace.report(link.last, link.used)
+        load = share.pace.report(link.last, link.used, now_s)
         counts = [count] * len(share.handles)
         commands = self.core.handle(
             d.StepReceived(now_s, link.key, share.handles, counts, token_ids, (), (), (), load, share.seen_handle)

@@ -23,11 +23,12 @@ def places(first: int, count: int) -> Sequence[int]:
 class Pace:
     """What the load is after each step."""
 
-    __slots__ = ("before", "sequence_count")
+    __slots__ = ("at_s", "before", "sequence_count")
 
-    def __init__(self, before: LoadReport, sequence_count: int) -> None:
-        """`before`: the first step."""
+    def __init__(self, before: LoadReport, sequence_count: int, at_s: float) -> None:
+        """`before`: the first step, at `at_s`."""
         self.before = before
+        self.at_s = at_s
         self.sequence_count = sequence_count
 
     @property
@@ -35,8 +36,8 @@ class Pace:
         """Requests on the worker for which there is no room, throughout."""
         return self.before.waiting_count
 
-    def report(self, landed: int, used_block_count: int) -> LoadReport:
-        """After so many steps."""
+    def report(self, landed: int, used_block_count: int, at_s: float) -> LoadReport:
+        """After so many steps. What of retained KV has made way for them is said when they end."""
         before = self.before
         return LoadReport(
             block_tokens=before.block_tokens,
@@ -63,6 +64,11 @@ class Pace:
             offline_yields_total=before.offline_yields_total,
             offline_lost_tokens_total=before.offline_lost_tokens_total,
             wake_s=before.wake_s,
+            retained_block_count=before.retained_block_count,
+            prefix_queries_total=before.prefix_queries_total,
+            prefix_hits_total=before.prefix_hits_total,
+            uncomputed_token_count=before.uncomputed_token_count,
+            prefixes_kept_s=before.prefixes_kept_s + at_s - self.at_s,
         )
 
 
@@ -90,10 +96,10 @@ class FastForward:
 
     __slots__ = ("_report", "landed", "pace", "plain", "shares", "used_block_count")
 
-    def __init__(self, plain: PlainSteps, before: LoadReport) -> None:
-        """`before`: what the load is before the first step."""
+    def __init__(self, plain: PlainSteps, before: LoadReport, at_s: float) -> None:
+        """`before`: what the load is before the first step, at `at_s`."""
         self.plain = plain
-        self.pace = Pace(before, len(plain.sequences))
+        self.pace = Pace(before, len(plain.sequences), at_s)
         self.landed = 0  # steps
         self.used_block_count = before.used_block_count  # in the last of those
         self.shares: dict[int, Share] = {}  # by stream
@@ -108,8 +114,8 @@ class FastForward:
         """Token ids of each sequence, of the steps that have landed: a token is the number of its place."""
         return [places(s.token_count, self.landed) for s in self.plain.sequences]
 
-    def load(self) -> LoadReport:
+    def load(self, at_s: float) -> LoadReport:
         """After the last step that has landed."""
         if self._report.steps_total != self.pace.before.steps_total + self.landed:
-            self._report = self.pace.report(self.landed, self.used_block_count)
+            self._report = self.pace.report(self.landed, self.used_block_count, at_s)
         return self._report

@@ -207,7 +207,7 @@ class Instance:
 
     def load(self) -> LoadReport:
         """The state after the last turn."""
-        return self._report if self._fast_forward is None else self._fast_forward.load()
+        return self._report if self._fast_forward is None else self._fast_forward.load(self._clock.now_s)
 
     def now(self) -> float:
         """The instant as the engine sees it."""
@@ -362,7 +362,7 @@ class Instance:
         if plain is None or plain.limit < _MIN_CRUISE:
             return None
         load = self._load()
-        fast_forward = FastForward(plain, load)
+        fast_forward = FastForward(plain, load, self._clock.now_s)
         if (
             load.used_block_count + plain.growth(0) > load.block_count
             or fast_forward.shares.keys() != self._streams.keys()
@@ -382,7 +382,7 @@ class Instance:
         layer_s, head_s, stage_s = self._costs.decodes(count, 0)
         context_s, layer_count = self._costs.context_s, len(self.member.role.layers)
         hearers = [(self._streams[stream_id], share) for stream_id, share in fast_forward.shares.items()]
-        before = fast_forward.load()
+        before = fast_forward.load(self._clock.now_s)
         used, step, added, block_count = before.used_block_count, 0, growth(0), before.block_count
         due_at_s = self.core.next_deadline_at_s
         self._fruitless = 0
@@ -407,7 +407,7 @@ class Instance:
 
     def _end_fast_forward(self, fast_forward: FastForward) -> None:
         now_s = self._clock.now_s
-        self._fast_forward, self._report, self.touched = None, fast_forward.load(), True
+        self._fast_forward, self._report, self.touched = None, fast_forward.load(self._clock.now_s), True
         if fast_forward.landed:
             self.core.take_plain_steps(fast_forward.plain, fast_forward.token_ids(), fast_forward.landed, now_s)
         for stream_id, share in fast_forward.shares.items():

@@ -6,7 +6,7 @@ two sequences, a table that lost its order, or a stale chunk therefore shows as 
 
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from ballast.common.ids import RequestId
@@ -322,9 +322,11 @@ class Driver:
         self.feed(StepDone(self.at_s, result, texts))
 
     def fail_step(self) -> None:
+        """Nothing of it is written."""
         assert self.pending is not None
-        self.engine.run(self.pending)
-        step_id, self.pending = self.pending.batch.step_id, None
+        step_id, batch = self.pending.batch.step_id, replace(self.pending.batch, slices=())
+        self.engine.run(replace(self.pending, batch=batch, block_tables=()))
+        self.pending = None
         self.feed(StepFailed(self.at_s, step_id, "out of luck"))
 
     def step(self) -> Execute | None:

@@ -61,7 +61,10 @@ _WORKER_FLAGS = {
     "--fallback-policy": "with drop, where no drop helps: recompute (default) or swap",
     "--swap-space-bytes": "host memory for swapped KV, of each worker",
 }
-_WORKER_SWITCHES = {"--enforce-eager": "on a GPU: record no CUDA graphs"}
+_WORKER_SWITCHES = {
+    "--enforce-eager": "on a GPU: record no CUDA graphs",
+    "--no-enable-prefix-caching": "compute every prompt whole",
+}
 _POLICY_FLAG = {"--overload-policy": f"when KV memory runs short: {', '.join(OverloadPolicy)} (default: drop)"}
 _PLANNER_FLAGS = {
     "--pipeline-degree": "instances of a pipeline, with static-pipeline",

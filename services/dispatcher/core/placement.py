@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ballast.common.errors import InvariantViolation
+from ballast.common.marks import marks_of
 from services.dispatcher.core.backlog import Backlog, DrainRate, Order
 from services.dispatcher.core.events import AbortOnWorker, Place, Request
 from services.dispatcher.core.feed import Feed
@@ -115,10 +116,16 @@ class Placement:
         return AbortOnWorker(worker.key, tracked.handle)
 
     def contenders(self, request: Request, at_s: float) -> list[WorkerKey]:
-        """The worker of each shape that would run a newcomer at once before the others do."""
+        """The worker of each shape that would run a newcomer at once before the others do, and those that have a part
+        of it.
+        """
         self._look_around(at_s)
         growth_tokens = min(request.sampling.max_tokens, self._growth.tokens(request.priority))
-        return self._ranking.contenders(Need(tokens=len(request.prompt_token_ids) + 1, growth_tokens=growth_tokens))
+        found = self._ranking.contenders(Need(tokens=len(request.prompt_token_ids) + 1, growth_tokens=growth_tokens))
+        if len(self.prefixes):
+            hits = self.prefixes.hits(marks_of(request.prompt_token_ids, request.cache_salt))
+            found += [worker for worker in hits if self._ranking.get(worker) is not None]
+        return found
 
     def hold(self, worker: Worker, at_s: float) -> None:
         """The worker has refused a request."""

@@ -150,10 +150,30 @@ class PrefixIndex:
             token_count += (len(keys) - len(found)) * size
         return block_count, token_count
 
+    def is_being_computed(self, sequence: Sequence, running: Iterable[Sequence]) -> bool:
+        """Whether at least half of what it would compute is in the prompt of one of those that run, and comes soon: it
+        had better wait for that.
+        """
+        if self._closed or sequence.scores_prompt:
+            return False
+        size, first = self._block_tokens, len(self.match(sequence))
+        keys = self._chain(sequence, (sequence.token_count - 1) // size)[first:]
+        wanted_count = -(-(sequence.token_count - first * size) // (2 * size))
+        if len(keys) < wanted_count:
+            return False
+        for other in running:
+            if other.token_count - other.computed_tokens > 1 and other.sequence_id not in self._displaced:
+                theirs = other.block_keys[first : first + wanted_count]
+                if theirs == keys[:wanted_count] and not other.scores_prompt:
+                    return True
+        return False
+
     # ---------------------------------------------------------------- coming and going
 
     def take(self, sequence: Sequence) -> int:
         """It is let in, with the blocks that it finds. Returns how many of them others hold, which cost nothing."""
+        if not self._closed:
+            self._chain(sequence, (sequence.token_count - 1) // self._block_tokens)  # others may wait for its blocks
         numbers = self.match(sequence)
         hit_tokens = len(numbers) * self._block_tokens
         if sequence.cached_tokens is None:

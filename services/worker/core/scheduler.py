@@ -133,10 +133,13 @@ class Scheduler(GroupCounts):
         """There is room for it, and its tokens would be computed soon. One whose KV comes back has few. Room is what
         is free, and what offline sequences hold that are in no batch after `completed_step_id`.
         """
-        if sequence.state is not SequenceState.SWAPPED and self.prompt_tokens >= self.max_prompt_tokens:
+        begins = sequence.state is not SequenceState.SWAPPED
+        if begins and self.prompt_tokens >= self.max_prompt_tokens:
             return False
         offline = [s for s in self.offline if s.step_id <= completed_step_id]
-        return self._admits(self._cost(sequence, offline), offline)
+        if not self._admits(self._cost(sequence, offline), offline):
+            return False
+        return not (begins and self.prefixes.is_being_computed(sequence, self.online))
 
     def _lacks_room(self) -> bool:
         """Whether what waits would not fit; else it waits only until prompts that came before it are computed."""

@@ -45,6 +45,23 @@ QWEN3_235B = QWEN | {
     "vocab_size": 151936,
     "max_position_embeddings": 40960,
 }
+QWEN3_30B = QWEN3_235B | {
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 48,
+}
+MIXTRAL = LLAMA_70B | {
+    "architectures": ["MixtralForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+}
 SAME = (
     "parameter_count",
     "layer_count",
@@ -60,7 +77,14 @@ SAME = (
 
 
 @pytest.mark.parametrize(
-    ("name", "config"), [("Qwen2.5-14B", QWEN), ("Llama-3.1-70B", LLAMA_70B), ("Qwen3-235B", QWEN3_235B)]
+    ("name", "config"),
+    [
+        ("Qwen2.5-14B", QWEN),
+        ("Llama-3.1-70B", LLAMA_70B),
+        ("Qwen3-235B", QWEN3_235B),
+        ("Qwen3-30B-A3B", QWEN3_30B),
+        ("Mixtral-8x7B", MIXTRAL),
+    ],
 )
 def test_counted_from_its_config_a_model_of_the_catalogue_is_the_same(name: str, config: dict[str, object]) -> None:
     counted, known = spec_of_config(name, config, find_gpu("A800", "gpu")), find_model(name)

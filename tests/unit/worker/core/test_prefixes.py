@@ -52,6 +52,13 @@ def test_whole_blocks_are_found_and_never_the_last_token() -> None:
     assert sum(len(s.token_ids) for s in driver.executed[2].batch.slices) == 4, "the last block is computed"
 
 
+def test_the_same_tokens_behind_others_are_not_found() -> None:
+    driver = driver_of()
+    run(driver, (*range(1, 5), *range(11, 15), 9))
+    run(driver, (*range(21, 25), *range(31, 35), 9))
+    assert run(driver, (*range(1, 5), *range(31, 35), 9)) == 4
+
+
 def test_answers_are_found_by_the_next_turn() -> None:
     driver = driver_of()
     key = driver.submit(tokens(8), greedy(9))
@@ -103,6 +110,36 @@ def test_a_preempted_sequence_computes_only_what_was_given_up() -> None:
     for key, prompt in ((first, tokens(12)), (second, tokens(8, first=5))):
         assert tuple(driver.received[key].token_ids) == driver.expected(key, prompt).token_ids
     assert cached(driver, second) == 0, "what it finds of its own is no hit"
+
+
+def test_equal_prompts_that_come_at_once_are_computed_once() -> None:
+    driver = driver_of(block_count=600, block_tokens=16, max_batch_tokens=512)
+    trunk = tokens(2000)
+    keys = [driver.submit((*trunk, n), greedy(4)) for n in range(64)]
+    other = driver.submit(tokens(300, first=9), greedy(4))
+    driver.run_to_end()
+    computed = sum(len(s.token_ids) for e in driver.executed for s in e.batch.slices if s.first_position < 2000)
+    assert computed <= 2001 + 300 + 3
+    for n, key in enumerate(keys):
+        assert tuple(driver.received[key].token_ids) == driver.expected(key, (*trunk, n)).token_ids
+    assert driver.received[other].ending is not None
+
+
+def test_what_shares_little_does_not_wait() -> None:
+    driver = driver_of(block_count=600, block_tokens=16, max_batch_tokens=512)
+    driver.submit(tokens(2000), greedy(4))
+    driver.submit((*tokens(300), *tokens(400, first=7)), greedy(4))
+    assert driver.core.load(0.0, MEMORY).running_count == 2
+    driver.submit((*tokens(500), *tokens(400, first=7)), greedy(4))
+    assert driver.core.load(0.0, MEMORY).waiting_count == 1
+
+
+def test_a_step_that_fails_leaves_nothing_to_be_found() -> None:
+    driver = driver_of(max_batch_tokens=200)
+    driver.submit(tokens(40), greedy(4))
+    driver.want_batch()
+    driver.fail_step()
+    assert run(driver, tokens(40)) == 0
 
 
 def test_a_change_of_role_forgets_all() -> None:

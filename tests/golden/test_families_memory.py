@@ -1,0 +1,74 @@
+"""Host memory while a model of `transformers` is loaded: the model, a layer, and a constant."""
+
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.worker.engine.load import load_engine
+
+pytestmark = [pytest.mark.golden]
+
+LAYERS, EXPERTS, HIDDEN, INNER = 8, 16, 256, 512
+LAYER_BYTES = 4 * EXPERTS * 3 * HIDDEN * INNER
+SLACK_BYTES = 96 << 20  # copies that joining experts takes, and what allocators keep; the model is twice as large
+_STATUS = Path("/proc/self/status")
+
+
+def held_bytes() -> int:
+    """Of this process, without pages of files."""
+    told = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
+    return sum(int(told[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
+
+
+@contextmanager
+def watched(most: list[int]) -> Generator[None]:
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.002):
+            most[0] = max(most[0], held_bytes())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.skipif(not _STATUS.exists(), reason="Linux says what a process holds")
+def test_loading_holds_the_model_and_hardly_more_than_its_largest_layer(tmp_path: Path) -> None:
+    import transformers
+
+    made: Any = transformers.Qwen3MoeConfig
+    config = made(
+        vocab_size=512,
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        moe_intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_experts=EXPERTS,
+        num_experts_per_tok=2,
+        max_position_embeddings=256,
+    )
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(tmp_path, max_shard_size="20MB")
+    del model
+    budget = LAYERS * LAYER_BYTES * 5 // 4
+    with load_engine(tmp_path, device_memory_bytes=budget) as engine:  # what torch keeps from now on is no news
+        parameter_bytes = engine.memory_report().parameter_bytes
+    before, most = held_bytes(), [0]
+    with watched(most), load_engine(tmp_path, device_memory_bytes=budget) as engine:
+        assert engine.implementation.name == "transformers"
+        assert parameter_bytes > LAYERS * LAYER_BYTES
+    beside = most[0] - before - parameter_bytes
+    assert beside < LAYER_BYTES + SLACK_BYTES, f"{beside >> 20} MiB beside the model, a layer has {LAYER_BYTES >> 20}"
