@@ -109,6 +109,10 @@ class Failed:
     why: str
 
 
+def body_of(message: object) -> bytes:
+    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+
+
 class Channel:
     """One side. Messages are pickled: both processes are of one program, and one has started the other."""
 
@@ -122,7 +126,10 @@ class Channel:
         Raises:
             RankLost: the other side is gone, or does not read.
         """
-        body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        self.send_body(body_of(message), within_s)
+
+    def send_body(self, body: bytes, within_s: float) -> None:
+        """As `send`, of a message that goes to several."""
         try:
             self._socket.settimeout(within_s)
             self._socket.sendall(_LENGTH.pack(len(body)) + body)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ballast.common.errors import ConfigError
-from services.worker.ranks.channel import Channel, Done, Export, Failed, RankLog, RankLost, Ready, Start
+from services.worker.ranks.channel import Channel, Done, Export, Failed, RankLog, RankLost, Ready, Start, body_of
 
 if TYPE_CHECKING:
     from services.worker.engine.load import Engine
@@ -102,8 +102,9 @@ class Crew:
             first += count
 
     def tell(self, message: object) -> None:
+        body = body_of(message)
         for rank in self._ranks:
-            rank.channel.send(message, _ANSWER_S)
+            rank.channel.send_body(body, _ANSWER_S)
 
     def answers(self) -> dict[str, object]:
         """Waits for everybody's to a change. By the names of the ranks."""

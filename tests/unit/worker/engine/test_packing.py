@@ -2,6 +2,8 @@
 
 import random
 from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -9,6 +11,9 @@ import pytest
 from ballast.common.errors import InvariantViolation
 from services.worker.core.batch import Slice
 from services.worker.engine.packing import PackedStep, Packer
+from services.worker.ranks.channel import body_of
+from services.worker.ranks.crew import Crew
+from services.worker.ranks.runner import run_of
 
 BLOCK_TOKENS = 4
 
@@ -56,3 +61,22 @@ def test_tables_that_grow_are_replaced_and_are_forgotten(seed: int) -> None:
 def test_a_table_that_ends_too_early_is_a_bug() -> None:
     with pytest.raises(InvariantViolation, match="computes 5 tokens up to position 5: 1 blocks of 4 tokens"):
         Packer(BLOCK_TOKENS).pack([Slice(1, 0, (1,) * 5, True)], [(0,)])
+
+
+def test_a_layout_for_other_ranks_is_little_more_than_its_block_tables() -> None:
+    """In 32 bits, and made a message once for all of them."""
+    table = tuple(range(256))
+    packed = Packer(16).pack([Slice(i, 4095, (1,), True) for i in range(256)], [table] * 256)
+    body = body_of(run_of(packed, None, 0, 1))
+    assert len(body) < 1.1 * 4 * 256 * 256
+    sent: list[int] = []
+    crew = Crew(3)
+
+    def send_body(body: bytes, within_s: float) -> None:
+        sent.append(id(body))
+
+    channel = SimpleNamespace(send_body=send_body)
+    crew._ranks = cast(Any, [SimpleNamespace(channel=channel)] * 2)
+    crew.tell(run_of(packed, None, 0, 1))
+    assert len(sent) == 2
+    assert len(set(sent)) == 1
