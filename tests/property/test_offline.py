@@ -228,6 +228,7 @@ def test_online_sequences_get_the_steps_that_they_would_get_without_offline_ones
                 report,
                 step_age_s=0.0,
                 steps_total=0,
+                prefixes_kept_s=0.0,
                 **{field.name: 0 for field in dataclasses.fields(report) if field.name.startswith("offline_")},
             )
             for report in reports

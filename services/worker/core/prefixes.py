@@ -66,7 +66,7 @@ class PrefixIndex:
         self._begun: list[Sequence] = []  # have taken blocks, and are in no plan yet
         self._displaced: set[SequenceId] = set()  # their KV is not on the stages that there are now
         self.shared_count = 0  # blocks that would be needed besides, if each sequence had its own
-        self.queried_tokens_total = self.hit_tokens_total = 0  # of sequences let in for the first time
+        self.queried_tokens_total = self.hit_tokens_total = 0  # of online sequences let in for the first time
         # For the next batch:
         self._named: list[NamedBlocks] = []
         self._taken: list[TakenBlocks] = []
@@ -183,8 +183,9 @@ class PrefixIndex:
         hit_tokens = len(numbers) * self._block_tokens
         if sequence.cached_tokens is None:
             sequence.cached_tokens = hit_tokens
-            self.queried_tokens_total += sequence.token_count
-            self.hit_tokens_total += hit_tokens
+            if sequence.rank != OFFLINE_RANK:
+                self.queried_tokens_total += sequence.token_count
+                self.hit_tokens_total += hit_tokens
         self._held[sequence.sequence_id] = [*numbers]
         shared_count = 0
         for number in numbers:
