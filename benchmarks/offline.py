@@ -58,7 +58,8 @@ ALONE = Mode("online alone", offline=False)
 PRIORITIES = Mode("priorities", by_class=True)
 BOUNDARIES = Mode("step boundaries", slowdown=_NO_BOUND, mirrors=False)
 OURS = Mode("ours, +25 %")
-MODES = (ALONE, PRIORITIES, BOUNDARIES, OURS, Mode("ours, 50 ms", target_s=0.05))
+NO_MIRRORS = Mode("ours, no mirrors", mirrors=False)
+MODES = (ALONE, PRIORITIES, BOUNDARIES, OURS, NO_MIRRORS, Mode("ours, 50 ms", target_s=0.05))
 CURVE = (
     ALONE,
     PRIORITIES,

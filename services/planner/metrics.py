@@ -17,7 +17,7 @@ _GROUPS = Gauge(
 )
 _WANTED = Gauge(
     "ballast_instances_wanted",
-    "Instances that should serve, by what is predicted of waits and memory; for autoscalers. 0: not known, or standby",
+    "Instances that should serve, by what is predicted; those that there are while nothing is known. Standby: 0",
     registry=REGISTRY,
 )
 _STANDINGS = Gauge(

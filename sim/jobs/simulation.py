@@ -33,6 +33,7 @@ from sim.dispatcher import DispatcherRules
 from sim.faults import Fault
 from sim.hardware import Cluster, ModelSpec, Timings, timings
 from sim.jobs.settled import prompt_share, reading_is_short
+from sim.offline import OfflineLoad
 from sim.policies import DEFAULT_SWAP_BYTES, find_policy
 from sim.results import Outcome as SimOutcome
 from sim.results import Sample, SimRun
@@ -91,6 +92,7 @@ class SimJob:
     length_scale: float = 1.0
     answer_scale: float | None = None
     limit: int | None = None
+    offline: OfflineLoad | None = None  # beside the trace
 
 
 def production_rules(worker: WorkerSize) -> ClusterRules:
@@ -195,6 +197,7 @@ def _options(job: SimJob, rules: ClusterRules) -> WorldOptions:
         check_every=job.check_every,
         faults=job.faults,
         stop_after_s=job.stop_after_s,
+        offline=job.offline,
     )
 
 
@@ -335,8 +338,8 @@ def _settings(job: SimJob, runs: Mapping[str, SimRun]) -> dict[str, str | int | 
     """What is to be known to repeat the run, and to see that it was repeated."""
     cluster = job.cluster
     settings: dict[str, str | int | float | bool | None] = {
-        "gpu": cluster.gpu.name,
-        "gpu_count": cluster.gpu_count,
+        "gpu": cluster.gpu_name,
+        "gpu_count": sum(kind.gpu_count for kind in cluster.kinds),
         "gpus_per_host": cluster.gpus_per_host,
         "instances": instance_count(job.model, cluster),
         "block_size": job.worker.block_tokens,

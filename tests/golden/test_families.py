@@ -12,7 +12,7 @@ from ballast.common.errors import ConfigError
 from services.worker.core.batch import Batch, NewSequence, Slice, StepResult
 from services.worker.engine.load import Engine, load_engine
 from tests.support.engine import GREEDY
-from tests.support.families import REFUSED, chosen, greedy_alone, write_family
+from tests.support.families import PAGE, REFUSED, chosen, greedy_alone, table_line, write_family
 from tests.support.reference import NEAR_TIE, Reference
 
 pytestmark = [pytest.mark.golden]
@@ -106,6 +106,8 @@ def test_tokens_of_a_family_equal_those_of_transformers(name: str, tmp_path: Pat
     with ExitStack() as engines:
         first, second = (engines.enter_context(load(folder)) for _ in range(2))
         assert first.implementation.pipelines
+        extras = sorted({extra for kind in first.implementation.kinds for extra in kind.extras})
+        assert table_line(name, first.info.architecture, extras) in PAGE.read_text()
         layers, border = first.config.layer_count, 1 + len(name) % 3
         serving = Serving((first, second), prompts, wanted)
         serving.run(EACH, (0, layers))

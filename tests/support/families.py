@@ -1,8 +1,12 @@
-"""Families of decoders that `transformers` knows, as small random checkpoints."""
+"""Families of decoders that `transformers` knows, as small random checkpoints.
+
+python -m tests.support.families writes the table of docs/your-model.md; each family's test holds its line.
+"""
 
 import functools
 import os
 import subprocess
+import tempfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -114,6 +118,8 @@ REFUSED = {  # name -> why, in the words of the error
     "falcon": _OTHER_STATE,
     "mamba": _OTHER_STATE,
 }
+PAGE = Path(__file__).parents[2] / "docs" / "your-model.md"
+_BEGIN, _END = "| family | class | attention, where it is not plain |\n|---|---|---|\n", "\n<!-- families end -->"
 _FRACTION = 5
 
 
@@ -146,6 +152,22 @@ def write_family(name: str, folder: Path) -> Path:
     return folder
 
 
+def table_line(name: str, architecture: str, extras: Sequence[str]) -> str:
+    return f"| {name.replace(':', ', ')} | `{architecture}` | {', '.join(extras)} |\n"
+
+
+def write_table() -> None:
+    from services.worker.engine.describe import describe_model
+
+    before, begin, rest = PAGE.read_text().partition(_BEGIN)
+    lines: list[str] = []
+    for name in sorted(FAMILIES):
+        with tempfile.TemporaryDirectory() as folder:
+            told = describe_model(write_family(name, Path(folder)), model_impl="transformers")
+        lines.append(table_line(name, told.architecture, told.attention))
+    PAGE.write_text(before + begin + "".join(lines) + rest[rest.index(_END) :])
+
+
 @functools.cache
 def _alone(folder: Path) -> Any:
     import transformers
@@ -168,3 +190,7 @@ def greedy_alone(folder: Path, prompts: Sequence[Sequence[int]], count: int) -> 
             ids.append(int(best.indices[0]))
         found.append(Reference(tuple(ids[len(prompt) :]), tuple(gaps)))
     return found
+
+
+if __name__ == "__main__":
+    write_table()

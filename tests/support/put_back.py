@@ -42,7 +42,7 @@ DEFECTS: Mapping[str, Defect] = {
         "_take_chunk",
         "view is not None and view.device == device",
         "view is not None",
-        f"{_LINKS}/test_devices.py::test_bulk_lands_in_memory_that_the_host_may_not_touch[tcp]",
+        f"{_LINKS}/test_devices.py::test_bulk_lands_in_memory_that_the_host_may_not_touch",
         "ChannelBroken",
     ),
     "words on the device": Defect(

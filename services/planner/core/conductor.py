@@ -295,7 +295,8 @@ class Conductor:
         change, load = self._change, self._load
         if change is None or load is None:
             return []
-        if not change.request_id and (moved := self._size(context, load, at_s)):
+        sizes = isinstance(change, SizeRequest) or (self.rules.sizing.parks and not change.request_id)
+        if sizes and (moved := self._size(context, load, at_s)):
             return moved  # and once that is the layout, the rest
         if isinstance(change, SizeRequest):
             return self._looked(at_s)

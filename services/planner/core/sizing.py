@@ -60,7 +60,7 @@ class Sizing:
         reserve, members = self._reserve(layout, load, at_s)
         compared = self._compared(layout, model, load, targets, reserve)
         if compared is None:
-            self._calm_since_s = None
+            self._calm_since_s, self.wanted_count = None, 0
             return {}, None
         added = compared.chosen.candidate.added
         on_count = sum(m.takes_new for m in members) + len(reserve.waking_s)

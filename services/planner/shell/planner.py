@@ -6,7 +6,7 @@ import time
 
 from ballast.common.errors import BallastError, InvariantViolation, Unavailable, broken_core
 from ballast.common.ids import Epoch, WorkerId
-from ballast.common.layout import Layout
+from ballast.common.layout import Layout, worker_ids
 from ballast.service.logs import get_logger
 from ballast.service.tasks import Work, note_failure, unless_it_fails
 from services.planner.core.machine import PlannerCore
@@ -291,7 +291,8 @@ class PlannerShell:
             if not isinstance(error, BallastError) or isinstance(error, InvariantViolation):
                 note_failure("read loads", error)
         self.feed(LoadsRead(time.monotonic(), cause_id, load, failure))
-        self._counting.wanted(self.core.conductor.sizing.wanted_count if self.core.active else 0)
+        wanted = self.core.conductor.sizing.wanted_count or len(worker_ids(self.core.layout))
+        self._counting.wanted(wanted if self.core.active else 0)
 
     async def _write_journal(self, command: WriteJournal) -> None:
         outcome = await unless_it_fails(self._store.write_journal(command), WriteOutcome.UNAVAILABLE)

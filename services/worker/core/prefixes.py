@@ -4,7 +4,7 @@ A whole block whose tokens have their KV gets a number from the leader, which is
 same tokens behind the same tokens, whatever block each stage has for it. A sequence whose prompt begins with numbered
 blocks takes them and computes only what follows, at least its last token. A number that no sequence holds is
 *retained*: its block counts as free, and is given up when its room is needed, the tail of the least recently used
-first.
+first; what only offline sequences have used goes before all else.
 
 Only the leader has this index. Stages hear of numbers in batches (`Batch.named`, `forgotten`, `taken`), so stages of
 different capacity cannot disagree.
@@ -19,6 +19,7 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.marks import MARK_TOKENS, Mark, first_mark, mark_after
 from services.worker.core.batch import BlockNumber, NamedBlocks, NumberRuns, SequenceId, TakenBlocks
 from services.worker.core.limits import WorkerLimits
+from services.worker.core.line import OFFLINE_RANK
 from services.worker.core.sequence import Sequence
 
 BlockKey = bytes  # digest of a block's tokens and of all that comes before it
@@ -53,6 +54,10 @@ class PrefixIndex:
         self._keys: dict[BlockNumber, BlockKey] = {}
         self._holders: dict[BlockNumber, int] = {}  # sequences that hold it, at least 1
         self._retained: OrderedDict[BlockNumber, float] = OrderedDict()  # held by none, and since when; the first goes
+        self._offline: OrderedDict[BlockNumber, None] = (
+            OrderedDict()
+        )  # likewise, of no use to online sequences: go before
+        self._online: set[BlockNumber] = set()  # online sequences have held them
         self._marks: dict[BlockNumber, Mark] = {}  # of blocks with which one ends
         self.new_marks: list[Mark] = []  # computed, or used again, since somebody took them
         self.at_s = 0.0  # of the event that is handled
@@ -69,7 +74,7 @@ class PrefixIndex:
 
     @property
     def retained_count(self) -> int:
-        return len(self._retained)
+        return len(self._retained) + len(self._offline)
 
     @property
     def marks(self) -> list[Mark]:
@@ -187,8 +192,12 @@ class PrefixIndex:
             self._holders[number] = held + 1
             if held:
                 shared_count += 1
+            elif number in self._offline:
+                del self._offline[number]
             else:
                 del self._retained[number]
+        if sequence.rank != OFFLINE_RANK:
+            self._online.update(numbers)
         self._tell_marks(sequence, hit_tokens)
         if numbers:
             self._begun.append(sequence)
@@ -229,6 +238,8 @@ class PrefixIndex:
             self._numbers[key], self._keys[number], self._holders[number] = number, key, 1
             held.append(number)
             count += 1
+            if sequence.rank != OFFLINE_RANK:
+                self._online.add(number)
         self._note_named(sequence, begin, count)
         self._tell_marks(sequence, end * self._block_tokens)
 
@@ -268,7 +279,10 @@ class PrefixIndex:
                 continue
             del self._holders[number]
             if kept and not self._closed:
-                self._retained[number] = self.at_s
+                if number in self._online:
+                    self._retained[number] = self.at_s
+                else:
+                    self._offline[number] = None
             else:
                 self._forget(number)
         self.shared_count -= shared_count
@@ -276,13 +290,17 @@ class PrefixIndex:
 
     def fit(self, free_block_count: int) -> None:
         """No more blocks are retained than are free."""
-        for _ in range(len(self._retained) - max(0, free_block_count)):
-            number, self.kept_since_s = self._retained.popitem(last=False)
+        for _ in range(self.retained_count - max(0, free_block_count)):
+            if self._offline:
+                number, _ = self._offline.popitem(last=False)
+            else:
+                number, self.kept_since_s = self._retained.popitem(last=False)
             self._forget(number)
 
     def _forget(self, number: BlockNumber) -> None:
         del self._numbers[self._keys.pop(number)]
         self._marks.pop(number, None)
+        self._online.discard(number)
         self._forgotten.append(number)
 
     def forget_all(self, running: list[Sequence]) -> int:
@@ -293,8 +311,10 @@ class PrefixIndex:
         self._displaced = {s.sequence_id for s in running if s.computed_tokens}
         for sequence in self._begun:
             sequence.dispatched_tokens = sequence.computed_tokens
-        for known in (self._numbers, self._keys, self._holders, self._retained, self._held, self._marks):
+        for known in (self._numbers, self._keys, self._holders, self._retained, self._offline, self._held):
             known.clear()
+        self._online.clear()
+        self._marks.clear()
         self.kept_since_s = self.at_s
         for news in (self._begun, self._named, self._taken, self._forgotten):
             news.clear()
@@ -320,7 +340,8 @@ class PrefixIndex:
             raise InvariantViolation(f"holders of numbered blocks are {holders}, counted are {self._holders}")
         if (shared := sum(holders.values()) - len(holders)) != self.shared_count:
             raise InvariantViolation(f"{self.shared_count} blocks are shared, the sum is {shared}")
-        if holders.keys() & self._retained.keys() or holders.keys() | self._retained.keys() != self._keys.keys():
+        places = Counter([*holders, *self._retained, *self._offline])
+        if places.keys() != self._keys.keys() or places.total() != len(places) or self._online - places.keys():
             raise InvariantViolation("a number is neither held nor retained, or both")
         if {key: number for number, key in self._keys.items()} != self._numbers:
             raise InvariantViolation("numbers and keys are not each other's")

@@ -101,6 +101,19 @@ def test_the_tail_of_what_was_used_least_recently_goes_first() -> None:
     assert run(driver, old[:13]) == 8, "its two first blocks were used last"
 
 
+def test_what_only_offline_work_has_used_goes_first() -> None:
+    driver = driver_of(block_count=40)
+    run(driver, tokens(17))
+    for n in range(6):
+        driver.submit(tokens(60, first=10 + n), greedy(2), priority=PriorityClass.BATCH)
+        driver.run_to_end()
+    assert run(driver, tokens(17)) == 16
+    driver.submit(tokens(17), greedy(2), priority=PriorityClass.BATCH)
+    driver.run_to_end()
+    driver.feed(RoomWanted(driver.at_s, 40 - 4))
+    assert run(driver, tokens(17)) == 16, "that offline work has used it, too, changes nothing"
+
+
 def test_a_preempted_sequence_computes_only_what_was_given_up() -> None:
     driver = driver_of(block_count=8, max_model_len=64)
     first = driver.submit(tokens(12), greedy(16), priority=PriorityClass.INTERACTIVE)
