@@ -107,6 +107,26 @@ class Cluster(_Entry):
     gpu: Gpu
     gpu_count: int = Field(ge=1)
     gpus_per_host: int = Field(ge=1)
+    others: tuple["Cluster", ...] = ()  # GPUs of further kinds, on hosts of their own
+
+    @property
+    def kinds(self) -> tuple["Cluster", ...]:
+        return self.model_copy(update={"others": ()}), *self.others
+
+    def instances_of(self, model: ModelSpec) -> int:
+        return sum(kind.gpu_count // model.gpus_per_instance for kind in self.kinds)
+
+    def require_one_kind(self, what: str) -> None:
+        """
+        Raises:
+            ConfigError: it has GPUs of several kinds, and `what` asks for one.
+        """
+        if self.others:
+            raise ConfigError("cluster", f"{what} takes GPUs of one kind, got {self.gpu_name}")
+
+    @property
+    def gpu_name(self) -> str:
+        return " + ".join(kind.gpu.name for kind in self.kinds)
 
 
 def _read(name: str) -> Any:  # Any: as YAML has it; validated by the caller
@@ -177,10 +197,16 @@ def read_gpu(path: Path) -> Gpu:
 
 def find_cluster(text: str) -> Cluster:
     """`8xA800`: so many GPUs; `2x8xH800`: so many servers with so many GPUs each; `8xmine.yaml`: of a file.
+    `4xA100-40G+2xH100-80G`: of several kinds.
 
     Raises:
         ConfigError: naming the GPUs that are known.
     """
+    first, *others = [_kind_of_gpus(part) for part in text.split("+")]
+    return first.model_copy(update={"others": tuple(others)})
+
+
+def _kind_of_gpus(text: str) -> Cluster:
     match = re.fullmatch(r"(?:(\d+)x)?(\d+)x(.+)", text.strip())
     if match is None:
         raise ConfigError("cluster", f"must be like 8xA800 (GPUs) or 2x8xH800 (servers x GPUs each), got {text!r}")

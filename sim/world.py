@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from ballast.common.errors import ConfigError, InvariantViolation
 from ballast.common.ids import DispatcherId, Epoch, Incarnation, WorkerId
@@ -106,13 +107,11 @@ class World:
         self._random = random.Random(options.seed)
         delays = Delays(timings.rpc_s, timings.state_s)
         count = instance_count(options.model, options.cluster)
-        self.geometry = options.geometry or _geometry(options)
+        self._kinds = [_Kind.of(kind, options) for kind in options.cluster.kinds]
+        self.geometry, self.execution = self._kinds[0].geometry, self._kinds[0].execution
         self.limits = _limits(options)
         self.model_info = _model_info(options, self.geometry)
-        self.execution = options.execution or Roofline(options.model, options.cluster, timings)
-        cost = fitted(self.execution, options.model.layer_count)
-        self._pace = Pace(cost, options.model.layer_count, rules.worker.max_batch_tokens)
-        self._cost = cost
+        cost = self._cost = self._kinds[0].pace.cost
         self._microbatching = lookahead(lambda: cost) if rules.worker.lookahead else by_token_count
         self.state = StateServer(self.clock, delays, self.lines)
         self._site = Site(self.clock, delays, self.lines, self.state)
@@ -198,16 +197,27 @@ class World:
             self.clock.after(delay_s, b"watchdog", timer.ring)
         return timer
 
+    def _place(self, number: int) -> tuple["_Kind", int]:
+        """Of an instance: its kind, and the host that it is on."""
+        before = hosts = 0
+        for kind in self._kinds:
+            if number < before + kind.instance_count:
+                gpus = (number - before) * self.options.model.gpus_per_instance
+                return kind, hosts + gpus // kind.cluster.gpus_per_host
+            before += kind.instance_count
+            hosts += -(-kind.cluster.gpu_count // kind.cluster.gpus_per_host)
+        raise InvariantViolation(f"there is no instance {number}")
+
     def _add_instance(self, number: int, incarnation: Incarnation, first_s: float) -> None:
         options, rules = self.options, self.options.rules.worker
         worker_id, gpus = WorkerId(f"{_LINE}{number}"), options.model.gpus_per_instance
-        gpu, per_host = options.cluster.gpu, options.cluster.gpus_per_host
-        host = number * gpus // per_host
+        kind, host = self._place(number)
+        gpu, per_host = kind.cluster.gpu, kind.cluster.gpus_per_host
         if incarnation == 1:
             self.network.add(Endpoint(worker_id, host, gpu.nic_bytes_per_s * gpus, gpu.scale_up_bytes_per_s * gpus))
             self.network.add_source(disk_of(worker_id), options.timings.disk_bytes_per_s * max(1, gpus // per_host))
         memory = SimMemory.of(
-            self.geometry,
+            kind.geometry,
             rules.block_tokens,
             remap_s=options.timings.remap_s,
             takes_s=lambda seconds: instance.spend(seconds),
@@ -228,22 +238,22 @@ class World:
             incarnation,
             core,
             clock=self.clock,
-            execution=self.execution,
+            execution=kind.execution,
             fast_forwards=options.fast_forwards and not options.marks,
             processors=self._processors,
         )
         hub = Hub(instance.post, instance.now)
         plane = SimPlane(worker_id, self.wires, hub, instance.afterwards)
         token_bytes = options.model.hidden_size * ELEMENT_BYTES
-        block_s = self.geometry.block_bytes / (gpu.host_bytes_per_s * gpus)
+        block_s = kind.geometry.block_bytes / (gpu.host_bytes_per_s * gpus)
         copier = SimCopier(memory if options.marks else None, block_s, instance.now, instance.spend)
         environment = Environment(
             plane=plane,
             hub=hub,
             engine=SimEngine(
                 instance,
-                self.execution,
-                self.geometry.layer_count,
+                kind.execution,
+                kind.geometry.layer_count,
                 token_bytes,
                 Marks(memory) if options.marks else None,
             ),
@@ -275,7 +285,7 @@ class World:
             interval_s=rules.report_interval_s,
             first_s=first_s,
             place=lambda: member.place,
-            pace=self._pace,
+            pace=kind.pace,
         )
         instance.tell_of_requests(reporter.requests_came)
 
@@ -489,7 +499,7 @@ def instance_count(model: ModelSpec, cluster: Cluster) -> int:
     Raises:
         ConfigError: not even one instance is there.
     """
-    count = cluster.gpu_count // model.gpus_per_instance
+    count = cluster.instances_of(model)
     if count < 1:
         raise ConfigError(
             "cluster",
@@ -499,11 +509,28 @@ def instance_count(model: ModelSpec, cluster: Cluster) -> int:
     return count
 
 
-def _geometry(options: WorldOptions) -> Geometry:
+class _Kind(NamedTuple):
+    """Instances on GPUs of one kind."""
+
+    cluster: Cluster
+    instance_count: int
+    geometry: Geometry
+    execution: ExecutionModel
+    pace: Pace
+
+    @classmethod
+    def of(cls, cluster: Cluster, options: WorldOptions) -> "_Kind":
+        model = options.model
+        execution = options.execution or Roofline(model, cluster, options.timings)
+        pace = Pace(fitted(execution, model.layer_count), model.layer_count, options.rules.worker.max_batch_tokens)
+        geometry = options.geometry or _geometry(options, cluster)
+        return cls(cluster, cluster.gpu_count // model.gpus_per_instance, geometry, execution, pace)
+
+
+def _geometry(options: WorldOptions, cluster: Cluster) -> Geometry:
     model, rules = options.model, options.rules.worker
-    gpu = options.cluster.gpu
     return Geometry.choose(
-        budget_bytes=int(gpu.memory_bytes * model.gpus_per_instance * options.timings.memory_fraction),
+        budget_bytes=int(cluster.gpu.memory_bytes * model.gpus_per_instance * options.timings.memory_fraction),
         layer_count=model.layer_count,
         layer_parameter_bytes=model.layer_parameter_bytes,
         other_parameter_bytes=model.other_parameter_bytes,

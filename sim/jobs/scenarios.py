@@ -28,8 +28,9 @@ def job_of(scenario: Scenario, *, check_every: int = 0) -> SimJob:
     cluster = find_cluster(scenario.cluster)
     model = model_of(scenario.model, cluster.gpu)
     if scenario.network_gbps is not None:
-        gpu = cluster.gpu.model_copy(update={"nic_bytes_per_s": scenario.network_gbps * 1e9 / 8})
-        cluster = cluster.model_copy(update={"gpu": gpu})
+        card = {"nic_bytes_per_s": scenario.network_gbps * 1e9 / 8}
+        first, *others = [k.model_copy(update={"gpu": k.gpu.model_copy(update=card)}) for k in cluster.kinds]
+        cluster = first.model_copy(update={"others": tuple(others)})
     if not scenario.policies:
         raise ConfigError("--policy", "names none")
     return SimJob(

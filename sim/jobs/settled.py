@@ -119,7 +119,7 @@ def prompt_share(model: ModelSpec, cluster: Cluster, timings: Timings, trace: Tr
     """Share of all engines' time that the prompts of the densest half minute take."""
     if not trace.requests:
         return 0.0
-    costs, instances = Roofline(model, cluster, timings).costs, cluster.gpu_count // model.gpus_per_instance
+    costs, instances = Roofline(model, cluster, timings).costs, cluster.instances_of(model)
     at_s = np.array([r.arrival_s for r in trace.requests])
     each_s = [prompt_s(costs, model.layer_count, r.input_tokens) for r in trace.requests]
     total_s = np.concatenate([[0.0], np.cumsum(each_s)])
@@ -131,7 +131,7 @@ def reading_is_short(model: ModelSpec, cluster: Cluster, timings: Timings, trace
     """Whether the densest time, as long as a request stays, has no end even if memory had none, though prompts alone
     leave time.
     """
-    instances, whole = cluster.gpu_count // model.gpus_per_instance, trace.requests
+    instances, whole = cluster.instances_of(model), trace.requests
     if not whole or trace.span_s <= _BURST_S:
         return False
     calm = settled(model, cluster, timings, Load.of(whole, len(whole) / trace.span_s / instances))

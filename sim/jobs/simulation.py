@@ -338,8 +338,8 @@ def _settings(job: SimJob, runs: Mapping[str, SimRun]) -> dict[str, str | int | 
     """What is to be known to repeat the run, and to see that it was repeated."""
     cluster = job.cluster
     settings: dict[str, str | int | float | bool | None] = {
-        "gpu": cluster.gpu.name,
-        "gpu_count": cluster.gpu_count,
+        "gpu": cluster.gpu_name,
+        "gpu_count": sum(kind.gpu_count for kind in cluster.kinds),
         "gpus_per_host": cluster.gpus_per_host,
         "instances": instance_count(job.model, cluster),
         "block_size": job.worker.block_tokens,

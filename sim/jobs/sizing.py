@@ -97,6 +97,7 @@ def size(job: SimJob, slo: Slo, most_gpus: int, progress: Progress | None = None
     if not job.trace.requests:
         raise ConfigError("--trace", "has no request")
     specs_of(job)  # raises before anything is run
+    job.cluster.require_one_kind("finding how many GPUs it takes")
     bounds = bounds_of(job.trace, job.model, job.cluster, job.timings, slo)
     searches = [partial(_search, replace(job, policies=(p,)), slo, most_gpus // each, bounds) for p in job.policies]
     told = progress or _silent

@@ -46,6 +46,7 @@ def _network(scenario: Scenario, value: float) -> Scenario:
 
 def _gpus(scenario: Scenario, value: float) -> Scenario:
     cluster = find_cluster(scenario.cluster)
+    cluster.require_one_kind("a sweep over numbers of GPUs")
     if value != int(value):
         raise ConfigError("--sweep", f"gpus must be whole numbers, got {value:g}")
     hosts = f"{-(-int(value) // cluster.gpus_per_host)}x" if cluster.gpus_per_host > 1 else ""

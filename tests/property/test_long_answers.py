@@ -3,10 +3,13 @@ simulator. `BALLAST_LONG_ANSWERS=200 pytest -m slow tests/property/test_long_ans
 """
 
 import os
+import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
+from sim.clients import Arrival
 from sim.hardware import find_model
 from sim.results import Outcome
 from sim.world import World
@@ -31,3 +34,36 @@ def test_what_stays_after_a_restore_lies_where_all_layers_have_kv() -> None:
 @pytest.mark.parametrize("seed", range(_MORE))
 def test_many_more_of_them(seed: int) -> None:
     judge(seed)
+
+
+def beside_long_answers(seed: int) -> list[Arrival]:
+    """Some answers of thousands of tokens, and a burst of short ones minutes later: what it drops comes back beside
+    them.
+    """
+    rng = random.Random(seed)
+    arrivals = [Arrival(1.0 + 2 * i, 300, rng.randint(8000, 18_000)) for i in range(rng.randint(3, 7))]
+    at_s, per_s = rng.uniform(60, 260), rng.uniform(1.5, 4)
+    for _ in range(rng.randint(60, 160)):
+        at_s += rng.expovariate(per_s)
+        arrivals.append(Arrival(at_s, rng.randint(100, 400), rng.randint(500, 1400)))
+    return sorted(arrivals, key=lambda arrival: arrival.at_s)
+
+
+def restore_beside_long_answers(seed: int) -> float:
+    """Nobody is given up for waiting. Returns the longest time between two tokens, s."""
+    wanted = replace(options(cluster="2xA100-40G", check_every=20_000), model=find_model("Qwen2.5-14B"))
+    run = World(wanted, beside_long_answers(seed)).run()
+    assert all(record.outcome is Outcome.FINISHED for record in run.records)
+    assert [one.journal.why for one in run.transitions if one.journal.why.startswith("loss")] == []
+    return max(b - a for record in run.records for a, b in pairwise(record.token_times_s))
+
+
+@pytest.mark.parametrize("seed", [6])
+def test_long_answers_go_on_while_parameters_come_back_and_then_move_with_their_kv(seed: int) -> None:
+    assert restore_beside_long_answers(seed) < 1.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(_MORE))
+def test_no_member_is_given_up_for_waiting(seed: int) -> None:
+    restore_beside_long_answers(seed)

@@ -61,7 +61,8 @@ def add_parser(subparsers: Commands) -> None:
     parser.add_argument(
         "--cluster",
         metavar="NxGPU",
-        help="8xA800: eight GPUs; 2x8xH800: two servers of eight; 8xmine.yaml: of your own (docs/gpus.md)",
+        help="8xA800: eight GPUs; 2x8xH800: two servers of eight; 8xmine.yaml: of your own (docs/gpus.md);"
+        " 4xA100-40G+2xH100-80G: of several kinds",
     )
     parser.add_argument("--policy", metavar="NAMES", help="what to compare (recompute,drop)")
     parser.add_argument("--scenario", type=Path, metavar="FILE", help="YAML with all of this; flags change it")

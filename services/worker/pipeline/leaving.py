@@ -30,6 +30,9 @@ from services.worker.pipeline.wire import Topic, room_to_bytes
 from services.worker.policy.leaving import over_at_s, tightened
 from services.worker.policy.placement import MemberView, PlacementView, place
 
+_TELLS_EVERY_S = 5.0
+_TIGHTENS_WITHIN_S = 1.0
+
 
 class Leaving:
     def __init__(
@@ -57,9 +60,14 @@ class Leaving:
         self.closed = False
         self.own_victims: tuple[Victim, ...] = ()  # leader, at its end: what stays here, with its KV
         self._first_blocks = self._limit = context.book.block_count
-        self._home_blocks = min(target.block_count for target in targets)
+        layers = {stage.worker_id: stage.last_layer - stage.first_layer for stage in self.role.stages}
+        layer_count = sum(layers.values())
+        self._stages = [(layers[target.worker_id] / layer_count, target.block_count) for target in targets]
         self._began_s = self._left_s = context.now()
         self._left_count = math.inf  # that had not left it then
+        self._told_s = context.now()
+        self._told_tokens: int = 0
+        self._tight_by_s = math.inf
         self._hurried = False
 
     @property
@@ -87,8 +95,13 @@ class Leaving:
         self._progress.victims_waiting = count = len(group_scheduler.sequences)
         if count < self._left_count:
             self._left_count, self._left_s = count, now_s
+            self._tell_progress(now_s)
+        elif now_s - self._told_s >= _TELLS_EVERY_S:
+            self._tell_progress(now_s)
         if count and not (group_scheduler.stopped or self._hurried or now_s >= self._over_at_s()):
             self._tighten(now_s)
+            return False
+        if count and not group_scheduler.stopped and not self._is_tight(now_s):
             return False
         if group_scheduler.sequences and not group_scheduler.stopped:
             self._context.answers.tell(LeavingStopped(now_s))
@@ -97,9 +110,17 @@ class Leaving:
         self._send_away(group_scheduler.may_leave(running=True), now_s, by_tokens=False)
         return not group_scheduler.batches_in_flight.to_remove
 
+    def _tell_progress(self, now_s: float) -> None:
+        """That requests have left or have had tokens is news to the planner, which waits for long and not for ever."""
+        token_count: int = sum(request.token_count for request in self._context.group_scheduler.sequences)
+        if token_count != self._told_tokens and self._context.published.counted is self._progress:
+            self._told_s, self._told_tokens = now_s, token_count
+            self._progress.exchange_s = now_s - self._began_s
+            self._context.published.publish_as(self.epoch, self._progress.phase)
+
     def _over_at_s(self) -> float:
-        reserved, stages = self._context.group_scheduler.reserved_block_count, len(self.role.stages)
-        return over_at_s(self._began_s, self._left_s, reserved, self._home_blocks, stages)
+        reserved = self._context.group_scheduler.reserved_block_count
+        return over_at_s(self._began_s, self._left_s, reserved, self._stages)
 
     def empty(self, lost: Collection[WorkerId]) -> None:
         """Its leader: those members are gone, and nothing can be computed in it any more."""
@@ -147,7 +168,21 @@ class Leaving:
         limit = tightened(
             self._limit, self._first_blocks, group_scheduler.reserved_block_count, running_count, block_tokens
         )
-        if limit < self._limit and group_scheduler.settled:
+        self._keep(limit, now_s)
+
+    def _is_tight(self, now_s: float) -> bool:
+        """Whether the group holds little more than it needs, so that members have room for what comes; or has had the
+        time for that. Its next batch tells the stages what to give up.
+        """
+        scheduler = self._context.group_scheduler.scheduler
+        limit = self._context.group_scheduler.reserved_block_count + scheduler.running_count
+        self._tight_by_s = min(self._tight_by_s, now_s + _TIGHTENS_WITHIN_S)
+        self._keep(limit, now_s)
+        return self._limit <= limit or now_s >= self._tight_by_s
+
+    def _keep(self, limit: int, now_s: float) -> None:
+        """Of its blocks so many only, if it has more and no batch may still take one of the others."""
+        if limit < self._limit and self._context.group_scheduler.settled:
             change = CapacityChanged(now_s, limit, before_block_count=self._first_blocks)
             self._context.answers.tell(OfLeaving(now_s, change))
             self.limited(limit)

@@ -79,7 +79,7 @@ def test_what_a_field_of_the_message_cannot_hold_is_refused_by_name() -> None:
 
 def test_sets_go_in_order_and_pairs_are_messages() -> None:
     assert list(LISTED.message(Listed((), frozenset((9, 3, 5)))).recomputed) == [3, 5, 9]
-    mapper = Mapper(Token, pb.Logprobs)
+    mapper = Mapper(Token, pb.Logprobs, ignored=("prompt",))
     token = Token(Chosen(3, -0.5), ((3, -0.5), (4, -1.5)))
     message = mapper.message(token)
     assert (message.chosen.token_id, message.top[1].token_id, message.top[1].logprob) == (3, 4, -1.5)

@@ -123,7 +123,18 @@ def test_clusters_are_read(text: str, gpu: str, count: int, per_host: int) -> No
     assert (cluster.gpu.name, cluster.gpu_count, cluster.gpus_per_host) == (gpu, count, per_host)
 
 
-@pytest.mark.parametrize("text", ["A800", "8", "8xB300", "0xA800", "8xA100", ""])
+def test_a_cluster_may_have_gpus_of_several_kinds() -> None:
+    cluster = find_cluster("4xA100-40G+2x2xH100-80G")
+    assert [(kind.gpu.name, kind.gpu_count, kind.gpus_per_host) for kind in cluster.kinds] == [
+        ("A100-40G", 4, 8),
+        ("H100-80G", 4, 2),
+    ]
+    assert cluster.gpu_name == "A100-40G + H100-80G"
+    with pytest.raises(ConfigError, match=r"^cluster.*one kind, got A100-40G \+ H100-80G"):
+        cluster.require_one_kind("a sweep")
+
+
+@pytest.mark.parametrize("text", ["8xA800+", "A800", "8", "8xB300", "0xA800", "8xA100", ""])
 def test_what_is_no_cluster_is_said_to_be_none(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^cluster"):
         find_cluster(text)

@@ -108,7 +108,9 @@ def test_steps_taken_together_tell_the_same_story(policy: str, stop_after_s: flo
     assert replace(together, predicted=[]) == replace(one_by_one, predicted=[])
     decisions = [[(one.at_s, one.decision, one.predicted) for one in run.predicted] for run in (together, one_by_one)]
     assert decisions[0] == decisions[1]
-    loads = [[replace(i.load(), step_age_s=0.0) for i in world.instances.values()] for world in worlds]
+    loads = [
+        [replace(i.load(), step_age_s=0.0, prefixes_kept_s=0.0) for i in world.instances.values()] for world in worlds
+    ]
     assert loads[0] == loads[1]
 
 

@@ -100,7 +100,7 @@ def test_what_a_part_keeps_in_float32_lies_beside_bfloat16_and_kv_is_cleared(tmp
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
         (
             {"architectures": ["Qwen3MoeForSequenceClassification"]},
-            "transformers has Qwen3MoeForCausalLM for the model_type",
+            "transformers has Qwen3MoeForCausalLM for",
         ),
         ({"num_hidden_layers": 3}, "is not a tensor of Qwen3MoeForCausalLM"),
         ({"num_hidden_layers": 5}, "the checkpoint has no tensor that this is made of"),

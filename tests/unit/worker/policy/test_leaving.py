@@ -7,9 +7,10 @@ from services.worker.policy.leaving import over_at_s, tightened
     ("limit", "reserved", "running", "kept"),
     [
         (80, 80, 4, 80),  # all of it is held: nothing is given up
-        (80, 64, 4, 80),  # what is held and what it grows into takes the eighth that was about to go
-        (80, 62, 4, 70),
-        (70, 62, 4, 70),  # no other step before something ends
+        (80, 48, 4, 80),  # what is held and what it grows into takes the eighth that was about to go
+        (80, 47, 4, 70),
+        (80, 30, 25, 80),  # many short ones grow, too
+        (70, 47, 4, 70),  # no other step before something ends
         (70, 1, 1, 10),
         (10, 0, 0, 0),
         (40, 60, 4, 40),  # never more than it had
@@ -28,12 +29,18 @@ def test_the_smallest_group_gives_up_block_by_block() -> None:
 @pytest.mark.parametrize(
     ("reserved", "stages", "at_s"),
     [
-        (0, 2, 110.0),
-        (750, 2, 110.0),  # 375 for each of two members, beside 375 that it gives; a fourth is for what it runs already
-        (751, 2, 170.0),
-        (2000, 2, 170.0),
-        (1500, 4, 110.0),
+        (0, [(0.5, 1000)] * 2, 110.0),
+        (750, [(0.5, 1000)] * 2, 110.0),  # 375 for each of two, beside 375 that it gives; a fourth is for what it runs
+        (751, [(0.5, 1000)] * 2, 260.0),
+        (2000, [(0.5, 1000)] * 2, 260.0),
+        (1500, [(0.25, 1000)] * 4, 110.0),
+        (1200, [(0.25, 500), (0.75, 2500)], 260.0),  # the larger one has to hold more beside its own
+        (840, [(0.25, 500), (0.75, 2500)], 110.0),
+        (1200, [(0.5, 1000), (0.5, 2000)], 260.0),
+        (900, [(0.5, 1000), (0.5, 2000)], 110.0),
     ],
 )
-def test_what_has_no_room_in_the_members_goes_on_while_requests_leave(reserved: int, stages: int, at_s: float) -> None:
-    assert over_at_s(100.0, 140.0, reserved, home_blocks=1000, stage_count=stages) == at_s
+def test_what_has_no_room_in_the_members_goes_on_while_requests_leave(
+    reserved: int, stages: list[tuple[float, int]], at_s: float
+) -> None:
+    assert over_at_s(100.0, 140.0, reserved, stages) == at_s
