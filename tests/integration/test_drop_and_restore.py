@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 
@@ -108,9 +109,9 @@ def test_drop_and_restore_under_load_change_no_token(running: RunningCluster) ->
             assert dropped.phase == "done", dropped.summary
             assert dropped.victim_count > 0
             assert dropped.kv_bytes_exchanged > 0
-            assert dropped.summary.startswith(
-                "group {worker-1,worker-0}: dropped layers 2-3 of worker-1, 0-1 of worker-0"
-            )
+            # The one with more KV leads, which depends on what requests share.
+            says = r"group \{(worker-\d),(worker-\d)\}: dropped layers 2-3 of \1, 0-1 of \2"
+            assert re.match(says, dropped.summary), dropped.summary
             grouped = await until(client, idle)
             assert grouped.layout is not None
             assert [len(group.members) for group in grouped.layout.groups] == [2]

@@ -35,7 +35,7 @@ class KvShape:
         for name in ("layer_count", "block_tokens", "kv_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"kv_cache.{name}", f"must be at least 1, got {getattr(self, name)}")
-        if dtype_name(self.dtype) not in SUPPORTED_DTYPES or not self.dtype.is_floating_point:
+        if dtype_name(self.dtype) not in SUPPORTED_DTYPES or "float" not in dtype_name(self.dtype):
             raise ConfigError("kv_cache.dtype", f"{self.dtype} is not supported")
 
     @property
