@@ -42,7 +42,7 @@ DEFECTS: Mapping[str, Defect] = {
         "_take_chunk",
         "view is not None and view.device == device",
         "view is not None",
-        f"{_LINKS}/test_devices.py::test_bulk_lands_in_memory_that_the_host_may_not_touch",
+        f"{_LINKS}/test_devices.py::test_a_transfer_waits_until_its_bytes_are_computed[tcp]",
         "ChannelBroken",
     ),
     "words on the device": Defect(
@@ -72,7 +72,7 @@ DEFECTS: Mapping[str, Defect] = {
     "hidden states stay where they came": Defect(  # the last: the device stays
         ModelRunner,
         "compute",
-        "hidden_TD.to(positions_T.device)",
+        "hidden_TD.to(device)",
         "hidden_TD",
         _SEEN_ON_A_FAKE_DEVICE,
         "stage middle",

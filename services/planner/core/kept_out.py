@@ -26,14 +26,14 @@ class KeptOut:
         self._broken: dict[WorkerId, _Broken] = {}
 
     def why(self, at_s: float) -> dict[WorkerId, str]:
-        """The workers that are put into no new group now."""
+        """The workers that are put into no new group now; those of another model into none at all."""
         backing_off = {
             worker_id: f"its group broke soon after it was made (time {broken.count});"
             f" it serves alone for {broken.until_s - at_s:.0f} s more"
             for worker_id, broken in self._broken.items()
             if at_s < broken.until_s and self._membership.has(worker_id, broken.incarnation)
         }
-        return self.of_another_protocol() | backing_off
+        return self.of_another_protocol() | backing_off | self._membership.of_another_model()
 
     def of_another_protocol(self) -> dict[WorkerId, str]:
         """The workers that do not speak what most of them speak; of equally many, what is newer."""

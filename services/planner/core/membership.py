@@ -180,6 +180,15 @@ class Membership:
         self._choose_model()
         return not self._serves(self.known[worker_id])
 
+    def of_another_model(self) -> dict[WorkerId, str]:
+        """The instances that are kept out of the layout, and in what their model is another than the cluster's."""
+        self._choose_model()
+        return {
+            worker_id: f"it serves another model: {difference(known.model, self.model)}"
+            for worker_id, known in self.known.items()
+            if known.model is not None and not self._serves(known)
+        }
+
     def _serves(self, known: Known) -> bool:
         """Whether it serves the cluster's model."""
         return known.model is self.model or (known.model is not None and known.model.is_same(self.model))

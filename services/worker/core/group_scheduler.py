@@ -365,7 +365,9 @@ class GroupScheduler:
     def _make_way(self, event: RoomWanted) -> None:
         """Offline sequences that are in no batch yield, and what is retained is given up."""
         scheduler = self.scheduler
-        if not scheduler.why_no_room(event.block_count, new=False):
+        # Their blocks are given to KV that comes beside batches: none of them may still be written by a copy, or read.
+        still = not (self.batches_in_flight or scheduler.swap.used_block_count)
+        if still and not scheduler.why_no_room(event.block_count, new=False):
             for sequence in scheduler.make_way(event.at_s, self.completed_step_id, event.block_count):
                 self.batches_in_flight.forget(sequence)
         scheduler.fit_prefixes(event.block_count)

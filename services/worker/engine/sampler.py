@@ -281,8 +281,8 @@ def draw(logits_RV: torch.Tensor, sampling: Sequence[SamplingParams], uniforms_R
         floors = column([math.log(s.min_p) if s.min_p > 0 else -math.inf for s in sampling])
         logits_RV.masked_fill_(logits_RV < logits_RV.amax(-1, keepdim=True) + floors, -math.inf)
     if any(0 < s.top_k < logits_RV.shape[1] or s.top_p < 1 for s in sampling):
-        for row_V, s in zip(logits_RV, sampling, strict=True):
-            keep_best(row_V, s.top_k, s.top_p)
+        for i in keep_best_at_once(logits_RV, sampling):
+            keep_best(logits_RV[i], sampling[i].top_k, sampling[i].top_p)
     cumulated_RV = torch.softmax(logits_RV, -1).cumsum_(-1)
     # The last value is 1 up to rounding; scaling by it keeps the draw inside the row.
     targets_R1 = torch.from_numpy(uniforms_R).to(logits_RV.device)[:, None] * cumulated_RV[:, -1:]
@@ -291,6 +291,36 @@ def draw(logits_RV: torch.Tensor, sampling: Sequence[SamplingParams], uniforms_R
 
 
 _FIRST_LOOK = 256  # most nuclei are smaller, and finding so many best is much cheaper than sorting a vocabulary
+
+
+def keep_best_at_once(logits_RV: torch.Tensor, sampling: Sequence[SamplingParams]) -> list[int]:
+    """What `keep_best` does, to all rows. Returns those for which the first look was not enough, one by one of which
+    takes less memory.
+    """
+    size, device = logits_RV.shape[1], logits_RV.device
+    looked_at = min(size, _FIRST_LOOK)
+    ranks_R = torch.tensor([s.top_k if 0 < s.top_k <= looked_at else looked_at for s in sampling], device=device) - 1
+    limited_R = torch.tensor([0 < s.top_k <= looked_at for s in sampling], device=device)
+    is_wide = [looked_at < s.top_k < size for s in sampling]
+    narrows_R = torch.tensor(
+        [s.top_p < 1 and not wide for s, wide in zip(sampling, is_wide, strict=True)], device=device
+    )
+    top_p_R = torch.tensor([s.top_p for s in sampling], dtype=logits_RV.dtype, device=device)
+    best_RK = logits_RV.topk(looked_at).values
+
+    def from_there(ranks_R: torch.Tensor, applies_R: torch.Tensor) -> torch.Tensor:
+        return best_RK.gather(1, ranks_R[:, None]).masked_fill_(~applies_R[:, None], -math.inf)
+
+    least_R1 = from_there(ranks_R, limited_R)
+    logits_RV.masked_fill_(logits_RV < least_R1, -math.inf)
+    best_RK.masked_fill_(best_RK < least_R1, -math.inf)
+    total_R1 = torch.logsumexp(logits_RV, -1, keepdim=True)
+    reached_RK = (best_RK - total_R1).exp_().cumsum_(-1) >= top_p_R[:, None]
+    is_reached_R = reached_RK[:, -1]
+    least_R1 = from_there(reached_RK.int().argmax(-1), is_reached_R & narrows_R)
+    logits_RV.masked_fill_(logits_RV < least_R1, -math.inf)
+    missed = (narrows_R & ~is_reached_R).tolist() if looked_at < size else [False] * len(sampling)
+    return [i for i, wide in enumerate(is_wide) if wide or missed[i]]
 
 
 def keep_best(row_V: torch.Tensor, top_k: int, top_p: float) -> None:

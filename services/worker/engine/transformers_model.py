@@ -71,8 +71,9 @@ def read_transformers_config(model_dir: Path) -> tuple[ModelFacts, Any]:
         raise ConfigError(str(path), f"transformers makes no decoder of it: {first_line}") from error
     architectures = told.get("architectures")
     name: str = known.__name__
-    if isinstance(architectures, list) and architectures and not str(architectures[0]).endswith(("ForCausalLM", name)):
-        raise ConfigError(f"{path}: architectures", f"{architectures[0]!r} is not a decoder that gives tokens")
+    if isinstance(architectures, list) and architectures and architectures[0] != name:
+        why = f"{architectures[0]!r} is not served: transformers has {name} for the model_type {config.model_type!r}"
+        raise ConfigError(f"{path}: architectures", why)
     text = config.get_text_config()
     if config.is_encoder_decoder or text is not config:
         raise ConfigError(f"{path}: model_type", f"{config.model_type!r} is more than a decoder of text")

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     import torch
 
 SLOT_BYTES = 8 << 20  # of a device's memory, gathered: what one copy over the bus, or one message, is worth
-SUPPORTED_DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int8", "uint8")
+FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
+SUPPORTED_DTYPES = (*FLOAT_DTYPES, "int64", "int32", "int8", "uint8")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ballast.common.errors import ConfigError, InvariantViolation
-from services.worker.memory.backend import SUPPORTED_DTYPES, dtype_name
+from services.worker.memory.backend import FLOAT_DTYPES, dtype_name
 from services.worker.memory.pool import PhysicalPool, Purpose, VirtualRange
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class KvShape:
         for name in ("layer_count", "block_tokens", "kv_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"kv_cache.{name}", f"must be at least 1, got {getattr(self, name)}")
-        if dtype_name(self.dtype) not in SUPPORTED_DTYPES or not self.dtype.is_floating_point:
+        if dtype_name(self.dtype) not in FLOAT_DTYPES:
             raise ConfigError("kv_cache.dtype", f"{self.dtype} is not supported")
 
     @property

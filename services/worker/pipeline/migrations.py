@@ -215,6 +215,8 @@ class Migrations:
             case Offer():
                 self._link[peer] = link
                 why = self._why_not() or ("" if self._role.leads else f"{self._role.leader} leads here")
+                if self._context.book.table(message.sequence_id):  # it was here, and what it held is still to be freed
+                    why = why or "its KV has not left yet"
                 epoch = Epoch(link.epoch)
                 self._carry_out(self._arrivals.offered(now_s, peer, epoch, message, self._stages, why))
             case Handed():

@@ -301,6 +301,9 @@ def test_an_instance_with_another_model_stays_outside_until_it_is_the_only_one()
     commands = planner.up("w2", model=other)
     assert commands == [RejectInstance(WorkerId("w2"), Incarnation(1), "layer_count is 6, the cluster has 4", "c")]
     assert planner.up("w2", model=other) == [], "said once"
+    assert planner.core.kept_out.why(0.0) == {
+        WorkerId("w2"): "it serves another model: layer_count is 6, the cluster has 4"
+    }
     assert names(planner.settle_all()) == {"w1"}
     planner.lose("w1")
     layout = planner.settle_all()

@@ -67,7 +67,7 @@ def test_a_family_that_is_not_supported_is_named_before_any_weights(
     assert main(["model", "fetch", NAME]) == 2
     said = capsys.readouterr().err
     assert "MambaForCausalLM" in said
-    assert "supported are LlamaForCausalLM" in said
+    assert "LlamaForCausalLM for the model_type 'llama'" in said
 
 
 def test_the_cache_is_listed(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -192,7 +192,7 @@ def test_offline_sequences_leave_before_their_group_changes_and_come_back_afterw
 
 
 def test_kv_that_comes_gets_the_blocks_of_offline_sequences() -> None:
-    made = mirroring(block_count=8)
+    made = mirroring(block_count=8, host=0)  # what is being copied keeps its blocks until the next batch
     offline(made)
     steps(made, 3)
     group_scheduler = made.core.group_scheduler

@@ -1,4 +1,5 @@
 import math
+import random
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from ballast.service.grammar import Grammars
 from services.worker.core.batch import NewSequence
 from services.worker.engine.native.library import Kernels, RowParameters, native_kernels
 from services.worker.engine.random_numbers import uniforms
-from services.worker.engine.sampler import Sampled, Sampler, SampleRow, draw
+from services.worker.engine.sampler import Sampled, Sampler, SampleRow, draw, keep_best, keep_best_at_once
 from tests.support.engine import KERNELS, NEEDS_NATIVE
 from tools.model.tokenizer import train_tokenizer
 
@@ -116,6 +117,27 @@ def test_min_p_is_relative_to_the_best() -> None:
     row[:4] = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     assert kept(SamplingParams(min_p=0.25), row) == {0, 1, 2}
     assert kept(SamplingParams(min_p=0.25, temperature=0.5), row) == {0, 1}  # after the temperature
+
+
+def test_rows_are_narrowed_at_once_to_what_is_left_of_each_by_itself() -> None:
+    """Bit for bit; one by one come those alone whose first look was not enough."""
+    choice = random.Random(5)
+    for seed in range(60):
+        size, rows = choice.choice([5, 200, 300, 1000, 5000]), choice.choice([1, 2, 8, 17])
+        logits_RV = torch.randn(rows, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        logits_RV = (logits_RV * choice.choice([0.01, 1, 3, 10]) * 4).round() / 4
+        wide = [0, 1, 7, 50, 256, 257, 400, size - 1, size]
+        given = [
+            SamplingParams(top_k=choice.choice(wide), top_p=choice.choice([1.0, 0.1, 0.5, 0.99])) for _ in range(rows)
+        ]
+        expected_RV = logits_RV.clone()
+        for row_V, s in zip(expected_RV, given, strict=True):
+            keep_best(row_V, s.top_k, s.top_p)
+        for i in keep_best_at_once(logits_RV, given):
+            keep_best(logits_RV[i], given[i].top_k, given[i].top_p)
+        assert torch.equal(logits_RV, expected_RV)
+    peaked_RV = torch.arange(5000, dtype=torch.float64).expand(8, -1).clone()
+    assert keep_best_at_once(peaked_RV, [SamplingParams(top_k=50, top_p=0.9)] * 8) == []
 
 
 def test_frequencies_follow_the_probabilities() -> None:

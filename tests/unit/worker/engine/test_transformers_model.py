@@ -98,7 +98,10 @@ def test_what_a_part_keeps_in_float32_lies_beside_bfloat16_and_kv_is_cleared(tmp
     [
         ({"model_type": "unheard_of"}, "transformers makes no decoder of it"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
-        ({"architectures": ["Qwen3MoeForSequenceClassification"]}, "is not a decoder that gives tokens"),
+        (
+            {"architectures": ["Qwen3MoeForSequenceClassification"]},
+            "transformers has Qwen3MoeForCausalLM for",
+        ),
         ({"num_hidden_layers": 3}, "is not a tensor of Qwen3MoeForCausalLM"),
         ({"num_hidden_layers": 5}, "the checkpoint has no tensor that this is made of"),
         ({"moe_intermediate_size": 24}, "config.json asks for"),
