@@ -357,6 +357,9 @@ async def serve(folder: Path, shape: Shape, device: torch.device, log_dir: Path)
             )
             await asyncio.sleep(1.5)
         await task
+        load, count = Load([], []), shape.loads[1]
+        took_s = await _run(load, client, _prompts(count, prompt_tokens), answer_tokens)
+        lines.append(f"- Afterwards, with {count} requests: {load.tokens / took_s:,.0f} tokens/s.")
     return lines
 
 

@@ -26,3 +26,4 @@ def test_the_page_has_every_part(tmp_path: Path) -> None:
     assert "| 4 | 64 |" in page
     assert "`ballast drop` under 1 requests: exit 0" in page
     assert "`ballast restore` under 1 requests: exit 0" in page
+    assert "- Afterwards, with 4 requests: " in page

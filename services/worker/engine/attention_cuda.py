@@ -97,6 +97,7 @@ class CudaAttention:
             tables=tables,
             parts=self.parts(part_count),
             k_rows_T=k_rows_T,
+            base_block=step.base_block,
         )
 
     def step(
@@ -108,6 +109,7 @@ class CudaAttention:
         tables: torch.Tensor,
         parts: tuple[torch.Tensor, torch.Tensor],
         k_rows_T: torch.Tensor,
+        base_block: int,
     ) -> "CudaAttentionStep":
         return CudaAttentionStep(
             kernel=self._kernel,
@@ -119,6 +121,7 @@ class CudaAttention:
             parts=parts[0],
             weights=parts[1],
             k_rows_T=k_rows_T,
+            base_block=base_block,
         )
 
     def parts(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,6 +172,7 @@ class GpuAttentionStep(ABC):
     """An `AttentionStep` for kernels that write K and V into the cache by themselves, and then ask to attend."""
 
     k_rows_T: torch.Tensor  # where the rows' keys go, in the cache seen as tokens; -1: nowhere
+    base_block: int  # a block that is there: Triton takes no address at which nothing is mapped
 
     @abstractmethod
     def attend(self, kv_B2TKH: torch.Tensor, q_TNH: torch.Tensor, out_TNH: torch.Tensor) -> None:
@@ -205,11 +209,12 @@ class CudaAttentionStep(GpuAttentionStep):
 
     def attend(self, kv_B2TKH: torch.Tensor, q_TNH: torch.Tensor, out_TNH: torch.Tensor) -> None:
         kv_head_count, head_dim = kv_B2TKH.shape[3:]
+        kv_from_base = kv_B2TKH[self.base_block :]
         for tiles, program_count, constants in self.launches:
             self.kernel[(program_count, kv_head_count)](
                 out_TNH,
                 q_TNH,
-                kv_B2TKH,
+                kv_from_base,
                 self.shape,
                 self.tables,
                 tiles,
@@ -217,6 +222,7 @@ class CudaAttentionStep(GpuAttentionStep):
                 self.weights,
                 q_TNH.stride(0),
                 head_dim**-0.5,
+                self.base_block,
                 **constants,
             )
         if len(self.joins):
@@ -278,7 +284,7 @@ class StagedDecodes:
         self._there[: len(numbers)].copy_(staged, non_blocking=True)
         return True
 
-    def first(self, rows: int) -> CudaAttentionStep:
+    def first(self, rows: int, base_block: int) -> CudaAttentionStep:
         """What reads the first rows of it, with programs for as many tiles as two for each."""
         behind = self._there[self._ends[-1] :]
         return self._attention.step(
@@ -288,6 +294,7 @@ class StagedDecodes:
             tables=behind,
             parts=self._parts,
             k_rows_T=self._k_rows_T[:rows],
+            base_block=base_block,
         )
 
 

@@ -138,7 +138,11 @@ class FlashInferAttention:
             )
         self._copy.begun()
         return FlashInferStep(
-            k_rows_T=k_rows_T, decode_count=step.decode_count, decodes=self._decodes, chunks=self._chunks
+            k_rows_T=k_rows_T,
+            base_block=step.base_block,
+            decode_count=step.decode_count,
+            decodes=self._decodes,
+            chunks=self._chunks,
         )
 
 

@@ -93,7 +93,7 @@ class DecodeGraphs:
             model.reserve(max(tokens, rows))  # the buffers are part of the recordings: they may not grow afterwards
             for size in reversed(self._sizes):
                 try:
-                    self._run(self._whole, size)
+                    self._run(self._whole, size, base_block=0)
                 except torch.OutOfMemoryError:
                     raise
                 except RuntimeError as error:
@@ -109,12 +109,12 @@ class DecodeGraphs:
             return None
         if hidden_TD is not None:
             self._hidden_TD[:rows].copy_(hidden_TD)
-        self._run(layers, next(size for size in self._sizes if rows <= size))
+        self._run(layers, next(size for size in self._sizes if rows <= size), step.base_block)
         result_TD = self._hidden_TD[:rows]
         return result_TD if layers.stop == self._whole.stop else result_TD.clone()
 
-    def _run(self, layers: range, rows: int) -> None:
-        """By its recording, which is made where there is none."""
+    def _run(self, layers: range, rows: int, base_block: int) -> None:
+        """By its recording, which is made where there is none, with the address of a block that is there now."""
         if layers not in self._replays:
             others = [known for known in self._replays if known != self._whole]
             if len(others) >= _MOST_RANGES:
@@ -124,7 +124,9 @@ class DecodeGraphs:
         if rows in replays:
             replays[rows]()
         else:
-            replays[rows] = self._record(functools.partial(self._launch, self._staged.first(rows), layers, rows))
+            replays[rows] = self._record(
+                functools.partial(self._launch, self._staged.first(rows, base_block), layers, rows)
+            )
 
     def _launch(self, attend: CudaAttentionStep, layers: range, rows: int) -> None:
         hidden_TD, positions_T, model = self._hidden_TD[:rows], self._staged.positions_T[:rows], self._model

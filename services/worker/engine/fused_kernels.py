@@ -39,10 +39,10 @@ def add_and_norm(
     tl.store(out_ptr + row * SIZE + dims, (normed * weight).to(kind), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["base_block"])
 def rotate_and_write(
     qkv_ptr,  # [T, N + 2K, H], rows row_stride apart; queries are rotated where they lie
-    kv_ptr,  # [B, 2, BLOCK_TOKENS, K, H], contiguous
+    kv_ptr,  # [B, 2, BLOCK_TOKENS, K, H] from base_block on, contiguous
     rotary_ptr,  # [P, 2, H]: cosines, then sines with the first half negated
     positions_ptr,  # [T] int64
     k_rows_ptr,  # [T] int64: rows of the cache seen as [B * 2 * BLOCK_TOKENS, K * H]; -1: nothing goes there
@@ -50,6 +50,7 @@ def rotate_and_write(
     key_norm_ptr,
     row_stride,
     eps,
+    base_block,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,  # of a head
@@ -90,7 +91,7 @@ def rotate_and_write(
     kv_heads = heads[:, None] - HEADS - tl.where(is_value, KV_HEADS, 0)
     k_row = tl.load(k_rows_ptr + row)
     kept = inside & ~is_query & (k_row >= 0)
-    kv_rows = k_row + tl.where(is_value, BLOCK_TOKENS, 0)
+    kv_rows = k_row - base_block * (2 * BLOCK_TOKENS) + tl.where(is_value, BLOCK_TOKENS, 0)
     kv_at = (kv_rows * KV_HEADS + kv_heads) * (2 * HALF) + dims[None, :]
     tl.store(kv_ptr + kv_at, tl.where(is_value, low, rotated_low), mask=kept)
     tl.store(kv_ptr + kv_at + HALF, tl.where(is_value, high, rotated_high), mask=kept)

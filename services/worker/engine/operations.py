@@ -141,7 +141,7 @@ class FusedOperations:
         heads = out_TNH.shape[1]
         self._kernels.rotate_and_write[(qkv.shape[0], -(-qkv.shape[1] // _TILE_HEADS))](
             qkv,
-            kv_B2TKH,
+            kv_B2TKH[attention.base_block :],
             self._rotary_P2H,
             rotation,
             attention.k_rows_T,
@@ -149,6 +149,7 @@ class FusedOperations:
             self._rotary_P2H if norms is None else norms.key_H,
             qkv.stride(0),
             self._eps,
+            attention.base_block,
             **rotation_constants(heads, *kv_B2TKH.shape[2:], has_norm=norms is not None),
         )
         attention.attend(kv_B2TKH, qkv[:, :heads], out_TNH)

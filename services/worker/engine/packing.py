@@ -58,6 +58,11 @@ class PackedStep:
         return len(self.token_ids_T)
 
     @property
+    def base_block(self) -> int:
+        """One of the blocks that the step writes, so it is there: kernels are given the cache from it on."""
+        return int(self.slots_T[0]) // self.block_tokens
+
+    @property
     def decode_count(self) -> int:
         return len(self.decode_contexts_S)
 

@@ -4,7 +4,8 @@
 A tile is a few consecutive rows of one sequence, for all query heads that share one KV head. Decodes are tiles of one
 row; the context of a long one is split over several, and a second kernel joins what they give. There may be fewer
 programs than tiles of decodes: how many tiles there are is read, so that one recording suits all contexts. K and V are
-read where they lie, through the sequence's block table, from the layer's base address, which never changes.
+read where they lie, through the sequence's block table, from the address of a block that is there: Triton asks the
+driver about each address that it is given, and at the layer's own nothing may be mapped.
 """
 
 import triton
@@ -13,11 +14,11 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["base_block"])
 def paged_attention(
     out_ptr,  # [T, N, H], contiguous
     q_ptr,  # [T, N, H], rows q_row_stride apart
-    kv_ptr,  # [B, 2, BLOCK_TOKENS, K, H], contiguous
+    kv_ptr,  # [B, 2, BLOCK_TOKENS, K, H] from base_block on, contiguous
     shape_ptr,  # [3] int32: tiles, if there may be more than programs; blocks of a table; where the tables begin
     tables_ptr,  # [S, blocks of a table] int32, behind as many other numbers as shape_ptr says
     tiles_ptr,  # [tiles, 8] int32: table, first row, rows, position of the first row, context from, to, part or -1
@@ -25,6 +26,7 @@ def paged_attention(
     weights_ptr,  # [parts, N] float32: the logarithm to base 2 of its weight
     q_row_stride,
     scale,
+    base_block,
     KV_HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -42,14 +44,14 @@ def paged_attention(
         for tile in range(tl.program_id(0), tl.load(shape_ptr), tl.num_programs(0)):
             _attend(
                 tile, out_ptr, q_ptr, kv_ptr, tables_ptr, tiles_ptr, parts_ptr, weights_ptr, q_row_stride,
-                table_width, scale, KV_HEADS, GROUPS, HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, TILE_QUERIES, TILE_TOKENS,
-                SPLITS, PRECISION,
+                table_width, scale, base_block, KV_HEADS, GROUPS, HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, TILE_QUERIES,
+                TILE_TOKENS, SPLITS, PRECISION,
             )  # fmt: skip
     else:
         _attend(
             tl.program_id(0), out_ptr, q_ptr, kv_ptr, tables_ptr, tiles_ptr, parts_ptr, weights_ptr, q_row_stride,
-            table_width, scale, KV_HEADS, GROUPS, HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, TILE_QUERIES, TILE_TOKENS,
-            SPLITS, PRECISION,
+            table_width, scale, base_block, KV_HEADS, GROUPS, HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, TILE_QUERIES,
+            TILE_TOKENS, SPLITS, PRECISION,
         )  # fmt: skip
 
 
@@ -66,6 +68,7 @@ def _attend(
     q_row_stride,
     table_width,
     scale,
+    base_block,
     KV_HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -104,7 +107,7 @@ def _attend(
         tokens = start + tl.arange(0, TILE_TOKENS)
         present = tokens < context_to
         blocks = tl.load(tables_ptr + table * table_width + tokens // BLOCK_TOKENS, mask=present, other=0)
-        k_rows = blocks.to(tl.int64) * (2 * BLOCK_TOKENS) + tokens % BLOCK_TOKENS
+        k_rows = (blocks - base_block).to(tl.int64) * (2 * BLOCK_TOKENS) + tokens % BLOCK_TOKENS
         k_at = (k_rows[:, None] * KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
         readable = present[:, None] & (dims < HEAD_DIM)[None, :]
         k = tl.load(kv_ptr + k_at, mask=readable, other=0.0)

@@ -52,5 +52,5 @@ def signatures(dtype: torch.dtype) -> tuple[dict[str, str], dict[str, str], dict
     norm = {"out_ptr": kind, "hidden_ptr": kind, "added_ptr": kind, "weight_ptr": kind}
     norm |= {"hidden_row_stride": "i32", "added_row_stride": "i32", "eps": "fp32"}
     rotation = dict.fromkeys(("qkv_ptr", "kv_ptr", "rotary_ptr", "query_norm_ptr", "key_norm_ptr"), kind)
-    rotation |= {"positions_ptr": "*i64", "k_rows_ptr": "*i64", "row_stride": "i32", "eps": "fp32"}
+    rotation |= {"positions_ptr": "*i64", "k_rows_ptr": "*i64", "row_stride": "i32", "eps": "fp32", "base_block": "i32"}
     return norm, rotation, {"gate_up_ptr": kind, "row_stride": "i32"}

@@ -110,9 +110,11 @@ class FakeKernel:
             weights: torch.Tensor,
             q_row_stride: int,
             scale: float,
+            base_block: int,
             **constants: Any,
         ) -> None:
             del scale
+            assert kv.storage_offset() == base_block * kv.stride(0)
             for name, tensor in (
                 ("out", out),
                 ("q", q),

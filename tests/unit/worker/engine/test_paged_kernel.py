@@ -41,6 +41,7 @@ def compiled(capability: int, dtype: torch.dtype, groups: int, head_dim: int, *,
         "weights_ptr": "*fp32",
         "q_row_stride": "i32",
         "scale": "fp32",
+        "base_block": "i32",
     }
     attention = CudaAttention(8 * groups, 8, head_dim, dtype, torch.device("cuda"))
     return compiled_kernel.compiled(kernel, given, attention.constants(BLOCK_TOKENS, chunks=chunks), capability)
@@ -146,8 +147,8 @@ def test_any_context_is_recorded(rows: int) -> None:
     for context in (1, 512, 2048, 4096, 131_072):
         slices = [Slice(i, context - 1, (1,), True) for i in range(rows)]
         assert staged.fill(Packer(BLOCK_TOKENS).pack(slices, [table] * rows))
-        [(tiles, programs, _)] = staged.first(rows).launches
-        count, width, _, _ = staged.first(rows).shape.tolist()
+        [(tiles, programs, _)] = staged.first(rows, 0).launches
+        count, width, _, _ = staged.first(rows, 0).shape.tolist()
         assert width == -(-context // BLOCK_TOKENS)
         parts = tiles[: 8 * count].view(count, 8)[:, [1, 4, 5]].tolist()
         assert {row for row, *_ in parts} == set(range(rows))
