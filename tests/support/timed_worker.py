@@ -157,6 +157,7 @@ class TimedWorker(worker_pb2_grpc.WorkerServiceServicer):
             model=self._model(),
             load=self.load(),
             max_waiting_request_count=self.settings.max_waiting,
+            protocol=PROTOCOL,
         )
         await context.write(pb.AttachResponse(welcome=welcome))
         reader = asyncio.create_task(self._read(stream, request_iterator))
