@@ -21,6 +21,7 @@ import grpc.aio
 import redis
 import uvloop
 
+from ballast.common.protocol import PROTOCOL
 from ballast.rpc.channel import SERVER_OPTIONS
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.worker.v1 import worker_pb2 as pb
