@@ -21,6 +21,7 @@ import grpc.aio
 import redis
 import uvloop
 
+from ballast.common.protocol import PROTOCOL
 from ballast.rpc.channel import SERVER_OPTIONS
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.worker.v1 import worker_pb2 as pb
@@ -157,6 +158,7 @@ class TimedWorker(worker_pb2_grpc.WorkerServiceServicer):
             model=self._model(),
             load=self.load(),
             max_waiting_request_count=self.settings.max_waiting,
+            protocol=PROTOCOL,
         )
         await context.write(pb.AttachResponse(welcome=welcome))
         reader = asyncio.create_task(self._read(stream, request_iterator))
