@@ -33,6 +33,7 @@ import torch
 
 from benchmarks.engine_runner import MEMORY_BYTES
 from services.worker.engine.load import Engine, load_engine
+from services.worker.engine.model_config import ModelConfig
 from services.worker.engine.native.library import native_kernels, packed_shape
 from tools.bench.environment import describe_environment
 from tools.model.tiny import make_preset
@@ -212,6 +213,7 @@ def gemm_flops_per_s() -> float:
 def work_flops(engine: Engine, requests: Sequence[Request]) -> float:
     """Multiplications and additions in the matrix products that cannot be avoided; attention is not counted."""
     config = engine.config
+    assert isinstance(config, ModelConfig)  # of our own classes
     table = config.vocab_size * config.hidden_size
     in_layers = engine.info.parameter_count - table * (1 if config.tied_embeddings else 2)
     passed = sum(len(prompt) + count - 1 for prompt, count in requests)

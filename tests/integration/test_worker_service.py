@@ -92,6 +92,9 @@ class Alone:
     def migrate(self, request: pb.MigrateRequest) -> None:
         raise Unavailable("data plane", "this worker has none")
 
+    def park(self, incarnation: int, *, park: bool) -> None:
+        raise Unavailable("data plane", "this worker has none")
+
     def name_partners(self, request: pb.NamePartnersRequest) -> int:
         return 0
 

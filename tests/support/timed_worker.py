@@ -187,7 +187,7 @@ class TimedWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def _refuse_transitions(self, request: Any, context: Context) -> Any:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "a timed worker has no layers")
 
-    Prepare = Commit = Abort = GetTransition = GetTrace = NamePartners = Migrate = _refuse_transitions
+    Prepare = Commit = Abort = GetTransition = GetTrace = NamePartners = Migrate = Park = _refuse_transitions
 
     async def _read(self, stream: TimedStream, requests: AsyncIterator[pb.AttachRequest]) -> None:
         try:

@@ -1,6 +1,7 @@
 """Victims that keep their KV in host memory: stories of the core, with the model that reads its cache back."""
 
 import random
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ from services.worker.policy.swapping import FIRST_BLOCKS, CopyPace, copy_budget
 from tests.support.worker_core import MEMORY, Driver, greedy, limits
 
 
-def swapping(block_count: int = 12, host: int = 40, per_step: int = 1, **changes: int) -> Driver:
+def swapping(block_count: int = 12, host: int = 40, per_step: int = 1, **changes: Any) -> Driver:
     driver = Driver(limits(swap_block_count=host, swap_blocks_per_step=per_step, **changes), block_count)
     driver.open(1)
     return driver

@@ -12,7 +12,7 @@ from services.worker.core.batch import Slice
 from services.worker.engine import checkpoint
 from services.worker.engine.checkpoint import revision_of
 from services.worker.engine.load import Engine, load_engine
-from services.worker.engine.model_config import read_model_config
+from services.worker.engine.model_config import ModelConfig, read_model_config
 from services.worker.engine.native import library
 from services.worker.engine.parameters import Layout, end_parameters, layer_parameters, layout_for
 from services.worker.engine.pinned_readers import PinnedReaders
@@ -25,6 +25,11 @@ SHARD_1, SHARD_2 = "model-00001-of-00002.safetensors", "model-00002-of-00002.saf
 
 def load(model_dir: Path, **options: object) -> Engine:
     return load_engine(model_dir, **({"device_memory_bytes": MEMORY_BYTES, "dtype": "float32"} | options))  # pyright: ignore[reportArgumentType]
+
+
+def config_of(engine: Engine) -> ModelConfig:
+    assert isinstance(engine.config, ModelConfig)
+    return engine.config
 
 
 def refused(model_dir: Path, **options: object) -> str:
@@ -82,14 +87,14 @@ def test_fused_parameters_hold_the_checkpoint(model_dir: Path, kernels: str) -> 
     with load(model_dir, kernels=kernels) as engine:
         stored_layer, layout = engine.memory.parameters.layer(1), layout_for("cpu", engine.kernels)
         assert (layout is Layout.PANELS) == (kernels == "native")
-        parameters = layer_parameters(engine.config, 1, layout)
+        parameters = layer_parameters(config_of(engine), 1, layout)
         layer = {p.name: p.read(stored_layer[p.name], engine.kernels) for p in parameters}
         parts = [stored[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
         assert torch.equal(layer["qkv"], torch.cat(parts))
         parts = [stored[f"model.layers.1.mlp.{name}_proj.weight"] for name in ("gate", "up")]
         assert torch.equal(layer["gate_up"], torch.cat(parts))
         assert torch.equal(layer["output"], stored["model.layers.1.self_attn.o_proj.weight"])
-        head, table = end_parameters(engine.config, layout)["head"][1], engine.memory.parameters.part("head")
+        head, table = end_parameters(config_of(engine), layout)["head"][1], engine.memory.parameters.part("head")
         assert torch.equal(head.read(table["weight"], engine.kernels), stored["lm_head.weight"])
 
 
@@ -109,7 +114,7 @@ def test_readers_bring_the_same_through_memory_of_their_own(model_dir: Path, mon
         wanted = {name: tensor.clone() for name, tensor in stored.items()}
         for tensor in stored.values():
             tensor.fill_(-1.0)
-        opened.fill(layer_parameters(engine.config, 1, layout), stored)
+        opened.fill(layer_parameters(config_of(engine), 1, layout), stored)
         assert all(torch.equal(stored[name], wanted[name]) for name in stored)
     assert len(set(slots)) == len(slots) > 0, "each reader has one slot"
     assert not any(thread.name.startswith("readers") for thread in threading.enumerate())
