@@ -30,6 +30,7 @@ def _prompt(token_count: int, token_id: int) -> tuple[int, ...]:
 def _prompt_of(token_count: int, hash_ids: tuple[int, ...], hash_tokens: int) -> tuple[int, ...]:
     """Two prompts are alike as far as their `hash_ids` are, each of which stands for `hash_tokens` tokens."""
     token_ids: list[int] = []
+    hash_tokens = min(hash_tokens, token_count)
     for hash_id in hash_ids[: -(-token_count // hash_tokens)]:
         token_ids.append(hash_id // _DISTINCT)
         token_ids.extend((hash_id % _DISTINCT,) * (hash_tokens - 1))

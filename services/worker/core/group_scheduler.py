@@ -155,8 +155,11 @@ class GroupScheduler:
         if not self.leads:
             return "another worker leads its group, or it is parked"
         free_count = min(self.book.block_count, self.scheduler.block_count) - self.book.used_count  # on every stage
+        offline = self.scheduler.offline
+        if offline:
+            free_count = min(free_count, self.scheduler.free_block_count)  # what they hold is free once they have yielded
         # What has left, or yields when it has landed, holds its blocks until then.
-        if block_count > free_count and (self.batches_in_flight.must_tell or self.scheduler.offline):
+        if block_count > free_count and (self.batches_in_flight.must_tell or offline):
             return f"{free_count} blocks are free before the next batch, {block_count} are needed"
         return self.scheduler.why_no_room(block_count, new=new)
 

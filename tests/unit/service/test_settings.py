@@ -154,7 +154,7 @@ def test_what_decides_when_and_how_to_drop_can_be_explained() -> None:
         for path, field in settings.model_fields.items()
         if path not in _NO_POLICY
     }
-    assert len(found) <= 12, sorted(found)
+    assert len(found) <= 16, sorted(found)  # four of them are those of parking
     assert all(len(text) > 50 for text in found.values()), "what it is, and why somebody would change it"
 
 
