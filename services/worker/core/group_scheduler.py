@@ -156,8 +156,8 @@ class GroupScheduler:
             return "another worker leads its group, or it is parked"
         free_count = min(self.book.block_count, self.scheduler.block_count) - self.book.used_count  # on every stage
         offline = self.scheduler.offline
-        if offline:
-            free_count = min(free_count, self.scheduler.free_block_count)  # what they hold is free once they have yielded
+        if offline:  # what they hold is free once they have yielded
+            free_count = min(free_count, self.scheduler.free_block_count)
         # What has left, or yields when it has landed, holds its blocks until then.
         if block_count > free_count and (self.batches_in_flight.must_tell or offline):
             return f"{free_count} blocks are free before the next batch, {block_count} are needed"
