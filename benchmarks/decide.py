@@ -1,4 +1,4 @@
-"""How long the planner takes to decide what an overload of many instances calls for: survey, comparison and plan.
+"""Measures the planner's decision about an overload of many instances: survey, comparison and plan.
 
     python -m benchmarks.decide [--instances 1000] [--repeats 5]
 

@@ -1,4 +1,4 @@
-"""How fast Ballast computes and serves on this GPU, beside what its memory and its matrix units allow, on one page.
+"""Measures how fast Ballast computes and serves on this GPU, against what memory and matrix units allow, on one page.
 
     python -m benchmarks.gpu_pace [--shape 8b] [--out out/gpu_pace.md] [--only decode sample prompt drop serve]
 

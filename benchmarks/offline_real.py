@@ -3,8 +3,8 @@
     python -m benchmarks.offline_real [--seconds 40] [--rounds 3]
 
 One cluster of one A100-40G with Llama-2-7B; in each round online work alone, priorities (offline requests are of class
-default, online ones interactive) and ours, one behind the other, with the same arrivals. What is told are ratios within
-a round, since a busy machine slows all three down; every token that comes is checked.
+default, online ones interactive) and ours, one after the other, with the same arrivals. The table gives ratios within a
+round, since a busy machine slows all three down; every token is checked.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What prefix caching brings: `python -m benchmarks.prefix_caching --out DIR`, in virtual time and on this machine.
+"""Measures prefix caching: `python -m benchmarks.prefix_caching --out DIR`, in virtual time and on this machine.
 
 The simulator runs the services' own cores. Requests come at random to four instances, at about 0.7 of the rate that
 they can compute without caching. A share of every prompt is one of twenty beginnings (by Zipf), the rest is like no

@@ -14,7 +14,7 @@ Mark = int
 
 
 def first_mark(salt: bytes) -> Mark:
-    """What the first mark of a prompt follows on. Requests of other salts have other marks."""
+    """The start of a chain of marks. Prompts with different salts have different chains, so they share no mark."""
     return _digest(salt) if salt else 0
 
 

@@ -57,7 +57,7 @@ def load_settings(settings: type[S], argv: Sequence[str], environ: Mapping[str, 
 
 
 def _merged(settings: type[Settings], sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the sources give, the last of them first, with what is below `dev` beside the rest."""
+    """One mapping of all settings: a later source overrides an earlier one, and `dev` is flattened."""
     merged: dict[str, Any] = {}
     for source in sources:
         public = {name: value for name, value in source.items() if name != _DEV}

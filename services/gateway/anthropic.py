@@ -141,7 +141,7 @@ def _turn(field: str, message: Message) -> list[Message]:
             case "thinking":
                 thought += str(block.get("thinking", ""))
             case "redacted_thinking":
-                pass  # nothing that another model could read
+                pass  # encrypted for Anthropic's own models: no other can read it
             case _:
                 texts.append(_text(place, [block]))
     said: Message = {"role": role, "content": "\n".join(texts)}

@@ -35,7 +35,7 @@ class Tracked:
     awaits_token: bool = True  # none has come since it was placed for the last time
     move_count: int = 0
     cached_token_count: int = 0
-    prompt_marks: tuple[Mark, ...] | None = None  # None: nobody has asked for them
+    prompt_marks: tuple[Mark, ...] | None = None  # None: not computed yet
     story: Story = field(default_factory=Story)
     blocked_since_s: float | None = None  # large, and no worker could run it at once
     offline: bool = field(init=False)  # of a class that uses what others leave
