@@ -192,3 +192,16 @@ def test_without_triton_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(attention_cuda.importlib, "import_module", absent)
     with pytest.raises(Exception, match="triton"):
         CudaAttention(4, 2, 16, torch.float32, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_kernels_get_the_address_of_a_block_that_the_step_uses(name: str) -> None:
+    """After a restore nothing is mapped at a layer's own address, and Triton refuses an address that is not mapped."""
+    pool = BlockPool(BLOCKS, BLOCK_TOKENS)
+    pool.take(BLOCK_TOKENS)  # block 0 is nobody's of this step
+    slices = [Slice(i, before, (1,) * count, True) for i, (before, count) in enumerate(STEPS[name])]
+    tables = [pool.take(before + count) for before, count in STEPS[name]]
+    step = CudaAttention(8, 2, 64, torch.bfloat16, torch.device("cpu")).prepare(
+        Packer(BLOCK_TOKENS).pack(slices, tables)
+    )
+    assert step.base_block in {block for table in tables for block in table}
