@@ -1,14 +1,21 @@
 """Instances that could serve and do not, and what the fluid model has to know where some of them do (pure)."""
 
-from collections import Counter
+import math
+from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from ballast.common.traffic import Traffic
 from services.planner.policy.candidates import NOTHING, Candidate, Candidates
 from services.planner.policy.fluid_model import Kind
 from services.planner.policy.snapshot import GroupState, Snapshot, columns_of
 
 FEWER = Candidate("one less", added=-1)
+_SPAN_S, _SPANS, _LEARNS = (
+    30.0,
+    10,
+    2,
+)  # jumps are remembered by spans: so long, so many, and so many before any is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +26,8 @@ class Reserve:
     parked_count: int = 0
     waking_s: tuple[float, ...] = ()  # until each of those that wake serves
     wake_s: float = 0.0  # that the next one would take
+    gain: float = 1.0  # times the room, if parameters are dropped in pairs; 1: they may not be
+    jump: float = math.inf  # memory that may come to be wanted before it serves, in instances; infinite: not known
 
     @property
     def count(self) -> int:
@@ -40,6 +49,42 @@ def home_tokens(snapshot: Snapshot) -> float:
         return max(1.0, sum(alone) / len(alone) * model.block_tokens)
     budget, extent, _ = max(columns.members)
     return max(1.0, float(model.at(extent).block_count(budget, 0, model.layer_count) * model.block_tokens))
+
+
+def pair_gain(snapshot: Snapshot) -> float:
+    """Times the room for KV that two instances have once they hold one copy of the parameters."""
+    model = snapshot.model
+    budget, extent, _ = max(columns_of(snapshot.groups).members)
+    blocks = [model.at(extent).block_count(budget, 0, layers) for layers in (model.layer_count, model.layer_count // 2)]
+    return max(1.0, blocks[1] / 2 / max(1, blocks[0]))
+
+
+def wanted_memory(snapshot: Snapshot, reserve: Reserve, traffic: Traffic) -> float:
+    """Instances whose memory would be filled by all that runs and waits."""
+    columns, leaving = columns_of(snapshot.groups), columns_of(reserve.leaving)
+    blocks = sum([*columns.used, *columns.waiting, *leaving.used, *leaving.waiting])
+    return (blocks * snapshot.model.block_tokens + traffic.queued_tokens) / home_tokens(snapshot)
+
+
+@dataclass(slots=True)
+class Jumps:
+    """Learns how much more memory comes to be wanted within a short time: the largest rise of some minutes."""
+
+    _seen: deque[tuple[float, float]] = field(default_factory=deque[tuple[float, float]])  # instant, instances
+    _largest: deque[float] = field(default_factory=lambda: deque[float](maxlen=_SPANS))
+    _span_ends_s: float = -math.inf
+
+    def look(self, wanted: float, within_s: float, at_s: float) -> float:
+        """In instances. Infinite before the first minute is over."""
+        while self._seen and self._seen[0][0] < at_s - within_s:
+            self._seen.popleft()
+        self._seen.append((at_s, wanted))
+        if at_s >= self._span_ends_s:
+            self._span_ends_s = at_s + _SPAN_S
+            self._largest.append(0.0)
+        rise = wanted - min(before for _, before in self._seen)
+        self._largest[-1] = max(self._largest[-1], rise)
+        return max(self._largest) if len(self._largest) > _LEARNS else math.inf
 
 
 def kinds(candidates: Candidates, snapshot: Snapshot, reserve: Reserve, added: int, places: int) -> list[Kind]:

@@ -87,14 +87,23 @@ class GroupCounts:
         it.
         """
         most = self.limits.max_batch_tokens
-        left = [s.token_count - max(s.computed_tokens, s.dispatched_tokens) for s in self.online]
-        return sum([min(count, most) for count in left if count > 1])
+        return sum([min(count, most) for count in self._uncomputed])
 
     @property
     def uncomputed_tokens(self) -> int:
         """Tokens of running online prompts in no batch yet."""
-        left = [s.token_count - max(s.computed_tokens, s.dispatched_tokens) for s in self.online]
-        return sum([count for count in left if count > 1])
+        return sum(self._uncomputed)
+
+    @property
+    def _uncomputed(self) -> list[int]:
+        """Of each running online sequence that is computing its prompt: tokens in no batch yet."""
+        found: list[int] = []
+        for s in self.online:
+            computed, dispatched = s.computed_tokens, s.dispatched_tokens
+            left = s.token_count - (computed if computed > dispatched else dispatched)
+            if left > 1:
+                found.append(left)
+        return found
 
     @property
     def online(self) -> list[Sequence]:
