@@ -21,7 +21,7 @@ from services.planner.policy.compare import Comparison, Targets, compare_sizes
 from services.planner.policy.reserve import Jumps, Reserve, pair_gain, wanted_memory
 
 _LOOK_S, _LOOK_TO_ADVISE_S = 0.5, 5.0  # between two looks
-_REACTS_S = 1.5  # besides what waking takes: until a jump is seen, and who woke is known to dispatchers
+_REACTS_S = 1.0  # besides what waking takes and the time between two looks: until dispatchers know who woke
 _REGRET_S = 60.0  # an instance that is wanted again within that time should not have left
 _MOST_DWELL_S = 600.0
 _MOST_LEAVING = 2
@@ -138,15 +138,16 @@ class Sizing:
         merged = any(len(group.members) > 1 for group in layout.groups)
         alone = sum(len(group.members) == 1 and group.leader.takes_new for group in layout.groups)
         by_load = tuple(sorted(left, key=lambda group: (-group.load_blocks, group.group_id)))
-        reserve = replace(reserve, leaving=by_load)
+        reserve = replace(reserve, leaving=by_load, gain=pair_gain(snapshot) if self.rules.drops else 1.0)
         wanted = wanted_memory(snapshot, reserve, load.traffic)
-        jump = self._jumps.look(wanted, reserve.wake_s + _REACTS_S, at_s)
+        within_s = reserve.wake_s + _REACTS_S + (_LOOK_S if self.rules.parks else _LOOK_TO_ADVISE_S)
+        reserve = self._jumps.look(reserve, wanted, load.traffic.recent_count, within_s, at_s)
         return compare_sizes(
             snapshot,
             running,
             load.traffic,
             load.pace,
-            replace(reserve, jump=jump, gain=pair_gain(snapshot) if self.rules.drops else 1.0),
+            reserve,
             may_shrink=not merged
             and not reserve.waking_s
             and len(by_load) < _MOST_LEAVING

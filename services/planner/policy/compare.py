@@ -27,9 +27,11 @@ _LEAST_S, _MOST_S = 30.0, 120.0  # looked ahead: two stays of a request, within 
 _OUTLIVED = 2.0  # times the mean answer: what has run for longer on average is of another kind
 # Bursts come from nothing, and no prediction sees them. What is wanted, and the largest jump of the last minutes beside
 # it, have to fit into that share of the memory of those that serve. More than so many times what is wanted is not
-# feared, least before one leaves: what is left then has to bear so many times the rate, too. Where parameters can be
-# dropped, the whole jump has to find room once they are, and beside them that part of it is feared.
-_FULL, _FEARED, _FEARED_AFTER, _JUMP, _BRIDGED = 0.95, 0.6, 1.1, 0.3, 0.25
+# feared, least before one leaves. Where parameters can be dropped, the whole jump has to find room once they are, and
+# beside them that part of it is feared; where not, one leaves only if no memory that was wanted in the last minute
+# would have called it back. As many requests as came at most in that minute may come again, up to so
+# many times the mean.
+_FULL, _FEARED, _FEARED_AFTER, _JUMP, _BRIDGED = 0.95, 0.6, 1.1, 1.3, 0.25
 _PRICED = 2.0  # an instance has a price, a drop has none: so many times the targets are good enough to do without one
 _PRIOR_COUNT, _PRIOR_TOKENS = 2, 128  # answers that nobody has seen, lest the first one says all
 
@@ -126,7 +128,7 @@ def compare_sizes(
 ) -> Comparison:
     """Whether some of the reserve should serve, or one less. An instance has a price: of all that are about as good as
     the best the one with the fewest instances is taken. One leaves only where all is good enough without it, even if
-    more comes.
+    as much comes as came at most in the last minute.
     """
     given = targets or Targets()
     evaluator = _SizeEvaluator(snapshot, running, traffic, pace, given, reserve)
@@ -134,9 +136,10 @@ def compare_sizes(
     if stay.loss <= math.log(_UNSURE):
         if not may_shrink or evaluator.fear(FEWER) > 0.0:
             return Comparison(stay, (stay,), evaluator.horizon_s, evaluator.targets)
-        fewer = _SizeEvaluator(
-            snapshot, running, _times(traffic, 1.0 + evaluator.feared_part * _JUMP), pace, given, reserve
-        ).of(FEWER)
+        mean = max(traffic.recent_count, traffic.minute_count * RECENT_S / MINUTE_S)
+        again = min(round(_JUMP * mean), reserve.recent_peak_count)
+        as_it_was = replace(traffic, recent_count=max(traffic.recent_count, again))
+        fewer = _SizeEvaluator(snapshot, running, as_it_was, pace, given, reserve).of(FEWER)
         chosen = fewer if fewer.loss <= stay.loss else stay
         return Comparison(chosen, (stay, fewer), evaluator.horizon_s, evaluator.targets)
     candidates = more(reserve)
@@ -150,12 +153,6 @@ def compare_sizes(
 
     chosen = choose([one.loss for one in found], [one.candidate.added for one in found], finish)
     return Comparison(found[chosen], tuple(found), evaluator.horizon_s, evaluator.targets)
-
-
-def _times(traffic: Traffic, jump: float) -> Traffic:
-    """So many times as many requests come."""
-    counts = {name: round(getattr(traffic, name) * jump) for name in ("recent_count", "minute_count", "minute_tokens")}
-    return replace(traffic, calm_per_s=traffic.calm_per_s * jump, **counts)
 
 
 class _Evaluator:
@@ -230,10 +227,13 @@ class _SizeEvaluator(_Evaluator):
     def fear(self, candidate: Candidate) -> float:
         """0: memory enough is free for what may come from nothing."""
         reserve, count = self._reserve, self._instances + candidate.added
-        most = (_FEARED_AFTER if candidate.added < 0 else _FEARED) * self._wanted
-        parts = [(self._wanted + min(reserve.jump, self.feared_part * most), 1.0)]
+        most = self.feared_part * (_FEARED_AFTER if candidate.added < 0 else _FEARED)
+        parts = [(self._wanted + min(reserve.jump, most * self._wanted), 1.0)]
         if self.feared_part < 1.0:
             parts.append((self._wanted + reserve.jump, reserve.gain if count > 1 else 1.0))
+        elif candidate.added < 0:
+            peak = reserve.peak + min(reserve.jump, _FEARED * reserve.peak)
+            parts.append((peak / _UNSURE, 1.0))
         return max([math.log(max(1.0, wanted / (_FULL * gain * max(1, count)))) for wanted, gain in parts])
 
 

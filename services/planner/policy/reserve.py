@@ -3,7 +3,7 @@
 import math
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from ballast.common.traffic import Traffic
 from services.planner.policy.candidates import NOTHING, Candidate, Candidates
@@ -11,6 +11,7 @@ from services.planner.policy.fluid_model import Kind
 from services.planner.policy.snapshot import GroupState, Snapshot, columns_of
 
 FEWER = Candidate("one less", added=-1)
+_PEAK_S = 60.0
 _SPAN_S, _SPANS, _LEARNS = (
     30.0,
     10,
@@ -26,6 +27,8 @@ class Reserve:
     parked_count: int = 0
     waking_s: tuple[float, ...] = ()  # until each of those that wake serves
     wake_s: float = 0.0  # that the next one would take
+    peak: float = 0.0  # memory that was wanted at most in the last minute, in instances
+    recent_peak_count: int = 0  # requests that came within RECENT_S at most in the last minute
     gain: float = 1.0  # times the room, if parameters are dropped in pairs; 1: they may not be
     jump: float = math.inf  # memory that may come to be wanted before it serves, in instances; infinite: not known
 
@@ -66,25 +69,36 @@ def wanted_memory(snapshot: Snapshot, reserve: Reserve, traffic: Traffic) -> flo
     return (blocks * snapshot.model.block_tokens + traffic.queued_tokens) / home_tokens(snapshot)
 
 
-@dataclass(slots=True)
 class Jumps:
-    """Learns how much more memory comes to be wanted within a short time: the largest rise of some minutes."""
+    """Learns how much comes at once: the most of the last minute, and the largest rise of minutes in a short time."""
 
-    _seen: deque[tuple[float, float]] = field(default_factory=deque[tuple[float, float]])  # instant, instances
-    _largest: deque[float] = field(default_factory=lambda: deque[float](maxlen=_SPANS))
-    _span_ends_s: float = -math.inf
+    def __init__(self) -> None:
+        self._seen = deque[tuple[float, float, int]]()  # of the last minute: instant, instances, requests
+        self._largest = deque[float](maxlen=_SPANS)  # rise of each span
+        self._span_ends_s = -math.inf
 
-    def look(self, wanted: float, within_s: float, at_s: float) -> float:
-        """In instances. Infinite before the first minute is over."""
-        while self._seen and self._seen[0][0] < at_s - within_s:
+    def look(self, reserve: Reserve, wanted: float, recent_count: int, within_s: float, at_s: float) -> Reserve:
+        """The reserve with what is known of jumps.
+
+        Args:
+            wanted: Memory, in instances.
+            recent_count: Requests that came within RECENT_S.
+            within_s: A rise within that time is a jump.
+        """
+        while self._seen and self._seen[0][0] < at_s - _PEAK_S:
             self._seen.popleft()
-        self._seen.append((at_s, wanted))
+        self._seen.append((at_s, wanted, recent_count))
         if at_s >= self._span_ends_s:
             self._span_ends_s = at_s + _SPAN_S
             self._largest.append(0.0)
-        rise = wanted - min(before for _, before in self._seen)
+        rise = wanted - min([before for since_s, before, _ in self._seen if since_s >= at_s - within_s])
         self._largest[-1] = max(self._largest[-1], rise)
-        return max(self._largest) if len(self._largest) > _LEARNS else math.inf
+        return replace(
+            reserve,
+            jump=max(self._largest) if len(self._largest) > _LEARNS else math.inf,
+            peak=max([before for _, before, _ in self._seen]),
+            recent_peak_count=max([count for _, _, count in self._seen]),
+        )
 
 
 def kinds(candidates: Candidates, snapshot: Snapshot, reserve: Reserve, added: int, places: int) -> list[Kind]:
