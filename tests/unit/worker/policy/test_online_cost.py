@@ -148,14 +148,17 @@ steps_st = st.lists(st.tuples(chunks_st, st.floats(1e-4, 5.0)), min_size=1, max_
 
 
 coefficients_st = st.sampled_from([0.0, 1e-8, 1e-4])
-sparse_st = st.builds(
-    lambda attention, token, shared, own, prefix: CostModel(attention, token, shared + own, shared, prefix),
-    *[coefficients_st] * 5,
-)
+
+
+def sparse(attention_s: float, token_s: float, shared_s: float, own_s: float, prefix_s: float) -> CostModel:
+    return CostModel(attention_s, token_s, shared_s + own_s, shared_s, prefix_s)
 
 
 @settings(max_examples=60, deadline=None)
-@given(sparse_st, st.lists(st.tuples(chunks_st, st.floats(1e-4, 5.0)), min_size=16, max_size=16))
+@given(
+    st.builds(sparse, *[coefficients_st] * 5),
+    st.lists(st.tuples(chunks_st, st.floats(1e-4, 5.0)), min_size=16, max_size=16),
+)
 @example(CostModel(0.0, 0.0, 0.0, 0.0, 1e-6), [([Chunk(1000, 1)], 1e-3)] * 16)
 def test_a_start_by_which_some_batches_cost_nothing_is_mended(
     start: CostModel, steps: list[tuple[list[Chunk], float]]
