@@ -220,7 +220,6 @@ class Conductor:
                 event.cause_id,
                 event.request_id,
                 event.required_bytes,
-                event.method,
                 event.worker_ids,
                 hold_s=event.hold_s,
             )

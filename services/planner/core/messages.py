@@ -14,7 +14,6 @@ from services.planner.core.prediction_log import Predicted
 from services.planner.core.record import TransitionRecord
 from services.planner.core.stages import Stage
 from services.planner.core.transition import Journal, MemberSaid
-from services.planner.policy.drop import Method
 from services.planner.policy.replicate import Partial
 
 _QUIET = Traffic()
@@ -191,7 +190,6 @@ class DropRequested:
     cause_id: str
     request_id: str  # a repeated one is answered like the first time
     required_bytes: int | None = None  # None: what demand lacks now
-    method: Method = Method.AUTO
     worker_ids: tuple[WorkerId, ...] = ()  # not empty: one group of exactly these, in this order
     hold_s: float = 0.0  # for so long nothing comes back unless an operator says so
 
