@@ -19,7 +19,6 @@ from services.planner.core.messages import (
     Event,
     InstanceLost,
     InstanceUp,
-    JournalSettled,
     LayoutLoaded,
     LeadershipChanged,
     LoadLayout,
@@ -94,14 +93,12 @@ class Planner:
                 if outcome is WriteOutcome.WRITTEN:
                     journal = self.stored.journal if self.stored else None
                     self.stored = StoredLayout(command.layout, command.model, command.partial, journal)
-                self.events.append(WriteSettled(self.now_s, "c", command.layout.epoch, command.token, outcome))
-            case WriteJournal(journal):
+                self.events.append(WriteSettled(self.now_s, "c", command, outcome))
+            case WriteJournal():
                 outcome = self.outcomes.pop(0) if self.outcomes else WriteOutcome.WRITTEN
                 if outcome is WriteOutcome.WRITTEN:
                     self.write(command)
-                self.events.append(
-                    JournalSettled(self.now_s, "c", journal.epoch, journal.stage, command.token, outcome)
-                )
+                self.events.append(WriteSettled(self.now_s, "c", command, outcome))
             case ReadLoads():
                 loads = {WorkerId(w): self.load for w in self.lives if self.load is not None}
                 failure = "" if loads else "no monitor"

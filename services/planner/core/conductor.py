@@ -67,7 +67,6 @@ from services.planner.core.transition import (
     SendCommit,
     SendPrepare,
     Tick,
-    WriteJournal,
 )
 from services.planner.core.transition import Command as Step
 from services.planner.core.transition import Event as StepEvent
@@ -470,8 +469,8 @@ class Conductor:
 
     def _carry_out_one(self, step: Step, at_s: float, cause_id: str) -> list[Command]:
         match step:
-            case WriteJournal(journal):
-                self.to_write = journal
+            case Journal():
+                self.to_write = step
                 return []
             case SendPrepare(worker_id):
                 sources = self._sources.get(worker_id, ())

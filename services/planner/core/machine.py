@@ -1,12 +1,10 @@
 """The layout of the cluster and how it changes (pure; `handle` is the only door).
 
-One store operation is under way at a time. Every plan is written with a compare-and-set on the epoch that was read
-and with the fencing token of the lease; whatever the answer, the core ends up with what is stored: a conflict or an
-unknown outcome leads to a new read, a lost lease to standing by (I5). Joins that come together share an
-epoch; a loss is planned at once. While the state server is away the newest change is kept and written when it is back.
+Reading and writing it: `store_sync`. Joins that come together share an epoch; a loss is planned at once. While the
+state server is away the newest change is kept and written when it is back.
 
 An epoch never goes back and is never used twice: a state server that has lost the layout gets it again under the next
-epoch. The number of a write whose outcome is unknown counts as used. A new leader that finds the layout lost
+epoch. A new leader that finds the layout lost
 cannot know the last epochs of the one before: it waits for the monitor's snapshot and goes on from the number of
 seconds in its token, which no earlier leader can have reached. Only if all planners and the state server are lost at
 once do epochs begin anew; those of transitions go on from the highest that an instance has heard of. The groups are
@@ -45,12 +43,10 @@ from services.planner.core.messages import (
     InstanceLost,
     InstanceProbed,
     InstanceUp,
-    JournalSettled,
     LayoutLoaded,
     LeadershipChanged,
     LeaveMonitor,
     LoadFailed,
-    LoadLayout,
     LoadsRead,
     MemberAnswered,
     OverloadRaised,
@@ -74,6 +70,7 @@ from services.planner.core.reason import explain
 from services.planner.core.record import TransitionRecord
 from services.planner.core.stages import Stage
 from services.planner.core.standings import Standings
+from services.planner.core.store_sync import StoreSync
 from services.planner.core.transition import Journal
 from services.planner.policy.replicate import Partial, keep_pipelines
 
@@ -93,25 +90,15 @@ class PlannerRules:
 @dataclass(slots=True)
 class PlannerCore:
     rules: PlannerRules
-    token: int | None = None  # of the lease; None: standing by
     layout: Layout = NO_LAYOUT  # the newest known to be stored, now or before the state server lost it
     layout_model: ModelInfo | None = None  # that its instances serve
-    in_flight: Layout | None = None  # being written
-    _in_flight_partial: Partial = ()  # of that write
     membership: Membership = field(default_factory=Membership)
     partial: Partial = ()  # lives of workers that hold only some layers, as last written
     suspects: Suspects = field(default_factory=Suspects)  # the monitor hears nothing of them
     conductor: Conductor = field(init=False)
+    store: StoreSync = field(init=False)
     _drains: Drains = field(init=False)
     standings: Standings = field(init=False)
-    _journaling: Journal | None = None  # being written
-    _journal_at_s: float = 0.0  # when to try again
-    _stored_epoch: Epoch | None = None  # as last read or written; None: nothing is stored
-    _used_epoch: int = 0  # the highest that may have been written
-    _has_seen_last: bool = True  # no epoch was written that this planner does not know
-    _read: bool = False  # what is stored is known well enough to write upon
-    _reading: bool = False
-    _read_at_s: float = 0.0  # when to read next
     _plan_at_s: float = math.inf  # when to plan; inf: nothing has changed
     _timer_at_s: float = math.inf
     _why_lost: dict[WorkerId, str] = field(default_factory=dict[WorkerId, str])  # since the last layout
@@ -119,6 +106,7 @@ class PlannerCore:
     kept_out: KeptOut = field(init=False)
 
     def __post_init__(self) -> None:
+        self.store = StoreSync(self.rules.verify_interval_s, self.rules.retry_s)
         self._drains = Drains(self.rules.max_drains)
         self.inconsistent = Inconsistent(self.rules.disagree_s)
         self.kept_out, self.standings = KeptOut(self.membership), Standings(self.membership)
@@ -126,7 +114,12 @@ class PlannerCore:
 
     @property
     def active(self) -> bool:
-        return self.token is not None
+        return self.store.token is not None
+
+    @property
+    def in_flight(self) -> Layout | None:
+        """The layout that is being written."""
+        return self.store.writing.layout if isinstance(self.store.writing, WriteLayout) else None
 
     @property
     def layout_at_rest(self) -> Layout | None:
@@ -139,9 +132,7 @@ class PlannerCore:
 
         Only of what is known to be stored: a number that was given away and never stored may be another leader's.
         """
-        certain = (
-            self.active and self._read and not self._awaits_worker_reports() and self._stored_epoch == self.layout.epoch
-        )
+        certain = self._may_write and self.store.stored_epoch == self.layout.epoch
         if not certain or self.conductor.busy:
             return Epoch(0)
         newest = self.conductor.newest
@@ -170,7 +161,7 @@ class PlannerCore:
             case LayoutLoaded():
                 return self._layout_loaded(event)
             case LoadFailed():
-                self._reading, self._read_at_s = False, event.at_s + self.rules.retry_s
+                self.store.load_failed(event.at_s)
                 return []
             case WriteSettled():
                 return self._write_settled(event)
@@ -178,15 +169,13 @@ class PlannerCore:
                 return self._drain_requested(event)
             case StandingRequested():
                 return self._standing_requested(event)
-            case JournalSettled():
-                return self._journal_settled(event)
             case DropRequested() | RestoreRequested():
                 if not self.active:
                     return [RefuseChange(event.request_id, ChangeRefusal.STANDBY, "")]
                 return self.conductor.requested(event)
             case LoadsRead():
                 heard_of = (load.newest_epoch for load in event.load.workers.values())
-                self._used_epoch = max(self._used_epoch, *heard_of, 0)
+                self.store.use(max(heard_of, default=0))
                 return self.conductor.loads_read(event)
             case MemberAnswered():
                 return self.conductor.member_answered(event)
@@ -208,11 +197,8 @@ class PlannerCore:
     # ------------------------------------------------------------ leadership and store
 
     def _leadership_changed(self, event: LeadershipChanged) -> list[Command]:
-        was_active, self.token = self.active, event.token
-        self._give_up_write()
-        self._read, self._read_at_s = False, event.at_s
-        self._has_seen_last = self._has_seen_last and self.active
-        self._journaling = None
+        was_active = self.active
+        self.store.lead(event.token, event.at_s)
         refused: list[Command] = [*self.conductor.stand_by()]
         if self.active:
             self._plan_at_s = event.at_s
@@ -226,98 +212,59 @@ class PlannerCore:
         return [*refused, LeaveMonitor()] if was_active else []
 
     def _layout_loaded(self, event: LayoutLoaded) -> list[Command]:
-        if not self._reading:
+        if not self.store.reading:
             return []
-        self._reading, self._read_at_s = False, event.at_s + self.rules.verify_interval_s
-        stored, first = event.stored, not self._read
-        self._stored_epoch, self._read = (stored.layout.epoch if stored else None), True
+        stored, first = event.stored, not self.store.is_read
+        self.store.loaded(stored, self.layout.epoch, event.at_s)
         commands: list[Command] = []
         newer = stored is not None and stored.layout.epoch > self.layout.epoch
         if stored is not None and newer:
             self.layout, self.layout_model, self.partial = stored.layout, stored.model, stored.partial
             commands.append(Publish(self.layout, event.cause_id))
         journal = stored.journal if stored is not None else None
-        self._used_epoch = max(self._used_epoch, journal.epoch if journal is not None else 0)
         if not self.active:
             self.conductor.observe(journal)
             return commands
         if first and not self.conductor.busy:
             commands += self.conductor.take_over(journal, event.at_s, event.cause_id)
             commands += self._tell_lost(event)
-        self._has_seen_last = self._has_seen_last or (stored is not None and stored.layout.epoch >= self.layout.epoch)
         if first or newer:
             self.membership.presume(self.layout, self.layout_model)
-        if (self._stored_epoch or 0) != self.layout.epoch or self._wanted()[0] != self.layout.groups:
+        if (self.store.stored_epoch or 0) != self.layout.epoch or self._wanted()[0] != self.layout.groups:
             self._plan_at_s = min(self._plan_at_s, event.at_s)
         return commands
 
     def _write_settled(self, event: WriteSettled) -> list[Command]:
-        written = self.in_flight
-        if written is None or (event.epoch, event.token) != (written.epoch, self.token):
+        write, is_written = event.write, event.outcome is WriteOutcome.WRITTEN
+        if not self.store.settled(event):
             return []
-        if event.outcome is WriteOutcome.UNAVAILABLE:
-            self._give_up_write()
-        self.in_flight = None
-        match event.outcome:
-            case WriteOutcome.WRITTEN:
-                return self._written(written, event)
-            case WriteOutcome.CONFLICT:
-                self._read, self._read_at_s, self._plan_at_s = False, event.at_s, event.at_s
-            case WriteOutcome.UNAVAILABLE:
-                self._read, self._read_at_s, self._plan_at_s = False, event.at_s + self.rules.retry_s, event.at_s
-            case WriteOutcome.FENCED:
-                # The lease's owner will say so, or bring the new token.
-                self._read, self._read_at_s, self._plan_at_s = False, event.at_s + self.rules.retry_s, event.at_s
-        return []
+        if isinstance(write, WriteLayout):
+            if is_written:
+                return self._written(write, event)
+            self._plan_at_s = event.at_s
+            return []
+        journal, commands = write.journal, list[Command]()
+        if event.outcome is WriteOutcome.CONFLICT:
+            return self.conductor.journal_refused(journal, event.at_s, event.cause_id)
+        if not is_written:
+            return []
+        if journal.stage is Stage.COMMITTING and journal.target.epoch >= self.layout.epoch:
+            commands = self._stored(journal.target, write.partial, event)
+        return commands + self.conductor.journaled(journal, event.at_s, event.cause_id)
 
-    def _give_up_write(self) -> None:
-        """Nobody will know whether the layout in flight has been written: its number counts as used."""
-        if self.in_flight is not None:
-            self._used_epoch = max(self._used_epoch, self.in_flight.epoch)
-        self.in_flight = None
-
-    def _written(self, layout: Layout, event: WriteSettled) -> list[Command]:
-        self.kept_out.regrouped(self.layout, layout, self.conductor.age_s, event.at_s)
-        self.layout_model, self.partial = self.membership.model, self._in_flight_partial
-        self.layout, self.conductor.failed = layout, ()
-        self._stored_epoch, self._read_at_s = layout.epoch, event.at_s + self.rules.verify_interval_s
-        self._has_seen_last = True
-        members = worker_ids(layout)
+    def _written(self, write: WriteLayout, event: WriteSettled) -> list[Command]:
+        self.kept_out.regrouped(self.layout, write.layout, self.conductor.age_s, event.at_s)
+        self.layout_model, self.conductor.failed = write.model, ()
+        members = worker_ids(write.layout)
         self._why_lost = {w: why for w, why in self._why_lost.items() if w in members}
+        return self._stored(write.layout, write.partial, event)
+
+    def _stored(self, layout: Layout, partial: Partial, event: WriteSettled) -> list[Command]:
+        self.layout, self.partial = layout, partial
+        self.store.stored(layout.epoch, event.at_s)
         if self._wanted()[0] != layout.groups:
             self._plan_at_s = min(self._plan_at_s, event.at_s)
         return [Publish(layout, event.cause_id), *self._answer_drains()]
-
-    def _journal_settled(self, event: JournalSettled) -> list[Command]:
-        journal = self._journaling
-        if journal is None or (event.epoch, event.stage, event.token) != (journal.epoch, journal.stage, self.token):
-            return []
-        self._journaling = None
-        match event.outcome:
-            case WriteOutcome.WRITTEN:
-                commands: list[Command] = []
-                if journal.stage is Stage.COMMITTING:
-                    commands += self._committed(journal, event)
-                return commands + self.conductor.journaled(journal, event.at_s, event.cause_id)
-            case WriteOutcome.CONFLICT:
-                self._read, self._read_at_s = False, event.at_s
-                return self.conductor.journal_refused(journal, event.at_s, event.cause_id)
-            case WriteOutcome.UNAVAILABLE:
-                self._journal_at_s = event.at_s + self.rules.retry_s
-            case WriteOutcome.FENCED:
-                # The lease's owner will say so, or bring the new token; what is stored is taken up then.
-                self._journal_at_s = event.at_s + self.rules.retry_s
-        return []
-
-    def _committed(self, journal: Journal, event: JournalSettled) -> list[Command]:
-        """The target has become the layout, in the same write."""
-        if journal.target.epoch < self.layout.epoch:
-            return []
-        self.layout, self.partial = journal.target, self._partial_after(journal)
-        self._stored_epoch, self._read_at_s = journal.epoch, event.at_s + self.rules.verify_interval_s
-        if self._wanted()[0] != self.layout.groups:
-            self._plan_at_s = min(self._plan_at_s, event.at_s)
-        return [Publish(self.layout, event.cause_id), *self._answer_drains()]
 
     def _transition_ended(self, at_s: float, ended: TransitionRecord) -> None:
         # What one found that changed nothing stays: an operator may ask again and again for what is taken back.
@@ -423,7 +370,7 @@ class PlannerCore:
     def _drain_requested(self, event: DrainRequested) -> list[Command]:
         if not self.active:
             return [RefuseDrain(event.request_id, DrainRefusal.STANDBY)]
-        all_known = self._read and self.membership.complete
+        all_known = self.store.is_read and self.membership.complete
         commands = self._drains.requested(event, self.membership, all_known=all_known)
         if any(isinstance(command, AskWorkerToDrain) for command in commands):
             self._plan_at_s = min(self._plan_at_s, event.at_s)
@@ -473,17 +420,15 @@ class PlannerCore:
 
     def _act(self, at_s: float, cause_id: str) -> list[Command]:
         """Starts the one store operation that is due, reading before writing."""
-        if self._reading or self.in_flight is not None or self._journaling is not None:
+        store, journal = self.store, self.conductor.to_write
+        if store.busy:
             return []
-        journal = self.conductor.to_write
-        if journal is not None and self.active and self._journal_at_s <= at_s and self.token is not None:
-            self._journaling = journal
+        if journal is not None and store.token is not None and store.journal_at_s <= at_s:
             model, partial = self.membership.model or self.layout_model, self._partial_after(journal)
-            return [WriteJournal(journal, journal.base.epoch, model, partial, self.token, cause_id)]
-        if self._read_at_s <= at_s:
-            self._reading = True
-            return [LoadLayout()]
-        if not self.active or not self._read or self._awaits_worker_reports():
+            return [store.write(WriteJournal(journal, journal.base.epoch, model, partial, store.token, cause_id))]
+        if store.read_at_s <= at_s:
+            return [store.read()]
+        if not self._may_write:
             return []
         if self.conductor.holds_layout:
             given_way = self.conductor.give_way(self.layout, at_s, cause_id, changes=self._plan_at_s <= at_s)
@@ -494,7 +439,7 @@ class PlannerCore:
 
     def _begin_transition(self, at_s: float, cause_id: str) -> list[Command]:
         """If one is wanted, nothing else is to be done, and everybody is known."""
-        if self.conductor.busy or self._plan_at_s != math.inf or self._stored_epoch != self.layout.epoch:
+        if self.conductor.busy or self._plan_at_s != math.inf or self.store.stored_epoch != self.layout.epoch:
             return []
         groups, partial = self._wanted()
         if groups != self.layout.groups:
@@ -513,19 +458,23 @@ class PlannerCore:
         if self._plan_at_s <= at_s:
             return commands + self._act(at_s, cause_id)
         if self.conductor.coordinator is not None:
-            self._used_epoch = max(self._used_epoch, context.epoch)
+            self.store.use(context.epoch)
             commands += self._act(at_s, cause_id)
         return commands
+
+    @property
+    def _may_write(self) -> bool:
+        return self.active and self.store.is_read and not self._awaits_worker_reports()
 
     def _awaits_worker_reports(self) -> bool:
         """Whether what this planner remembers may be older than what was lost, so that only the monitor knows more."""
         if self.membership.complete:
             return False
-        return not self._has_seen_last or bool(newer(self.layout, self.membership.claims()))
+        return not self.store.has_seen_last or bool(newer(self.layout, self.membership.claims()))
 
     def _take_up_claims(self, at_s: float) -> None:
         """Once everybody is known and it is certain what is stored: a layout that was lost is as its members say."""
-        if not (self.active and self._read and self.membership.complete) or self.in_flight is not None:
+        if not (self.active and self.store.is_read and self.membership.complete) or self.in_flight is not None:
             return
         rebuilt = None if self.conductor.busy else rebuild(self.layout, self.membership.claims(), self._layer_count())
         if rebuilt is None:
@@ -537,24 +486,19 @@ class PlannerCore:
     def _plan(self, cause_id: str) -> list[Command]:
         self._plan_at_s = math.inf
         groups, partial = self._wanted()
-        stored_epoch = self._stored_epoch or 0
-        if groups == self.layout.groups and stored_epoch == self.layout.epoch:
+        stored_epoch, token = self.store.stored_epoch, self.store.token
+        if groups == self.layout.groups and (stored_epoch or 0) == self.layout.epoch:
             return self._answer_drains()
-        if self.token is None:
+        if token is None:
             raise InvariantViolation("a standby planner plans")
         reason = explain(self.layout.groups, groups, self._why_lost)
-        self.in_flight, self._in_flight_partial = (
-            Layout(self._next_epoch(), self._layer_count(), groups, reason),
-            partial,
-        )
-        self.in_flight.check()
-        return [WriteLayout(self.in_flight, self.membership.model, self._stored_epoch, self.token, cause_id, partial)]
+        planned = Layout(self._next_epoch(), self._layer_count(), groups, reason)
+        planned.check()
+        write = WriteLayout(planned, self.membership.model, stored_epoch, token, cause_id, partial)
+        return [self.store.write(write)]
 
     def _next_epoch(self) -> Epoch:
-        next_epoch = max(self.layout.epoch, self._used_epoch, self._stored_epoch or 0) + 1
-        # A token is a time of the state server's clock in milliseconds; plans are rarer than one a second.
-        clock = (self.token or 0) // 1000
-        return Epoch(next_epoch if self._has_seen_last else max(next_epoch, clock))
+        return self.store.next_epoch(self.layout.epoch)
 
     def _answer_drains(self) -> list[Command]:
         answers: list[Command] = [AnswerDrain(request, epoch) for request, epoch in self._drains.settle(self.layout)]
@@ -565,12 +509,14 @@ class PlannerCore:
             self._why_lost[worker_id] = why
 
     def _reset_timer(self, at_s: float) -> list[Command]:
-        may_plan = self.active and self._read and not self._awaits_worker_reports() and not self.conductor.holds_layout
+        may_plan = (
+            self.active and self.store.is_read and not self._awaits_worker_reports() and not self.conductor.holds_layout
+        )
         plan_at_s = self._plan_at_s if may_plan else math.inf
-        busy = self._reading or self.in_flight is not None or self._journaling is not None
-        due_at_s = math.inf if busy else min(self._read_at_s, plan_at_s, self._own_at_s(at_s))
+        busy = self.store.busy
+        due_at_s = math.inf if busy else min(self.store.read_at_s, plan_at_s, self._own_at_s(at_s))
         if not busy and self.conductor.to_write is not None:
-            due_at_s = min(due_at_s, self._journal_at_s)
+            due_at_s = min(due_at_s, self.store.journal_at_s)
         due_at_s = min(due_at_s, self.conductor.due_at_s, self._inconsistent_at_s(), self.suspects.due_at_s)
         due_at_s = min(due_at_s, self.standings.order_at_s)
         if due_at_s == self._timer_at_s or due_at_s == math.inf:
@@ -595,6 +541,6 @@ class PlannerCore:
                 raise InvariantViolation(f"epoch {self.in_flight.epoch} is planned after {self.layout.epoch}")
         if not self.active and (self.in_flight is not None or self.membership.known or self.conductor.busy):
             raise InvariantViolation("a standby planner plans, or conducts a transition")
-        at_rest = self.active and self._read and self.in_flight is None and self._plan_at_s == math.inf
-        if at_rest and not self._reading and self._wanted()[0] != self.layout.groups:
+        at_rest = self.active and self.store.is_read and self.in_flight is None and self._plan_at_s == math.inf
+        if at_rest and not self.store.reading and self._wanted()[0] != self.layout.groups:
             raise InvariantViolation(f"at rest in epoch {self.layout.epoch}, but {self._wanted()[0]} is wanted")

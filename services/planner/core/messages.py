@@ -12,7 +12,6 @@ from ballast.common.protocol import PROTOCOL
 from ballast.common.traffic import Pace, Traffic
 from services.planner.core.prediction_log import Predicted
 from services.planner.core.record import TransitionRecord
-from services.planner.core.stages import Stage
 from services.planner.core.transition import Journal, MemberSaid
 from services.planner.policy.replicate import Partial
 
@@ -81,8 +80,7 @@ class LoadFailed:
 class WriteSettled:
     at_s: float
     cause_id: str
-    epoch: Epoch
-    token: int
+    write: "Write"
     outcome: WriteOutcome
 
 
@@ -214,16 +212,6 @@ class LoadsRead:
 
 
 @dataclass(frozen=True, slots=True)
-class JournalSettled:
-    at_s: float
-    cause_id: str
-    epoch: Epoch
-    stage: Stage
-    token: int
-    outcome: WriteOutcome
-
-
-@dataclass(frozen=True, slots=True)
 class MemberAnswered:
     at_s: float
     cause_id: str
@@ -252,7 +240,6 @@ Event = (
     | StandingRequested
     | ChangeRequest
     | LoadsRead
-    | JournalSettled
     | MemberAnswered
     | TimerFired
 )
@@ -280,7 +267,7 @@ class WriteLayout:
 
 @dataclass(frozen=True, slots=True)
 class WriteJournal:
-    """Answered by JournalSettled. Written once more with the same content, it is WRITTEN again.
+    """Answered by WriteSettled. Written once more with the same content, it is WRITTEN again.
 
     PREPARING and COMMITTING are refused unless `expected_epoch` is stored; with COMMITTING the target becomes the
     layout in the same write.
@@ -292,6 +279,9 @@ class WriteJournal:
     partial: Partial  # once committed
     token: int
     cause_id: str
+
+
+Write = WriteLayout | WriteJournal
 
 
 class Call(Enum):

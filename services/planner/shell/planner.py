@@ -24,7 +24,6 @@ from services.planner.core.messages import (
     FollowMonitor,
     IgnoreStale,
     InstanceProbed,
-    JournalSettled,
     LayoutLoaded,
     LeadershipChanged,
     LeaveMonitor,
@@ -281,7 +280,7 @@ class PlannerShell:
         outcome = await unless_it_fails(self._store.write(command), WriteOutcome.UNAVAILABLE)
         self._counting.write(outcome)
         notes.note_write(command, outcome)
-        self.feed(WriteSettled(time.monotonic(), command.cause_id, command.layout.epoch, command.token, outcome))
+        self.feed(WriteSettled(time.monotonic(), command.cause_id, command, outcome))
 
     async def _read_loads(self, cause_id: str) -> None:
         try:
@@ -297,8 +296,7 @@ class PlannerShell:
     async def _write_journal(self, command: WriteJournal) -> None:
         outcome = await unless_it_fails(self._store.write_journal(command), WriteOutcome.UNAVAILABLE)
         notes.note_journal(command, outcome)
-        at_s, journal = time.monotonic(), command.journal
-        self.feed(JournalSettled(at_s, command.cause_id, journal.epoch, journal.stage, command.token, outcome))
+        self.feed(WriteSettled(time.monotonic(), command.cause_id, command, outcome))
 
     def _call_member(self, command: CallMember) -> None:
         key = (command.member.worker_id, command.call)

@@ -87,16 +87,15 @@ class Planner:
 
     def settle(self, write: Command, outcome: WriteOutcome = WriteOutcome.WRITTEN) -> list[Command]:
         assert isinstance(write, WriteLayout)
-        return self.tell(WriteSettled(self.now_s, "c", write.layout.epoch, write.token, outcome))
+        return self.tell(WriteSettled(self.now_s, "c", write, outcome))
 
     def settle_all(self) -> Layout:
         """Writes until nothing is left to write."""
         while self.core.in_flight is not None or (self.timer_s is not None and self.timer_s < self.now_s + 1.0):
             for command in self.fire() if self.core.in_flight is None else []:
                 assert isinstance(command, WriteLayout)
-            if self.core.in_flight is not None:
-                layout = self.core.in_flight
-                self.tell(WriteSettled(self.now_s, "c", layout.epoch, self.core.token or 0, WriteOutcome.WRITTEN))
+            if self.core.store.writing is not None:
+                self.tell(WriteSettled(self.now_s, "c", self.core.store.writing, WriteOutcome.WRITTEN))
         return self.core.layout
 
 

@@ -80,8 +80,7 @@ def test_who_comes_back_while_the_layout_without_it_is_written_is_not_whole_by_t
     planner.execute = execute
     [command] = held
     planner.stored = StoredLayout(command.layout, command.model, command.partial, None)
-    epoch, token = command.layout.epoch, command.token
-    planner.tell(WriteSettled(planner.now_s, "c", epoch, token, WriteOutcome.WRITTEN))
+    planner.tell(WriteSettled(planner.now_s, "c", command, WriteOutcome.WRITTEN))
     planner.wait(3.0)
     assert planner.shape == []
     assert prepared(planner) == {"w0", "w1"}
