@@ -57,7 +57,6 @@ class DispatcherShell:
         metrics: DispatcherMetrics,
         chronicle: Chronicle,
         on_bug: Callable[[InvariantViolation], None],
-        connect_timeout_s: float,
         client_stall_timeout_s: float,
         dial: Dial = open_channel,
     ) -> None:
@@ -69,7 +68,6 @@ class DispatcherShell:
         self._clock = clock
         self._metrics = metrics
         self._on_bug = on_bug
-        self._connect_timeout_s = connect_timeout_s
         self._client_stall_timeout_s = client_stall_timeout_s
         self._clients: dict[RequestId, ClientStream] = {}
         self._links: dict[WorkerKey, tuple[WorkerLink, asyncio.Task[None]]] = {}
@@ -240,7 +238,6 @@ class DispatcherShell:
             identity=self._identity,
             clock=self._clock,
             feed=self._feed_from_link,
-            connect_timeout_s=self._connect_timeout_s,
             dial=self._dial,
         )
         task = self._tasks.keep(link.run, "link to a worker")
