@@ -21,6 +21,7 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, worker_ids
 from ballast.common.model import ModelInfo
+from services.planner.core import messages as p
 from services.planner.core.claims import newer, rebuild
 from services.planner.core.conductor import Conductor, ConductorRules, LayoutContext
 from services.planner.core.drains import Drains
@@ -28,44 +29,6 @@ from services.planner.core.evictions import Suspects
 from services.planner.core.inconsistent import Inconsistent
 from services.planner.core.kept_out import KeptOut
 from services.planner.core.membership import Membership, difference
-from services.planner.core.messages import (
-    AnswerDrain,
-    AskWorkerToDrain,
-    ChangeRefusal,
-    Command,
-    DrainRefusal,
-    DrainRequested,
-    DropRequested,
-    Event,
-    FollowMonitor,
-    IgnoreStale,
-    InstanceDraining,
-    InstanceLost,
-    InstanceProbed,
-    InstanceUp,
-    LayoutLoaded,
-    LeadershipChanged,
-    LeaveMonitor,
-    LoadFailed,
-    LoadsRead,
-    MemberAnswered,
-    OverloadRaised,
-    Publish,
-    RefuseChange,
-    RefuseDrain,
-    RejectInstance,
-    ReliefRaised,
-    RestoreRequested,
-    SetTimer,
-    SnapshotBegan,
-    SnapshotEnded,
-    StandingRequested,
-    TimerFired,
-    WriteJournal,
-    WriteLayout,
-    WriteOutcome,
-    WriteSettled,
-)
 from services.planner.core.reason import explain
 from services.planner.core.record import TransitionRecord
 from services.planner.core.stages import Stage
@@ -119,7 +82,7 @@ class PlannerCore:
     @property
     def in_flight(self) -> Layout | None:
         """The layout that is being written."""
-        return self.store.writing.layout if isinstance(self.store.writing, WriteLayout) else None
+        return self.store.writing.layout if isinstance(self.store.writing, p.WriteLayout) else None
 
     @property
     def layout_at_rest(self) -> Layout | None:
@@ -138,7 +101,7 @@ class PlannerCore:
         newest = self.conductor.newest
         return max(self.layout.epoch, newest.epoch) if newest is not None and newest.stage.over else self.layout.epoch
 
-    def handle(self, event: Event) -> list[Command]:
+    def handle(self, event: p.Event) -> list[p.Command]:
         record = self.conductor.record
         commands = self._apply(event)
         if record is not None and not self.conductor.busy:
@@ -154,73 +117,73 @@ class PlannerCore:
         commands += self._reset_timer(event.at_s)
         return commands
 
-    def _apply(self, event: Event) -> list[Command]:
+    def _apply(self, event: p.Event) -> list[p.Command]:
         match event:
-            case LeadershipChanged():
+            case p.LeadershipChanged():
                 return self._leadership_changed(event)
-            case LayoutLoaded():
+            case p.LayoutLoaded():
                 return self._layout_loaded(event)
-            case LoadFailed():
+            case p.LoadFailed():
                 self.store.load_failed(event.at_s)
                 return []
-            case WriteSettled():
+            case p.WriteSettled():
                 return self._write_settled(event)
-            case DrainRequested():
+            case p.DrainRequested():
                 return self._drain_requested(event)
-            case StandingRequested():
+            case p.StandingRequested():
                 return self._standing_requested(event)
-            case DropRequested() | RestoreRequested():
+            case p.DropRequested() | p.RestoreRequested():
                 if not self.active:
-                    return [RefuseChange(event.request_id, ChangeRefusal.STANDBY, "")]
+                    return [p.RefuseChange(event.request_id, p.ChangeRefusal.STANDBY, "")]
                 return self.conductor.requested(event)
-            case LoadsRead():
+            case p.LoadsRead():
                 heard_of = (load.newest_epoch for load in event.load.workers.values())
                 self.store.use(max(heard_of, default=0))
                 return self.conductor.loads_read(event)
-            case MemberAnswered():
+            case p.MemberAnswered():
                 return self.conductor.member_answered(event)
-            case OverloadRaised():
+            case p.OverloadRaised():
                 return self.conductor.overload(event) if self.active else []
-            case ReliefRaised():
+            case p.ReliefRaised():
                 return self.conductor.relief(event) if self.active else []
-            case TimerFired():
+            case p.TimerFired():
                 self._timer_at_s = math.inf
                 self._evict_inconsistent(event.at_s)
                 return self.conductor.tick(event.at_s, event.cause_id)
-            case SnapshotBegan() | SnapshotEnded() | InstanceUp() | InstanceLost() | InstanceDraining():
+            case p.SnapshotBegan() | p.SnapshotEnded() | p.InstanceUp() | p.InstanceLost() | p.InstanceDraining():
                 # A late word of a monitor that a standby listened to in an earlier life as leader changes nothing.
                 return self._heard(event) if self.active else []
-            case InstanceProbed():
+            case p.InstanceProbed():
                 self.suspects.probed(event)
                 return []
 
     # ------------------------------------------------------------ leadership and store
 
-    def _leadership_changed(self, event: LeadershipChanged) -> list[Command]:
+    def _leadership_changed(self, event: p.LeadershipChanged) -> list[p.Command]:
         was_active = self.active
         self.store.lead(event.token, event.at_s)
-        refused: list[Command] = [*self.conductor.stand_by()]
+        refused: list[p.Command] = [*self.conductor.stand_by()]
         if self.active:
             self._plan_at_s = event.at_s
-            return refused if was_active else [*refused, FollowMonitor()]
+            return refused if was_active else [*refused, p.FollowMonitor()]
         self.membership.clear()
         self.suspects.keep(set())
         self._why_lost.clear()
         self._plan_at_s = math.inf
-        refused += [RefuseDrain(request_id, DrainRefusal.STANDBY) for request_id in self._drains.give_up()]
+        refused += [p.RefuseDrain(request_id, p.DrainRefusal.STANDBY) for request_id in self._drains.give_up()]
         refused += self.standings.give_up()
-        return [*refused, LeaveMonitor()] if was_active else []
+        return [*refused, p.LeaveMonitor()] if was_active else []
 
-    def _layout_loaded(self, event: LayoutLoaded) -> list[Command]:
+    def _layout_loaded(self, event: p.LayoutLoaded) -> list[p.Command]:
         if not self.store.reading:
             return []
         stored, first = event.stored, not self.store.is_read
         self.store.loaded(stored, self.layout.epoch, event.at_s)
-        commands: list[Command] = []
+        commands: list[p.Command] = []
         newer = stored is not None and stored.layout.epoch > self.layout.epoch
         if stored is not None and newer:
             self.layout, self.layout_model, self.partial = stored.layout, stored.model, stored.partial
-            commands.append(Publish(self.layout, event.cause_id))
+            commands.append(p.Publish(self.layout, event.cause_id))
         journal = stored.journal if stored is not None else None
         if not self.active:
             self.conductor.observe(journal)
@@ -234,17 +197,17 @@ class PlannerCore:
             self._plan_at_s = min(self._plan_at_s, event.at_s)
         return commands
 
-    def _write_settled(self, event: WriteSettled) -> list[Command]:
-        write, is_written = event.write, event.outcome is WriteOutcome.WRITTEN
+    def _write_settled(self, event: p.WriteSettled) -> list[p.Command]:
+        write, is_written = event.write, event.outcome is p.WriteOutcome.WRITTEN
         if not self.store.settled(event):
             return []
-        if isinstance(write, WriteLayout):
+        if isinstance(write, p.WriteLayout):
             if is_written:
                 return self._written(write, event)
             self._plan_at_s = event.at_s
             return []
-        journal, commands = write.journal, list[Command]()
-        if event.outcome is WriteOutcome.CONFLICT:
+        journal, commands = write.journal, list[p.Command]()
+        if event.outcome is p.WriteOutcome.CONFLICT:
             return self.conductor.journal_refused(journal, event.at_s, event.cause_id)
         if not is_written:
             return []
@@ -252,19 +215,19 @@ class PlannerCore:
             commands = self._stored(journal.target, write.partial, event)
         return commands + self.conductor.journaled(journal, event.at_s, event.cause_id)
 
-    def _written(self, write: WriteLayout, event: WriteSettled) -> list[Command]:
+    def _written(self, write: p.WriteLayout, event: p.WriteSettled) -> list[p.Command]:
         self.kept_out.regrouped(self.layout, write.layout, self.conductor.age_s, event.at_s)
         self.layout_model, self.conductor.failed = write.model, ()
         members = worker_ids(write.layout)
         self._why_lost = {w: why for w, why in self._why_lost.items() if w in members}
         return self._stored(write.layout, write.partial, event)
 
-    def _stored(self, layout: Layout, partial: Partial, event: WriteSettled) -> list[Command]:
+    def _stored(self, layout: Layout, partial: Partial, event: p.WriteSettled) -> list[p.Command]:
         self.layout, self.partial = layout, partial
         self.store.stored(layout.epoch, event.at_s)
         if self._wanted()[0] != layout.groups:
             self._plan_at_s = min(self._plan_at_s, event.at_s)
-        return [Publish(layout, event.cause_id), *self._answer_drains()]
+        return [p.Publish(layout, event.cause_id), *self._answer_drains()]
 
     def _transition_ended(self, at_s: float, ended: TransitionRecord) -> None:
         # What one found that changed nothing stays: an operator may ask again and again for what is taken back.
@@ -281,12 +244,12 @@ class PlannerCore:
     # ------------------------------------------------------------ instances
 
     def _heard(
-        self, event: SnapshotBegan | SnapshotEnded | InstanceUp | InstanceLost | InstanceDraining
-    ) -> list[Command]:
+        self, event: p.SnapshotBegan | p.SnapshotEnded | p.InstanceUp | p.InstanceLost | p.InstanceDraining
+    ) -> list[p.Command]:
         match event:
-            case SnapshotBegan():
+            case p.SnapshotBegan():
                 self.membership.begin_snapshot()
-            case SnapshotEnded():
+            case p.SnapshotEnded():
                 missing = self.membership.end_snapshot()
                 self.suspects.keep(set(missing))
                 for worker_id in missing:
@@ -294,15 +257,15 @@ class PlannerCore:
                     self.suspects.add(placeable, "the monitor does not know it", event.at_s)
                 self._replan(event.at_s)
                 return self._tell_lost(event)
-            case InstanceUp():
+            case p.InstanceUp():
                 return self._instance_up(event) + self._tell_lost(event)
-            case InstanceLost(worker_id=worker_id, incarnation=incarnation):
+            case p.InstanceLost(worker_id=worker_id, incarnation=incarnation):
                 if event.silent and self.membership.has(worker_id, incarnation):
                     self.suspects.add(self.membership.known[worker_id].placeable, event.why, event.at_s)
                 else:
                     self._lose(worker_id, incarnation, event.why, event.at_s)
                 return self._tell_lost(event)
-            case InstanceDraining(worker_id=worker_id, incarnation=incarnation):
+            case p.InstanceDraining(worker_id=worker_id, incarnation=incarnation):
                 if self.membership.drain(worker_id, incarnation):
                     self._replan(event.at_s)
         return []
@@ -313,37 +276,37 @@ class PlannerCore:
             self._note_lost(worker_id, why)
             self._replan(at_s)
 
-    def _evict_gone(self, event: Event) -> list[Command]:
+    def _evict_gone(self, event: p.Event) -> list[p.Command]:
         """Of those that the monitor does not hear, the ones of whose end there is evidence."""
         left = self.inconsistent.worker_ids
         gone = self.suspects.gone(len(self.membership.known), self.inconsistent.grouped, left)
         for worker_id, incarnation, why in gone:
             self._lose(worker_id, incarnation, why, event.at_s)
-        commands: list[Command] = [*self.suspects.due(event.at_s, event.cause_id)]
+        commands: list[p.Command] = [*self.suspects.due(event.at_s, event.cause_id)]
         return commands + (self._tell_lost(event) if gone else [])
 
-    def _instance_up(self, event: InstanceUp) -> list[Command]:
+    def _instance_up(self, event: p.InstanceUp) -> list[p.Command]:
         before = self.membership.known.get(event.worker_id)
         if not self.membership.up(event):
             newest = self.membership.newest(event.worker_id)
-            return [IgnoreStale(event.worker_id, event.incarnation, newest, event.cause_id)]
+            return [p.IgnoreStale(event.worker_id, event.incarnation, newest, event.cause_id)]
         self.suspects.clear(event.worker_id)
         if self._drains.ordered(event.worker_id, event.incarnation):
             self.membership.drain(event.worker_id, event.incarnation)
-        commands: list[Command] = []
+        commands: list[p.Command] = []
         known = self.membership.known[event.worker_id]
         same_life = before is not None and before.placeable.incarnation == event.incarnation
         told = same_life and before is not None and before.model == known.model
         if not told and self.membership.serves_another_model(event.worker_id):
             why = difference(event.model, self.membership.model)
-            commands.append(RejectInstance(event.worker_id, event.incarnation, why, event.cause_id))
+            commands.append(p.RejectInstance(event.worker_id, event.incarnation, why, event.cause_id))
         if known.placeable.draining and not event.draining:
             # It was to drain and does not know: the planner before had no time to tell it, or it was not to be reached.
-            commands.append(AskWorkerToDrain(event.worker_id, event.incarnation, event.address, event.cause_id))
+            commands.append(p.AskWorkerToDrain(event.worker_id, event.incarnation, event.address, event.cause_id))
         self._replan(event.at_s + self.rules.coalesce_s)
         return commands
 
-    def _tell_lost(self, event: Event) -> list[Command]:
+    def _tell_lost(self, event: p.Event) -> list[p.Command]:
         """Tells the transition under way whom it has to do without."""
         coordinator = self.conductor.coordinator
         if coordinator is None:
@@ -352,7 +315,7 @@ class PlannerCore:
         for member in (m for group in coordinator.journal.target.groups for m in group.members):
             known = self.membership.known.get(member.worker_id)
             there = known is not None and known.placeable.incarnation == member.incarnation
-            named = isinstance(event, (InstanceUp, InstanceLost)) and event.worker_id == member.worker_id
+            named = isinstance(event, (p.InstanceUp, p.InstanceLost)) and event.worker_id == member.worker_id
             if not there and (named or self.membership.complete):
                 lost[member.worker_id] = self._why_lost.get(member.worker_id, "it is not there any more")
         commands = self.conductor.members_lost(lost, event.at_s, event.cause_id)
@@ -360,19 +323,19 @@ class PlannerCore:
             commands += self.conductor.make_way("another instance was lost", event.at_s, event.cause_id)
         return commands
 
-    def _standing_requested(self, event: StandingRequested) -> list[Command]:
+    def _standing_requested(self, event: p.StandingRequested) -> list[p.Command]:
         if not self.active:
-            return [RefuseChange(event.request_id, ChangeRefusal.STANDBY, "")]
+            return [p.RefuseChange(event.request_id, p.ChangeRefusal.STANDBY, "")]
         commands = self.standings.requested(event, self.layout, busy=self.conductor.busy)
         self._replan(event.at_s)
         return commands + self.standings.settle(self.layout)
 
-    def _drain_requested(self, event: DrainRequested) -> list[Command]:
+    def _drain_requested(self, event: p.DrainRequested) -> list[p.Command]:
         if not self.active:
-            return [RefuseDrain(event.request_id, DrainRefusal.STANDBY)]
+            return [p.RefuseDrain(event.request_id, p.DrainRefusal.STANDBY)]
         all_known = self.store.is_read and self.membership.complete
         commands = self._drains.requested(event, self.membership, all_known=all_known)
-        if any(isinstance(command, AskWorkerToDrain) for command in commands):
+        if any(isinstance(command, p.AskWorkerToDrain) for command in commands):
             self._plan_at_s = min(self._plan_at_s, event.at_s)
         return commands
 
@@ -398,7 +361,7 @@ class PlannerCore:
         lives |= self.inconsistent.lives(self.layout, self.membership)
         return tuple(sorted({**dict(self.partial), **lives}.items()))
 
-    def _compare(self, event: Event) -> None:
+    def _compare(self, event: p.Event) -> None:
         if not self.active:
             self.inconsistent.clear()
         elif self.inconsistent.compare(event, self.layout, self.membership, self._layer_count()):
@@ -418,14 +381,14 @@ class PlannerCore:
     def _layer_count(self) -> int:
         return self.membership.model.layer_count if self.membership.model is not None else self.layout.layer_count
 
-    def _act(self, at_s: float, cause_id: str) -> list[Command]:
+    def _act(self, at_s: float, cause_id: str) -> list[p.Command]:
         """Starts the one store operation that is due, reading before writing."""
         store, journal = self.store, self.conductor.to_write
         if store.busy:
             return []
         if journal is not None and store.token is not None and store.journal_at_s <= at_s:
             model, partial = self.membership.model or self.layout_model, self._partial_after(journal)
-            return [store.write(WriteJournal(journal, journal.base.epoch, model, partial, store.token, cause_id))]
+            return [store.write(p.WriteJournal(journal, journal.base.epoch, model, partial, store.token, cause_id))]
         if store.read_at_s <= at_s:
             return [store.read()]
         if not self._may_write:
@@ -437,7 +400,7 @@ class PlannerCore:
             return self._plan(cause_id)
         return self._begin_transition(at_s, cause_id)
 
-    def _begin_transition(self, at_s: float, cause_id: str) -> list[Command]:
+    def _begin_transition(self, at_s: float, cause_id: str) -> list[p.Command]:
         """If one is wanted, nothing else is to be done, and everybody is known."""
         if self.conductor.busy or self._plan_at_s != math.inf or self.store.stored_epoch != self.layout.epoch:
             return []
@@ -445,7 +408,7 @@ class PlannerCore:
         if groups != self.layout.groups:
             return []
         left_over = [self.membership.known[w].placeable for w, _ in partial if w not in self.suspects]
-        stranded = tuple(p.member(0, self._layer_count()) for p in left_over if not p.draining)
+        stranded = tuple(one.member(0, self._layer_count()) for one in left_over if not one.draining)
         context = LayoutContext(self.layout, self.layout_model, self._next_epoch(), stranded, self.kept_out)
         commands = self.conductor.begin_completion(context, at_s, cause_id)
         if not commands and not self.conductor.busy and self.conductor.wants_to_begin:
@@ -483,7 +446,7 @@ class PlannerCore:
         self.partial = tuple(sorted({**dict(self.partial), **dict(rebuilt.partial)}.items()))
         self._plan_at_s = min(self._plan_at_s, at_s)
 
-    def _plan(self, cause_id: str) -> list[Command]:
+    def _plan(self, cause_id: str) -> list[p.Command]:
         self._plan_at_s = math.inf
         groups, partial = self._wanted()
         stored_epoch, token = self.store.stored_epoch, self.store.token
@@ -494,21 +457,23 @@ class PlannerCore:
         reason = explain(self.layout.groups, groups, self._why_lost)
         planned = Layout(self._next_epoch(), self._layer_count(), groups, reason)
         planned.check()
-        write = WriteLayout(planned, self.membership.model, stored_epoch, token, cause_id, partial)
+        write = p.WriteLayout(planned, self.membership.model, stored_epoch, token, cause_id, partial)
         return [self.store.write(write)]
 
     def _next_epoch(self) -> Epoch:
         return self.store.next_epoch(self.layout.epoch)
 
-    def _answer_drains(self) -> list[Command]:
-        answers: list[Command] = [AnswerDrain(request, epoch) for request, epoch in self._drains.settle(self.layout)]
+    def _answer_drains(self) -> list[p.Command]:
+        answers: list[p.Command] = [
+            p.AnswerDrain(request, epoch) for request, epoch in self._drains.settle(self.layout)
+        ]
         return answers + self.standings.settle(self.layout)
 
     def _note_lost(self, worker_id: WorkerId, why: str) -> None:
         if worker_id in worker_ids(self.layout) or (self.in_flight and worker_id in worker_ids(self.in_flight)):
             self._why_lost[worker_id] = why
 
-    def _reset_timer(self, at_s: float) -> list[Command]:
+    def _reset_timer(self, at_s: float) -> list[p.Command]:
         may_plan = (
             self.active and self.store.is_read and not self._awaits_worker_reports() and not self.conductor.holds_layout
         )
@@ -523,7 +488,7 @@ class PlannerCore:
             self._timer_at_s = due_at_s
             return []
         self._timer_at_s = due_at_s
-        return [SetTimer(due_at_s)]
+        return [p.SetTimer(due_at_s)]
 
     def _own_at_s(self, at_s: float) -> float:
         """When a transition of the planner's own will, put off before, may begin; inf if it may already."""

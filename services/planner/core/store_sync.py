@@ -8,15 +8,7 @@ standing by (I5). The number of a write whose outcome is unknown counts as used.
 from dataclasses import dataclass
 
 from ballast.common.ids import Epoch
-from services.planner.core.messages import (
-    LoadLayout,
-    StoredLayout,
-    Write,
-    WriteJournal,
-    WriteLayout,
-    WriteOutcome,
-    WriteSettled,
-)
+from services.planner.core import messages as p
 
 
 @dataclass(slots=True)
@@ -24,7 +16,7 @@ class StoreSync:
     verify_interval_s: float
     retry_s: float  # after the state server gave no answer
     token: int | None = None  # of the lease; None: standing by
-    writing: Write | None = None
+    writing: p.Write | None = None
     reading: bool = False
     is_read: bool = False  # what is stored is known well enough to write upon
     read_at_s: float = 0.0  # when to read next
@@ -54,18 +46,18 @@ class StoreSync:
         self._give_up_write()
         self.is_read, self.read_at_s = False, at_s
 
-    def read(self) -> LoadLayout:
+    def read(self) -> p.LoadLayout:
         self.reading = True
-        return LoadLayout()
+        return p.LoadLayout()
 
-    def write(self, command: Write) -> Write:
+    def write(self, command: p.Write) -> p.Write:
         self.writing = command
         return command
 
     def load_failed(self, at_s: float) -> None:
         self.reading, self.read_at_s = False, at_s + self.retry_s
 
-    def loaded(self, stored: StoredLayout | None, newest: Epoch, at_s: float) -> None:
+    def loaded(self, stored: p.StoredLayout | None, newest: Epoch, at_s: float) -> None:
         self.reading, self.is_read, self.read_at_s = False, True, at_s + self.verify_interval_s
         self.stored_epoch = stored.layout.epoch if stored is not None else None
         if stored is not None and stored.journal is not None:
@@ -73,23 +65,23 @@ class StoreSync:
         if self.token is not None and stored is not None and stored.layout.epoch >= newest:
             self.has_seen_last = True  # whoever stands by may miss what the leader writes next
 
-    def settled(self, event: WriteSettled) -> bool:
+    def settled(self, event: p.WriteSettled) -> bool:
         """Returns False if nothing waits for it any more: its lease is over."""
         if self.writing is None or event.write != self.writing:
             return False
-        is_journal = isinstance(event.write, WriteJournal)
+        is_journal = isinstance(event.write, p.WriteJournal)
         match event.outcome:
-            case WriteOutcome.WRITTEN:
+            case p.WriteOutcome.WRITTEN:
                 pass
-            case WriteOutcome.CONFLICT:
+            case p.WriteOutcome.CONFLICT:
                 self.is_read, self.read_at_s = False, event.at_s
-            case WriteOutcome.UNAVAILABLE | WriteOutcome.FENCED if is_journal:
+            case p.WriteOutcome.UNAVAILABLE | p.WriteOutcome.FENCED if is_journal:
                 # If fenced, the lease's owner will say so, or bring the new token; what is stored is taken up then.
                 self.journal_at_s = event.at_s + self.retry_s
-            case WriteOutcome.UNAVAILABLE:
+            case p.WriteOutcome.UNAVAILABLE:
                 self._give_up_write()
                 self.is_read, self.read_at_s = False, event.at_s + self.retry_s
-            case WriteOutcome.FENCED:
+            case p.WriteOutcome.FENCED:
                 self.is_read, self.read_at_s = False, event.at_s + self.retry_s
         self.writing = None
         return True
@@ -100,6 +92,6 @@ class StoreSync:
 
     def _give_up_write(self) -> None:
         """Nobody will know whether the layout in flight has been written: its number counts as used."""
-        if isinstance(self.writing, WriteLayout):
+        if isinstance(self.writing, p.WriteLayout):
             self.use(self.writing.layout.epoch)
         self.writing = None
