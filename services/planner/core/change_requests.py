@@ -178,11 +178,9 @@ def _drop(
         needed = demand_bytes(snapshot)
         if not needed:
             return Rejected("demand fits into the KV memory there is: nothing lacks; say how much, or which workers")
-    compared = (
-        None if change.request_id or not planning.compares else _compared(surveyed, load, model, planning.targets)
-    )
-    why = f"{change.by}: {human_bytes(needed)} of KV needed"
     by_comparison = planning.compares and not change.request_id
+    compared = _compared(surveyed, load, model, planning.targets) if by_comparison else None
+    why = f"{change.by}: {human_bytes(needed)} of KV needed"
     if compared is None and by_comparison and not _must_act_blind(change, snapshot, needed):
         why = f"not known yet {_unknown(load, model)}: nothing is dropped before"
         return Rejected(why, needed, for_now=True, blind=True)
