@@ -193,7 +193,7 @@ def _drop(
         return Rejected(why, needed, for_now=True, compared=compared)
     elif not change.again and compared.gain < _CLEAR:
         why = "; ".join(("a little better would be a drop, if that is so at a second look", *compared.lines()))
-        return Rejected(why, needed, for_now=True, compared=compared)
+        return Rejected(why, needed, for_now=True)
     else:
         chosen = compared.chosen.candidate
         found = plan_of(snapshot, chosen.merges, needed, chosen.toward_memory)
