@@ -354,15 +354,7 @@ class PlannerNode:
             if peer.paused:
                 self._clock.after(_CALL_TIMEOUT_S, label, give_up)
                 return
-            hold(said, self._clock.now_s + HOLD_S)
-
-        def hold(said: MemberSaid | None, until_s: float) -> None:
-            if said is None or said.phase not in _HELD.get(command.call, ()) or self._clock.now_s >= until_s:
-                self._clock.after(self._delays.rpc_s, label, lambda: answer(said))
-                return
-            self._clock.after(
-                _LOOK_S, label, lambda: hold(None if peer.crashed else self._status(peer, command), until_s)
-            )
+            self._hold(peer, command, said, self._clock.now_s + HOLD_S, label, answer)
 
         def answer(said: MemberSaid | None) -> None:
             def hear() -> None:
@@ -382,6 +374,26 @@ class PlannerNode:
                 self._calls.discard(key)
 
         self._clock.after(self._delays.rpc_s, label, arrive)
+
+    def _hold(
+        self,
+        peer: Peer,
+        command: p.CallMember,
+        said: MemberSaid | None,
+        until_s: float,
+        label: bytes,
+        answer: Callable[[MemberSaid | None], None],
+    ) -> None:
+        """Answers, once the member is further or the moment is over."""
+        if said is None or said.phase not in _HELD.get(command.call, ()) or self._clock.now_s >= until_s:
+            self._clock.after(self._delays.rpc_s, label, lambda: answer(said))
+            return
+
+        def look() -> None:
+            now = None if peer.crashed else self._status(peer, command)
+            self._hold(peer, command, now, until_s, label, answer)
+
+        self._clock.after(_LOOK_S, label, look)
 
     def _member_said(self, key: tuple[WorkerId, p.Call], command: p.CallMember, said: MemberSaid | None) -> None:
         self._calls.discard(key)
