@@ -113,7 +113,8 @@ def run(share: float, way: str, arrivals: Sequence[Arrival], size: Size) -> Cell
     loads = [instance.load() for instance in world.instances.values()]
     queried = sum(load.prefix_queries_total for load in loads)
     ttft = quantiles([r.token_times_s[0] - r.arrival_s for r in records], n=100)
-    tpot = [(r.token_times_s[-1] - r.token_times_s[0]) / (len(r.token_times_s) - 1) for r in records]
+    answers = [r.token_times_s for r in records if len(r.token_times_s) > 1]
+    tpot = [(times_s[-1] - times_s[0]) / (len(times_s) - 1) for times_s in answers]
     hits = sum(load.prefix_hits_total for load in loads) / queried if queried else 0.0
     from_host = sum(load.prefix_host_hits_total for load in loads) / queried if queried else 0.0
     return Cell(share, way, ttft[49], ttft[98], quantiles(tpot, n=2)[0], hits, from_host, len(records))
