@@ -4,6 +4,7 @@ from typing import Any
 
 from ballast.common.cost import CostModel
 from ballast.common.sampling import PriorityClass
+from services.worker.core.blocks import BlockBook
 from services.worker.core.events import Aborted, RoleChanged, RoomWanted
 from services.worker.core.group_scheduler import GroupScheduler
 from services.worker.core.host_prefixes import HostPrefixes
@@ -183,3 +184,16 @@ def test_dispatchers_are_told_that_it_is_still_here() -> None:
     assert group_of(driver).scheduler.prefixes.kept_since_s == 0.0
     group_of(driver).scheduler.swap.limit(0)
     assert 0.0 < group_of(driver).scheduler.prefixes.kept_since_s < 5.0
+
+
+def test_what_is_read_makes_no_room() -> None:
+    host = HostPrefixes(BlockBook(8, 4), 4)
+    assert len(host.copy([(1, b"one"), (2, b"two")])) == 2
+    host.landed([1, 2], good=True)
+    host.read((b"one",))
+    assert host.removable_count == 1
+    host.make_room(2)
+    assert [b"one" in host, b"two" in host] == [True, False]
+    host.done((b"one",))
+    host.make_room(2)
+    assert len(host) == 0
