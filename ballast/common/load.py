@@ -67,6 +67,7 @@ class LoadReport:
     prefix_host_hits_total: int = 0  # of these, those whose KV came back from host memory
     host_block_count: int = 0  # of host memory, with copies of what is retained or was
     offline_yields_total: int = 0  # times an offline request gave its blocks or its place to online work
+    busiest_caller_count: int = 0  # online requests that run, of the caller that has the most of them
     parked: bool = False  # takes no request until woken; its device memory is given back, or about to be
     wake_s: float = 0.0  # that waking takes, as measured lately or estimated; 0: it cannot be parked
 

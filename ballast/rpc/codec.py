@@ -113,6 +113,7 @@ def _check_load(report: pb.LoadReport) -> None:
         report.prefix_hits_total,
         report.prefix_host_hits_total,
         report.host_block_count,
+        report.busiest_caller_count,
     )
     if min(counts) < 0:
         raise InvalidRequest("load", f"counts must not be negative, and a block has tokens: {report}")

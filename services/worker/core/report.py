@@ -122,6 +122,7 @@ def load_of(
         prefix_hits_total=closed.prefix_hits,
         prefix_host_hits_total=closed.prefix_host_hits,
         host_block_count=len(scheduler.swap.prefixes),
+        busiest_caller_count=scheduler.busiest_caller_count,
         parked=parks.parked,
         wake_s=parks.wake_s,
     )
