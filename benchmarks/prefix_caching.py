@@ -32,7 +32,6 @@ from sim.clients import Arrival
 from sim.hardware import find_cluster, find_model, timings
 from sim.jobs.simulation import WorkerSize, production_rules
 from sim.policies import find_policy
-from sim.rules import WorkerRules
 from sim.world import World, WorldOptions
 
 WAYS = ("off", "cached", "routed")
@@ -270,7 +269,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     instance_count = int(args.cluster.partition("x")[0])
     host_bytes = parse_bytes(args.host_bytes) // instance_count
-    block_tokens = WorkerRules().block_tokens if args.trace is None else _TRACE_BLOCK_TOKENS
+    block_tokens = production_rules(WorkerSize()).worker.block_tokens if args.trace is None else _TRACE_BLOCK_TOKENS
     size = Size(args.cluster, args.model, block_tokens, host_bytes)
     cells: list[Cell] = []
     for share in args.shares if args.trace is None else (0.0,):
