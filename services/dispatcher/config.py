@@ -16,6 +16,7 @@ class DispatcherSettings(ServiceSettings):
         {
             "prefix_marks",
             "growth_tokens",
+            "max_deadline_s",
             "max_request_bytes",
             "max_calls_per_connection",
             "replay_limit",
