@@ -36,6 +36,7 @@ _OUTLIVED = 2.0  # times the mean answer: what has run for longer on average is 
 # many times the mean.
 _FULL, _FEARED, _FEARED_AFTER, _JUMP, _BRIDGED = 0.95, 0.6, 1.1, 1.3, 0.25
 _PRICED = 2.0  # an instance has a price, a drop has none: so many times the targets are good enough to do without one
+_MOST_GAIN = 50.0  # the logarithm of what is told
 _PRIOR_COUNT, _PRIOR_TOKENS = 2, 128  # answers that nobody has seen, lest the first one says all
 
 
@@ -79,6 +80,11 @@ class Comparison:
     candidates: tuple[Evaluation, ...]  # the one that changes nothing first
     horizon_s: float  # what is predicted is about what waits, and what comes within it
     targets: Targets  # by which candidates were judged, the one of TPOT too
+
+    @property
+    def gain(self) -> float:
+        """So many times as good as to change nothing, at least."""
+        return math.exp(min(_MOST_GAIN, self.candidates[0].loss - self.chosen.loss))
 
     def lines(self) -> list[str]:
         """For people: what was predicted of each."""
