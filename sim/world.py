@@ -231,7 +231,13 @@ class World:
             first_sequence_id=((number + 1) << 32) + ((incarnation - 1) << 24),
             microbatching=self._microbatching,
             target=None if rules.tpot_target_s is None else TokenTarget(rules.tpot_target_s, lambda: self._cost),
-            harvest=Harvest(lambda: self._cost, rules.offline_slowdown, rules.tpot_target_s),
+            harvest=Harvest(
+                lambda: self._cost,
+                rules.offline_slowdown,
+                rules.tpot_target_s,
+                rules.ttft_target_s,
+                options.model.layer_count,
+            ),
         )
         instance = Instance(
             worker_id,

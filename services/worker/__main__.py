@@ -269,6 +269,8 @@ def harvest_of(settings: WorkerSettings, kit: Kit) -> Harvest:
         cost=_cost_of_all_layers(kit),
         slowdown=settings.offline_slowdown,
         target_s=None if target_s is None or math.isinf(target_s) else target_s,
+        ttft_target_s=None if settings.preempt_within_step == "off" else settings.ttft_target_s,
+        layer_count=kit.engine.info.layer_count,
     )
 
 

@@ -79,6 +79,11 @@ class WorkerSettings(ServiceSettings):
     tpot_target_s: float | None = Field(None, gt=0)
     """Seconds that a token after the first may take on average: no more requests are let in than run within that, by
     the costs that a worker learns; the others wait. Default: whatever it takes, as many run as --max-num-seqs."""
+    ttft_target_s: float | None = Field(None, gt=0)
+    """Seconds that a first token may take: see --preempt-within-step. Default: none."""
+    preempt_within_step: Literal["auto", "off"] = "auto"
+    """Whether a step of offline work alone gives way to an online request between two slices of layers (auto: where
+    such a step takes more than a quarter of --ttft-target-s), or runs to its end."""
     offline_slowdown: float = Field(0.25, ge=0, le=10)
     """Share by which a step with online requests may take longer for offline ones (class batch) that go along, where
     --tpot-target-s does not say how long it may take; 0: they get only what costs nothing."""

@@ -96,6 +96,16 @@ class StepFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class StepPreempted:
+    """The oldest batch in flight, of offline sequences alone, has given way to online work before its last layer. What
+    of it was computed is computed anew; the copies beside it have been made.
+    """
+
+    at_s: float
+    step_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed: deadlines are looked at."""
 
@@ -327,6 +337,7 @@ Event = (
     | BatchWanted
     | StepDone
     | StepFailed
+    | StepPreempted
     | Tick
     | DrainRequested
     | HandOver

@@ -17,6 +17,7 @@ from services.worker.policy.harvest import (
     allowance_s,
     efficient_tokens,
     fill,
+    safepoint_layers,
     wanted_tokens,
 )
 
@@ -32,6 +33,7 @@ class OfflineWork:
     def __init__(self, limits: WorkerLimits, harvest: Harvest) -> None:
         self.yields_total = 0
         self.lost_tokens_total = 0  # computed, and to be computed anew
+        self.preemptions_total = 0  # batches that gave way within their step
         self.paused = False  # none runs, and none is let in
         self._limits = limits
         self._harvest = harvest
@@ -56,6 +58,10 @@ class OfflineWork:
         self.yields_total += 1
         self.lost_tokens_total += lost_tokens
 
+    def note_preempted(self, lost_tokens: int) -> None:
+        self.preemptions_total += 1
+        self.lost_tokens_total += lost_tokens
+
     def fill(
         self,
         decodes: list[Sequence],
@@ -66,8 +72,8 @@ class OfflineWork:
         in_flight_count: int,
         prefill_limit: int | None,
         online_in_flight: bool,
-    ) -> None:
-        """Adds to a batch of online work, which may be empty.
+    ) -> int:
+        """Adds to a batch of online work, which may be empty. Returns its safepoints (see `Batch`).
 
         Args:
             decodes: Of the batch: added to.
@@ -80,12 +86,12 @@ class OfflineWork:
         """
         cost, alone = self._harvest.cost(), not (decodes or chunks)
         if alone and in_flight_count >= stage_count:
-            return
+            return 0
         room = self._limits.max_batch_tokens - len(decodes) - sum(count for _, count in chunks)
         views = [OfflineView(s.computed_tokens, left_of(s), s.step_id) for s in ready]
         if cost is None:
             if not alone or online_in_flight:
-                return
+                return 0
             prices, limit_s = PriceList.free(), NO_LIMIT_S
         else:
             prices = PriceList(cost, [Chunk(s.computed_tokens, 1) for s in decodes])
@@ -105,3 +111,4 @@ class OfflineWork:
                 decodes.append(sequence)
             else:
                 chunks.append((sequence, count))
+        return safepoint_layers(self._harvest, prices.seconds) if alone else 0

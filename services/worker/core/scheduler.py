@@ -257,7 +257,8 @@ class Scheduler(GroupCounts):
         plan, online_busy = Plan(decodes, chunks, preempted, begun), bool(decodes or chunks)
         self.fit_prefixes()
         if offline := self.offline:
-            self._fill(plan, offline, completed_step_id, in_flight_count)
+            safepoint_layers = self._fill(plan, offline, completed_step_id, in_flight_count)
+            plan = replace(plan, safepoint_layers=safepoint_layers) if safepoint_layers else plan
         busy = bool(plan.decodes or plan.chunks)
         swaps = SwapOrders(left) if left else NOTHING
         if len(self.swap) and (busy or not in_flight_count):  # alone, copies would hold up what is in flight
@@ -266,9 +267,9 @@ class Scheduler(GroupCounts):
             swaps = self.swap.mirror(swaps, [s for s in reversed(offline) if s.state is SequenceState.RUNNING])
         return plan if swaps is NOTHING else replace(plan, swaps=swaps)
 
-    def _fill(self, plan: Plan, offline: list[Sequence], completed_step_id: int, in_flight_count: int) -> None:
-        """Offline sequences go along, as far as the batch has room for them."""
-        self.offline_work.fill(
+    def _fill(self, plan: Plan, offline: list[Sequence], completed_step_id: int, in_flight_count: int) -> int:
+        """Offline sequences go along, as far as the batch has room for them. Returns its safepoints."""
+        return self.offline_work.fill(
             plan.decodes,
             plan.chunks,
             [

@@ -45,6 +45,7 @@ from services.worker.core.events import (
     RoomWanted,
     StepDone,
     StepFailed,
+    StepPreempted,
     StreamClosed,
     StreamOpened,
     StreamsLost,
@@ -150,6 +151,9 @@ class WorkerCore:
                 self._close(event)
             case StepFailed():
                 self._step_failed(self._group_scheduler_of(event.step_id), event)
+            case StepPreempted():
+                self._group_scheduler_of(event.step_id).step_preempted(event)
+                self._count_step(event.at_s)
             case DrainRequested():
                 self._draining = True
             case GroupLost():

@@ -104,6 +104,7 @@ class GroupMember:
             pace=pace,
             watch=watch(),
             awaits_roster=lambda epoch: self._driver.awaits_roster(epoch),
+            preempts=environment.preempts,
         )
 
         def second(context: MemberContext, role: Role) -> tuple[MemberContext, StageRunner]:

@@ -16,6 +16,7 @@ MIN_CHUNK_TOKENS = 16  # of an offline prompt in a batch
 _BATCHES_AHEAD = 2  # of prompts that have been begun; more would fill the cache with sequences that have no token yet
 _MOST_OF_THE_BEST = 0.95  # of the best tokens/s of any batch; less is not efficient
 _LEAST_EFFICIENT_TOKENS = 32
+_WORTH_CUTTING = 0.25  # of a TTFT target; and as large a share of that is a slice
 
 
 class OfflineView(NamedTuple):
@@ -35,6 +36,8 @@ class Harvest:
     cost: Callable[[], CostModel | None] = lambda: None
     slowdown: float = 0.25  # where there is no target, a step with online work takes so much longer at most
     target_s: float | None = None  # what a token may take
+    ttft_target_s: float | None = None  # what a first token may take; None: batches of offline work are never cut
+    layer_count: int = 0  # of the model; 0: likewise
 
 
 class PriceList:
@@ -114,6 +117,20 @@ def allowance_s(harvest: Harvest, base_s: float, stage_count: int, batch_count: 
     if harvest.target_s is None:
         return base_s * (1.0 + harvest.slowdown)
     return max(base_s, harvest.target_s * stage_count / max(1, batch_count))
+
+
+def safepoint_layers(harvest: Harvest, batch_s: float) -> int:
+    """Behind how many layers each a batch of offline work alone looks whether online work waits; 0: nowhere. Only one
+    that takes more than a quarter of what a first token may is worth it: short ones are over soon by themselves.
+
+    Args:
+        harvest: The bound.
+        batch_s: What the batch takes on all layers.
+    """
+    target_s = harvest.ttft_target_s
+    if target_s is None or not harvest.layer_count or batch_s <= _WORTH_CUTTING * target_s:
+        return 0
+    return max(1, int(harvest.layer_count * _WORTH_CUTTING**2 * target_s / batch_s))
 
 
 def fill(
