@@ -26,6 +26,7 @@ from services.worker.core.events import (
     SequenceKey,
     StepDone,
     StepFailed,
+    StepPreempted,
     StreamOpened,
     Submitted,
 )
@@ -323,11 +324,20 @@ class Driver:
 
     def fail_step(self) -> None:
         """Nothing of it is written."""
+        self.feed(StepFailed(self.at_s, self._run_without_slices(), "out of luck"))
+
+    def preempt_step(self) -> None:
+        """At its first safepoint. Nothing of it is written."""
+        assert self.pending is not None
+        assert self.pending.batch.safepoint_layers
+        self.feed(StepPreempted(self.at_s, self._run_without_slices()))
+
+    def _run_without_slices(self) -> int:
         assert self.pending is not None
         step_id, batch = self.pending.batch.step_id, replace(self.pending.batch, slices=())
         self.engine.run(replace(self.pending, batch=batch, block_tables=()))
         self.pending = None
-        self.feed(StepFailed(self.at_s, step_id, "out of luck"))
+        return step_id
 
     def step(self) -> Execute | None:
         execute = self.want_batch()

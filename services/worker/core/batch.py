@@ -90,9 +90,7 @@ class Batch:
     named: tuple[NamedBlocks, ...] = ()
     forgotten: NumberRuns = ()
     taken: tuple[TakenBlocks, ...] = ()
-    safepoint_layers: int = (
-        0  # of offline work alone: behind each so many layers of a stage it may be preempted; 0: never
-    )
+    safepoint_layers: int = 0  # of offline work alone: behind each so many it may be preempted; 0: never
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,6 +237,8 @@ class GroupScheduler:
             if sequence.state is not SequenceState.ENDED:
                 lost_tokens += end - sequence.computed_tokens
                 sequence.dispatched_tokens = sequence.computed_tokens
+                if not sequence.computed_tokens:  # who has no KV holds nothing on the stages
+                    self.batches_in_flight.forget(sequence)
         self.scheduler.offline_work.note_preempted(lost_tokens)
         self.shed(event.at_s)
 

@@ -44,7 +44,7 @@ class _Known:
     def __init__(self, new: NewSequence) -> None:
         self.start = array("q", (*new.prompt_token_ids, *new.output_token_ids))
         self.position = self.hash = 0
-        self.before = (0, 0, 0)
+        self.before: tuple[int, int, int] = (0, 0, 0)
         self.is_wrong = False
         self.logprobs = new.sampling.logprobs is not None
         scores = new.sampling.prompt_logprobs is not None and not new.output_token_ids

@@ -13,6 +13,7 @@ from services.worker.policy.harvest import (
     allowance_s,
     efficient_tokens,
     fill,
+    safepoint_layers,
     wanted_tokens,
 )
 
@@ -93,3 +94,11 @@ def test_prompts_for_two_batches_are_wanted() -> None:
     assert wanted_tokens(256, []) == 512
     assert wanted_tokens(256, [1, 1, 300]) == 212
     assert wanted_tokens(256, [700]) == 0
+
+
+def test_a_step_is_cut_where_it_takes_more_than_a_quarter_of_a_first_token() -> None:
+    harvest = Harvest(ttft_target_s=0.8, layer_count=32)
+    assert safepoint_layers(harvest, 0.2) == 0
+    assert safepoint_layers(harvest, 0.4) == 4, "an eighth of the layers takes a sixteenth of the target"
+    assert safepoint_layers(harvest, 90.0) == 1
+    assert safepoint_layers(Harvest(layer_count=32), 90.0) == 0, "without a target none is"
