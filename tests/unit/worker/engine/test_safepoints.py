@@ -1,11 +1,12 @@
 """A step that gives way between two slices of layers leaves nothing that a later one would read."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
 
 from ballast.common.sampling import SamplingParams
-from services.worker.core.batch import Batch, NewSequence, Preempted, Slice
+from services.worker.core.batch import Batch, NewSequence, Preempted, Slice, StepResult
 from services.worker.engine.load import Engine, load_engine
 from tools.model.tiny import make_tiny
 
@@ -23,7 +24,7 @@ def _answer(engine: Engine, safepoint_layers: int, preempted_at: int) -> list[ob
     """Tokens with their log-probabilities; each step gives way `preempted_at` slices behind its begin, once."""
     table = tuple(range(engine.memory.kv.window.first_block, engine.memory.kv.window.first_block + 8))
     found, first, tokens, left, step_id = list[object](), 0, PROMPT, -1, 0
-    added = (NewSequence(1, PROMPT, (), SAMPLING),)
+    added: tuple[NewSequence, ...] = (NewSequence(1, PROMPT, (), SAMPLING),)
 
     def preempted() -> bool:
         nonlocal left
@@ -33,17 +34,17 @@ def _answer(engine: Engine, safepoint_layers: int, preempted_at: int) -> list[ob
     while len(found) < 6:
         count = min(len(tokens), 20)
         part = Slice(1, first, tokens[:count], first + count >= len(PROMPT))
+        out = None
         for slice_count in (preempted_at, -1):
             left, step_id = slice_count, step_id + 1
-            batch = Batch(step_id, (), added, (part,), safepoint_layers=safepoint_layers)
-            added = ()
-            try:
+            batch, added = Batch(step_id, (), added, (part,), safepoint_layers=safepoint_layers), ()
+            with contextlib.suppress(Preempted):
                 out = engine.runner.run_stage(
                     batch, [table], None, first_layer=0, last_layer=LAYERS, preempted=preempted
                 )
-            except Preempted:
-                continue
-            break
+            if out is not None:
+                break
+        assert isinstance(out, StepResult)
         first += count
         tokens = tokens[count:]
         if part.samples:
