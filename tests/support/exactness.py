@@ -19,6 +19,7 @@ from ballast.common.cost import CostModel
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import Group, Layout
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
+from ballast.common.targets import for_all
 from ballast.common.transition import Phase, TransitionKind
 from services.worker.core.batch import Batch, TokenLogprobs
 from services.worker.core.room import RoomSizes
@@ -77,7 +78,7 @@ class Expected:
 def _harvest(seed: int) -> Harvest | None:
     """Two of three clusters have offline work, and preempt it within its steps."""
     cost = CostModel(1e-7, 1e-5, 1e-4, 5e-5)
-    return None if seed % 3 == 0 else Harvest(lambda: cost, 1.0, ttft_target_s=1e-4, layer_count=32)
+    return None if seed % 3 == 0 else Harvest(lambda: cost, 1.0, targets=for_all(ttft_s=1e-4), layer_count=32)
 
 
 def make_wishes(count: int, seed: int) -> list[Wish]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from ballast.common.cost import CostModel
 from ballast.common.ids import RequestId
 from ballast.common.sampling import PriorityClass
+from ballast.common.targets import for_all
 from services.worker.core.events import AdmissionLimited, Execute, PrefillLimited, Removed
 from services.worker.policy.harvest import Harvest
 from services.worker.policy.lookahead import lookahead
@@ -44,13 +45,18 @@ class History:
             ),
             [LAYERS * rng.randrange(12, 44) for _ in range(rng.randrange(2, 5))],
             by_token_count if rng.random() < 0.3 else lookahead(lambda: None if rng.random() < 0.05 else cost),
-            Harvest(lambda: cost, 1.0, ttft_target_s=random.Random(seed + 3).choice([None, 1e-3]), layer_count=LAYERS)
-            if random.Random(seed + 2).random() < 0.5
-            else None,
+            self._harvest(seed, cost),
         )
         self.left = requests
         self.events = events
         self.counts: Counter[str] = Counter()
+
+    @staticmethod
+    def _harvest(seed: int, cost: CostModel) -> Harvest | None:
+        if random.Random(seed + 2).random() >= 0.5:
+            return None
+        targets = for_all(random.Random(seed + 3).choice([None, 1e-3]))
+        return Harvest(lambda: cost, 1.0, targets=targets, layer_count=LAYERS)
 
     def play(self) -> "History":
         for _ in range(self.events):

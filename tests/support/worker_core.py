@@ -12,6 +12,7 @@ from itertools import count
 from ballast.common.ids import RequestId
 from ballast.common.load import MemoryReport
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
+from ballast.common.targets import NO_TARGETS, Targets
 from services.worker.core.batch import NewSequence, Slice, StepResult, TokenLogprobs
 from services.worker.core.events import (
     BatchWanted,
@@ -283,6 +284,7 @@ class Driver:
         deadline_at_s: float | None = None,
         wants_text: bool = True,
         cache_salt: bytes = b"",
+        targets: Targets = NO_TARGETS,
     ) -> SequenceKey:
         key = SequenceKey(stream_id, next(self._handles))
         self.received[key] = Received()
@@ -302,6 +304,7 @@ class Driver:
                 deadline_at_s=deadline_at_s,
                 wants_text=wants_text,
                 cache_salt=cache_salt,
+                targets=targets,
             )
         )
         return key

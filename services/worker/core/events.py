@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ballast.common.ids import RequestId, WorkerId
 from ballast.common.record import record
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
+from ballast.common.targets import NO_TARGETS, Targets
 from services.worker.core.batch import Batch, SequenceId, StepResult, TokenLogprobs
 from services.worker.core.blocks import BlockBook
 from services.worker.core.snapshot import SequenceSnapshot
@@ -56,6 +57,7 @@ class Submitted:
     deadline_at_s: float | None = None
     wants_text: bool = True
     cache_salt: bytes = b""  # KV is shared only among requests with the same
+    targets: Targets = NO_TARGETS  # of its own; else its class has some
     expects_handover: bool = False  # another leader had it, and may be handing its KV over to this one
     overtaken: bool = False  # its grammar was compiled meanwhile: requests with higher handles may have come before it
 

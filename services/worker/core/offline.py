@@ -6,6 +6,8 @@ sequences need, the newest first, so the oldest always comes to its end. Fills: 
 batch then takes no longer than it may (`policy.harvest`).
 """
 
+import math
+
 from ballast.common.cost import Chunk
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.sequence import Sequence
@@ -13,6 +15,7 @@ from services.worker.policy.harvest import (
     NO_LIMIT_S,
     Harvest,
     OfflineView,
+    OnlineView,
     PriceList,
     allowance_s,
     efficient_tokens,
@@ -27,6 +30,13 @@ Chunks = list[tuple[Sequence, int]]  # with the number of tokens
 def left_of(sequence: Sequence) -> int:
     """Tokens that no batch has computed."""
     return sequence.token_count - sequence.computed_tokens
+
+
+def _online_view(sequence: Sequence, at_s: float) -> OnlineView:
+    targets = sequence.targets
+    if sequence.first_token_at_s is not None or math.isinf(targets.ttft_s):
+        return OnlineView(targets.tpot_s)
+    return OnlineView(targets.tpot_s, sequence.arrival[0] + targets.ttft_s - at_s, left_of(sequence))
 
 
 class OfflineWork:
@@ -72,6 +82,8 @@ class OfflineWork:
         in_flight_count: int,
         prefill_limit: int | None,
         online_in_flight: bool,
+        online: list[Sequence],
+        at_s: float,
     ) -> int:
         """Adds to a batch of online work, which may be empty. Returns its safepoints (see `Batch`).
 
@@ -83,12 +95,14 @@ class OfflineWork:
             in_flight_count: Batches that the stages have.
             prefill_limit: Tokens of prompts in a batch that has decodes; None: any number.
             online_in_flight: Some of these have online sequences.
+            online: All that run.
+            at_s: Now.
         """
         cost, alone = self._harvest.cost(), not (decodes or chunks)
         if alone and in_flight_count >= stage_count:
             return 0
         room = self._limits.max_batch_tokens - len(decodes) - sum(count for _, count in chunks)
-        views = [OfflineView(s.computed_tokens, left_of(s), s.step_id) for s in ready]
+        offline = [OfflineView(s.computed_tokens, left_of(s), s.step_id) for s in ready]
         if cost is None:
             if not alone or online_in_flight:
                 return 0
@@ -101,11 +115,12 @@ class OfflineWork:
                 self._online_s = prices.seconds
             limit_s = NO_LIMIT_S
             if not alone or online_in_flight:
-                limit_s = allowance_s(self._harvest, self._online_s, stage_count, in_flight_count + 1)
+                most, views = self._limits.max_batch_tokens, [_online_view(s, at_s) for s in online]
+                limit_s = allowance_s(self._harvest, self._online_s, stage_count, in_flight_count + 1, views, most)
         prompt_tokens = self.efficient_tokens
         if prefill_limit is not None and not alone:
             prompt_tokens = max(0, min(prompt_tokens, prefill_limit - sum(count for _, count in chunks)))
-        for index, count in fill(prices, views, limit_s, room, prompt_tokens):
+        for index, count in fill(prices, offline, limit_s, room, prompt_tokens):
             sequence = ready[index]
             if left_of(sequence) == 1:
                 decodes.append(sequence)

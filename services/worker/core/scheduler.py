@@ -257,7 +257,7 @@ class Scheduler(GroupCounts):
         plan, online_busy = Plan(decodes, chunks, preempted, begun), bool(decodes or chunks)
         self.fit_prefixes()
         if offline := self.offline:
-            safepoint_layers = self._fill(plan, offline, completed_step_id, in_flight_count)
+            safepoint_layers = self._fill(plan, offline, at_s, completed_step_id, in_flight_count)
             plan = replace(plan, safepoint_layers=safepoint_layers) if safepoint_layers else plan
         busy = bool(plan.decodes or plan.chunks)
         swaps = SwapOrders(left) if left else NOTHING
@@ -267,7 +267,9 @@ class Scheduler(GroupCounts):
             swaps = self.swap.mirror(swaps, [s for s in reversed(offline) if s.state is SequenceState.RUNNING])
         return plan if swaps is NOTHING else replace(plan, swaps=swaps)
 
-    def _fill(self, plan: Plan, offline: list[Sequence], completed_step_id: int, in_flight_count: int) -> int:
+    def _fill(
+        self, plan: Plan, offline: list[Sequence], at_s: float, completed_step_id: int, in_flight_count: int
+    ) -> int:
         """Offline sequences go along, as far as the batch has room for them. Returns its safepoints."""
         return self.offline_work.fill(
             plan.decodes,
@@ -283,6 +285,8 @@ class Scheduler(GroupCounts):
             in_flight_count=in_flight_count,
             prefill_limit=self.former.prefill_limit,
             online_in_flight=in_flight_count > 0 and any(s.step_id > completed_step_id for s in self.online),
+            online=self.online,
+            at_s=at_s,
         )
 
     def _make_room(self, sequence: Sequence, at_s: float, completed_step_id: int) -> list[Sequence]:

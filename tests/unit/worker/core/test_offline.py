@@ -4,6 +4,7 @@ import pytest
 
 from ballast.common.cost import Chunk, CostModel
 from ballast.common.sampling import PriorityClass
+from ballast.common.targets import for_all
 from services.worker.core.events import Aborted, AdmissionLimited
 from services.worker.policy.harvest import Harvest
 from tests.support.leader import Leader
@@ -13,7 +14,7 @@ from tests.unit.worker.core.stories import driver, prompt, slices
 BATCH = PriorityClass.BATCH
 # A step takes 10 ms; tokens above the 32nd take 1 ms each.
 COST = CostModel(attention_s=0.0, token_s=0.0, chunk_s=0.01, shared_s=0.01, beyond_s=0.001, knee_tokens=32)
-FREE = Harvest(cost=lambda: COST, target_s=1e9)
+FREE = Harvest(cost=lambda: COST, targets=for_all(tpot_s=1e9))
 
 
 def running(made: Driver) -> list[int]:
@@ -156,7 +157,7 @@ def test_a_waiting_line_for_each() -> None:
     assert "max_num_queued_reqs" in ending.error
 
 
-CUT = Harvest(cost=lambda: COST, ttft_target_s=0.01, layer_count=8)
+CUT = Harvest(cost=lambda: COST, targets=for_all(ttft_s=0.01), layer_count=8)
 
 
 def test_only_offline_work_alone_has_safepoints() -> None:
