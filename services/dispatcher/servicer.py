@@ -364,7 +364,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             output_token_ids=output,
             text_chars=resumption.text_char_count if resumption is not None else 0,
             cache_salt=_cache_salt(message.cache_salt),
-            targets=_targets(context),
+            targets=targets_of(context),
         )
 
     async def _encode_prompt(self, message: pb.GenerateRequest) -> Sequence[int]:
@@ -507,7 +507,7 @@ def _traceparent(context: Context) -> str:
     return ""
 
 
-def _targets(context: Context) -> Targets:
+def targets_of(context: Context) -> Targets:
     """
     Raises:
         InvalidRequest: a header is no positive number of seconds.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from services.worker.core.batch import Batch, Preempted, SequenceId, StepResult
-from services.worker.engine.attention import AttentionBackend
+from services.worker.engine.attention import AttentionBackend, AttentionStep
 from services.worker.engine.decode_graphs import DecodeGraphs
 from services.worker.engine.implementation import StageModel
 from services.worker.engine.model_config import ModelFacts
@@ -37,6 +37,7 @@ class ModelRunner:
         self._kv = kv
         self.graphs = graphs
         self._packer = Packer(kv.shape.block_tokens)
+        self._laid_out: tuple[PackedStep, torch.Tensor, torch.Tensor, AttentionStep] | None = None
         self._prompts = PromptLogprobs(lambda hidden_RD: self._model.logits(hidden_RD))
 
     @property
@@ -146,11 +147,16 @@ class ModelRunner:
             replayed_TD = self.graphs.run_layers(hidden_TD, packed, range(first_layer, last_layer))
             if replayed_TD is not None:
                 return replayed_TD
-        token_ids_T, positions_T = upload([packed.token_ids_T, packed.positions_T], device)
+        if self._laid_out is None or self._laid_out[0] is not packed:  # slices of a step share it
+            token_ids_T, positions_T = upload([packed.token_ids_T, packed.positions_T], device)
+            self._laid_out = packed, token_ids_T, positions_T, self._attention.prepare(packed)
+        _, token_ids_T, positions_T, attention = self._laid_out
+        if last_layer == self._config.layer_count:
+            self._laid_out = None
         return self._model.run_layers(
             self._model.embed(token_ids_T, positions_T) if hidden_TD is None else hidden_TD,
             positions_T,
-            self._attention.prepare(packed),
+            attention,
             first_layer=first_layer,
             last_layer=last_layer,
         )
