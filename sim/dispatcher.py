@@ -308,6 +308,7 @@ class DispatcherNode:
                 expects_handover=command.expects_handover,
                 cache_salt=request.cache_salt,
                 targets=request.targets,
+                caller=request.caller_number,
             )
         )
 

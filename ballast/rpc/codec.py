@@ -111,6 +111,7 @@ def _check_load(report: pb.LoadReport) -> None:
         report.retained_block_count,
         report.prefix_queries_total,
         report.prefix_hits_total,
+        report.busiest_caller_count,
     )
     if min(counts) < 0:
         raise InvalidRequest("load", f"counts must not be negative, and a block has tokens: {report}")

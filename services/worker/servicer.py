@@ -320,6 +320,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             expects_handover=submit.expects_handover,
             cache_salt=submit.cache_salt,
             targets=Targets(submit.ttft_target_s or math.inf, submit.tpot_target_s or math.inf),
+            caller=submit.caller,
         )
 
     async def _write(self, stream: OutputStream, context: Context) -> None:

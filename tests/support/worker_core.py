@@ -285,6 +285,7 @@ class Driver:
         wants_text: bool = True,
         cache_salt: bytes = b"",
         targets: Targets = NO_TARGETS,
+        caller: int = 0,
     ) -> SequenceKey:
         key = SequenceKey(stream_id, next(self._handles))
         self.received[key] = Received()
@@ -305,6 +306,7 @@ class Driver:
                 wants_text=wants_text,
                 cache_salt=cache_salt,
                 targets=targets,
+                caller=caller,
             )
         )
         return key

@@ -1,5 +1,6 @@
 """What can happen to a dispatcher, and what it can order. Times are seconds of the dispatcher's monotonic clock."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -37,6 +38,12 @@ class Request:
     cache_salt: bytes = b""  # workers share KV only among requests with the same
     targets: Targets = NO_TARGETS  # of its own; else workers have some for its class
     taken_over: bool = False  # another dispatcher was serving it
+
+    @property
+    def caller_number(self) -> int:
+        """The caller as workers know it, equal at all dispatchers; 0: unknown."""
+        name = self.caller.encode()
+        return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") if name else 0
 
 
 @dataclass(frozen=True, slots=True)

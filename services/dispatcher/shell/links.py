@@ -202,6 +202,7 @@ def submit_to_proto(place: Place) -> pb.Submit:
         cache_salt=request.cache_salt,
         ttft_target_s=_or_zero(request.targets.ttft_s),
         tpot_target_s=_or_zero(request.targets.tpot_s),
+        caller=request.caller_number,
         traceparent=_span_of(request.request_id, request.traceparent),
     )
 

@@ -103,6 +103,7 @@ def load_of(
         prefix_hits_total=totals.prefix_hits + sum(one.prefixes.hit_tokens_total for one in groups),
         offline_lost_tokens_total=totals.offline_lost_tokens
         + sum(one.offline_work.lost_tokens_total for one in groups),
+        busiest_caller_count=scheduler.busiest_caller_count,
         parked=parks.parked,
         wake_s=parks.wake_s,
     )
