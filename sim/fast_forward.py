@@ -67,6 +67,8 @@ class Pace:
             retained_block_count=before.retained_block_count,
             prefix_queries_total=before.prefix_queries_total,
             prefix_hits_total=before.prefix_hits_total,
+            prefix_host_hits_total=before.prefix_host_hits_total,
+            host_block_count=before.host_block_count,
             busiest_caller_count=before.busiest_caller_count,
             uncomputed_token_count=before.uncomputed_token_count,
             prefixes_kept_s=before.prefixes_kept_s + at_s - self.at_s,

@@ -111,6 +111,8 @@ def _check_load(report: pb.LoadReport) -> None:
         report.retained_block_count,
         report.prefix_queries_total,
         report.prefix_hits_total,
+        report.prefix_host_hits_total,
+        report.host_block_count,
         report.busiest_caller_count,
     )
     if min(counts) < 0:
