@@ -108,7 +108,7 @@ class PlannerNode:
             case p.WriteLayout():
                 self._ask_state("write", partial(self._write, command), partial(self._settled, command, None))
             case p.WriteJournal():
-                self._ask_state("journal", partial(self._note, command), partial(self._noted, command, None))
+                self._ask_state("journal", partial(self._note, command), partial(self._settled, command, None))
             case p.SetTimer(at_s):
                 self._set_timer(at_s)
             case p.FollowMonitor():
@@ -156,17 +156,11 @@ class PlannerNode:
     def _write(self, command: p.WriteLayout) -> p.Event:
         return self._settled(command, self._state.write(command))
 
-    def _settled(self, command: p.WriteLayout, outcome: p.WriteOutcome | None) -> p.Event:
-        given = outcome or p.WriteOutcome.UNAVAILABLE
-        return p.WriteSettled(self._clock.now_s, command.cause_id, command.layout.epoch, command.token, given)
+    def _settled(self, command: p.Write, outcome: p.WriteOutcome | None) -> p.Event:
+        return p.WriteSettled(self._clock.now_s, command.cause_id, command, outcome or p.WriteOutcome.UNAVAILABLE)
 
     def _note(self, command: p.WriteJournal) -> p.Event:
-        return self._noted(command, self._state.write_journal(command))
-
-    def _noted(self, command: p.WriteJournal, outcome: p.WriteOutcome | None) -> p.Event:
-        journal, given = command.journal, outcome or p.WriteOutcome.UNAVAILABLE
-        now_s = self._clock.now_s
-        return p.JournalSettled(now_s, command.cause_id, journal.epoch, journal.stage, command.token, given)
+        return self._settled(command, self._state.write_journal(command))
 
     def _set_timer(self, at_s: float) -> None:
         self._timer += 1

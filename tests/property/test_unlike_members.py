@@ -8,7 +8,7 @@ from ballast.common.ids import WorkerId
 from ballast.common.traffic import Traffic
 from services.planner.policy.candidates import Running
 from services.planner.policy.compare import compare
-from services.planner.policy.drop import DropPlan, Method, plan, plan_of, plan_shallow
+from services.planner.policy.drop import DropPlan, by_need, plan_of
 from services.planner.policy.snapshot import GroupState, InstanceState, ModelShape, Snapshot
 from services.planner.policy.split import TOWARD_MEMORY
 from tests.support.drop_plans import after, group, model
@@ -58,8 +58,8 @@ def test_no_drop_leaves_less_kv_than_before(seed: int) -> None:
         snapshot = random_cluster(rng)
         for _ in range(2):  # pipelines are merged further
             needed = rng.randint(0, 4) * snapshot.model.copy_bytes
-            check(snapshot, plan(snapshot, needed, Method.AUTO, count_usable=True))
-            check(snapshot, plan_shallow(snapshot, needed, tolerable_shortfall=0.65, count_usable=True))
+            check(snapshot, by_need(snapshot, needed))
+            check(snapshot, by_need(snapshot, needed, tolerable_shortfall=0.65))
             compared = compare(snapshot, Running(64, 9), _BUSY, PACE)
             for one in compared.candidates:
                 candidate = one.candidate

@@ -26,10 +26,10 @@ from services.planner.core.survey import (
 from services.planner.core.transition import changed_members
 from services.planner.policy.candidates import Running
 from services.planner.policy.compare import Comparison, Targets, compare, compare_restore
-from services.planner.policy.drop import DropPlan, Method, plan, plan_of, plan_shallow
+from services.planner.policy.drop import by_need, plan_of
 from services.planner.policy.explain import explain, explain_restore
 from services.planner.policy.restore import RESTORE_USAGE_LIMIT, RestorePlan, plan_restore
-from services.planner.policy.snapshot import ModelShape, Snapshot
+from services.planner.policy.snapshot import ModelShape
 from services.planner.policy.split import is_unlike, kinds_of
 
 
@@ -50,7 +50,6 @@ class DropRequest:
     cause_id: str
     request_id: str = ""  # who waits for an answer
     required_bytes: int | None = None
-    method: Method = Method.AUTO
     worker_ids: tuple[WorkerId, ...] = ()
     again: bool = False  # an overload that was looked at before
     hold_s: float = 0.0  # once it has begun, for so long nothing comes back unless an operator says so
@@ -137,7 +136,6 @@ def explain_now(
     model: ModelInfo | None,
     load: ClusterLoad,
     required_bytes: int | None,
-    method: Method,
     targets: Targets,
 ) -> Explained:
     """What `ballast drop` would do now; first what is predicted of the layouts that an overload would choose from.
@@ -148,7 +146,7 @@ def explain_now(
     surveyed = survey(base, model, load.workers, load.slowness)
     snapshot = surveyed.snapshot
     needed = demand_bytes(snapshot) if required_bytes is None else required_bytes
-    found = _plan(snapshot, needed, method)
+    found = by_need(snapshot, needed)
     compared = _compared(surveyed, load, targets)
     told = () if compared is None else ("an overload now would choose from (as predicted):", *compared.lines())
     target = dropped(base, found, Epoch(base.epoch + 1), "explained") if found.groups else base
@@ -178,7 +176,7 @@ def _drop(
     why = f"{change.by}: {human_bytes(needed)} of KV needed"
     if compared is None:
         tolerable = 0.0 if change.request_id else planning.tolerable_shortfall
-        found = _plan(snapshot, needed, change.method, tolerable)
+        found = by_need(snapshot, needed, tolerable_shortfall=tolerable)
         lines = tuple(explain(found, snapshot.model))
     elif not compared.chosen.merges:
         why = "; ".join(("nothing that could be dropped is better", *compared.lines()))
@@ -265,15 +263,6 @@ def _restore(
 def _sources(found: RestorePlan) -> dict[WorkerId, Sources]:
     names = sorted({pull.worker_id for d in found.dissolutions for pull in d.pulls})
     return {name: sources_of(found, name) for name in names}
-
-
-def _plan(snapshot: Snapshot, needed_bytes: int, method: Method, tolerable_shortfall: float = 0.0) -> DropPlan:
-    count_usable = method in (Method.AUTO, Method.USABLE)
-    if not tolerable_shortfall:
-        return plan(snapshot, needed_bytes, method, count_usable=count_usable)
-    return plan_shallow(
-        snapshot, needed_bytes, method, tolerable_shortfall=tolerable_shortfall, count_usable=count_usable
-    )
 
 
 def _shape(model: ModelInfo | None, loads: Loads) -> ModelShape | None:
