@@ -9,6 +9,7 @@ from ballast.common.load import LoadReport, MemoryReport
 from ballast.common.traffic import Pace, Traffic
 from ballast.common.transition import Phase, Status
 from services.planner.core import messages as p
+from services.planner.core.change_requests import Planning
 from services.planner.core.conductor import ConductorRules
 from services.planner.core.machine import PlannerCore, PlannerRules
 from services.planner.core.stages import Stage
@@ -25,10 +26,12 @@ PACE = Pace(CostModel(attention_s=0.0, token_s=1e-4, chunk_s=0.01, shared_s=0.01
 
 
 class Planner:
-    """A core, checked after each event, on a store that does as asked, and members that answer as told."""
+    """A core, checked after each event, on a store that does as asked, and members that answer as told. Unless rules
+    say otherwise overloads are met by need.
+    """
 
     def __init__(self, **rules: object) -> None:
-        transitions = ConductorRules(**rules)  # pyright: ignore[reportArgumentType]
+        transitions = ConductorRules(**{"planning": Planning(compares=False), **rules})  # pyright: ignore[reportArgumentType]
         self.core = PlannerCore(
             PlannerRules(coalesce_s=0.1, verify_interval_s=100.0, retry_s=0.5, max_drains=2, transitions=transitions)
         )
@@ -43,7 +46,7 @@ class Planner:
         self.events: list[p.Event] = []
         self.answered = 0  # events that have been handled
         self.load: LoadReport | None = LOAD
-        self.traffic, self.pace = Traffic(), PACE  # nothing is known of what comes: no comparison
+        self.traffic, self.pace = Traffic(), PACE  # nothing is known of what comes
         self.fresh_traffic: Traffic | None = None  # of the dispatchers that speak; None: all do
         self.lives: dict[str, int] = {}
 

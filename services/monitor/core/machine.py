@@ -193,9 +193,13 @@ class MonitorCore:
     def _look_at_jump(self, event: m.LoadReported, before: LoadReport | None) -> list[m.Command]:
         """A burst fills the memory in the time between a few ticks: not waited for."""
         jumped = before is not None and event.load.has_jumped(before)
-        if not (jumped and self.warm) or event.at_s - self._looked_at_s < LEAST_LOOK_S:
+        return self._look_soon(event.at_s, event.cause_id) if jumped else []
+
+    def _look_soon(self, at_s: float, cause_id: str) -> list[m.Command]:
+        """Unless that was done a moment ago."""
+        if not self.warm or at_s - self._looked_at_s < LEAST_LOOK_S:
             return []
-        return self._watch_pressure(event.at_s, event.cause_id)
+        return self._watch_pressure(at_s, cause_id)
 
     def _stream_ended(self, event: m.StreamEnded) -> list[m.Command]:
         worker_id = self._streams.pop(event.stream_id, None)
@@ -225,10 +229,13 @@ class MonitorCore:
     def _surroundings_read(self, event: m.SurroundingsRead) -> list[m.Command]:
         if not self.active:
             return []
+        before = self._backlogs.total(event.at_s).token_count
         self.groups.adopt(event.at_s, event.layout)
         self._backlogs.read(event.at_s, event.backlogs)
         silent = self._backlogs.silent(event.at_s)
-        return [m.ForgetBacklogs(silent)] if silent else []
+        forget: list[m.Command] = [m.ForgetBacklogs(silent)] if silent else []
+        more = self._backlogs.total(event.at_s).token_count > before
+        return forget + (self._look_soon(event.at_s, event.cause_id) if more else [])
 
     def _leadership_changed(self, event: m.LeadershipChanged) -> list[m.Command]:
         was_active, self.token = self.active, event.token

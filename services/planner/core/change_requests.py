@@ -29,8 +29,12 @@ from services.planner.policy.compare import Comparison, Targets, compare, compar
 from services.planner.policy.drop import by_need, plan_of
 from services.planner.policy.explain import explain, explain_restore
 from services.planner.policy.restore import RESTORE_USAGE_LIMIT, RestorePlan, plan_restore
-from services.planner.policy.snapshot import ModelShape
+from services.planner.policy.snapshot import ModelShape, Snapshot, columns_of
 from services.planner.policy.split import is_unlike, kinds_of
+
+# A drop so many times as good as nothing, or better, is done at the first look; another one if a second look agrees.
+_CLEAR = 1.5
+_BLIND_S, _BLIND_NEED = 10.0, 0.25  # of the memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +56,7 @@ class DropRequest:
     required_bytes: int | None = None
     worker_ids: tuple[WorkerId, ...] = ()
     again: bool = False  # an overload that was looked at before
+    blind_s: float = 0.0  # so long its comparison has lacked what it is made from
     hold_s: float = 0.0  # once it has begun, for so long nothing comes back unless an operator says so
 
 
@@ -94,6 +99,7 @@ class Rejected:
     shortfall_bytes: int = 0
     for_now: bool = False  # it is not worth it; that may change within moments
     compared: Comparison | None = None
+    blind: bool = False  # what a comparison is made from is not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +125,7 @@ def decide(
         if isinstance(change, DropRequest):
             return _drop(change, base, model, load, epoch, planning)
         surveyed = survey(base, model, load.workers, load.slowness, draining=True)
-        return _restore(change, base, surveyed, load, epoch, planning)
+        return _restore(change, base, model, surveyed, load, epoch, planning)
     except NoSurvey as reason:
         return Rejected(str(reason))
 
@@ -147,7 +153,7 @@ def explain_now(
     snapshot = surveyed.snapshot
     needed = demand_bytes(snapshot) if required_bytes is None else required_bytes
     found = by_need(snapshot, needed)
-    compared = _compared(surveyed, load, targets)
+    compared = _compared(surveyed, load, model, targets)
     told = () if compared is None else ("an overload now would choose from (as predicted):", *compared.lines())
     target = dropped(base, found, Epoch(base.epoch + 1), "explained") if found.groups else base
     lines = (*told, *explain(found, snapshot.model))
@@ -172,8 +178,12 @@ def _drop(
         needed = demand_bytes(snapshot)
         if not needed:
             return Rejected("demand fits into the KV memory there is: nothing lacks; say how much, or which workers")
-    compared = None if change.request_id or not planning.compares else _compared(surveyed, load, planning.targets)
+    by_comparison = planning.compares and not change.request_id
+    compared = _compared(surveyed, load, model, planning.targets) if by_comparison else None
     why = f"{change.by}: {human_bytes(needed)} of KV needed"
+    if compared is None and by_comparison and not _must_act_blind(change, snapshot, needed):
+        why = f"not known yet {_unknown(load, model)}: nothing is dropped before"
+        return Rejected(why, needed, for_now=True, blind=True)
     if compared is None:
         tolerable = 0.0 if change.request_id else planning.tolerable_shortfall
         found = by_need(snapshot, needed, tolerable_shortfall=tolerable)
@@ -181,6 +191,9 @@ def _drop(
     elif not compared.chosen.merges:
         why = "; ".join(("nothing that could be dropped is better", *compared.lines()))
         return Rejected(why, needed, for_now=True, compared=compared)
+    elif not change.again and compared.gain < _CLEAR:
+        why = "; ".join(("a little better would be a drop, if that is so at a second look", *compared.lines()))
+        return Rejected(why, needed, for_now=True)
     else:
         chosen = compared.chosen.candidate
         found = plan_of(snapshot, chosen.merges, needed, chosen.toward_memory)
@@ -209,11 +222,32 @@ def _by_hand(change: DropRequest, base: Layout, model: ModelInfo | None, load: C
     return Approved(TransitionKind.DROP, target, snapshot.model, lines)
 
 
+def _must_act_blind(change: DropRequest, snapshot: Snapshot, needed_bytes: int) -> bool:
+    """Where a great deal has lacked for long, to drop as much as that is better than to wait for what is not known."""
+    model = snapshot.model
+    capacity_bytes = sum(columns_of(snapshot.groups).blocks) * model.block_bytes * model.layer_count
+    return change.blind_s >= _BLIND_S and needed_bytes > _BLIND_NEED * capacity_bytes
+
+
+def _unknown(load: ClusterLoad, model: ModelInfo | None) -> str:
+    """What a comparison lacks; empty: nothing."""
+    if load.pace is None or not load.pace.is_believable:
+        return "how fast instances are"
+    traffic, longest = load.traffic, model.max_model_len if model is not None else 0
+    if not traffic.known_s or (longest and not traffic.is_believable(longest)):
+        return "what clients want"
+    return ""
+
+
 def _compared(
-    surveyed: Survey, load: ClusterLoad, targets: Targets, restored: Mapping[GroupId, Sequence[int]] | None = None
+    surveyed: Survey,
+    load: ClusterLoad,
+    model: ModelInfo | None,
+    targets: Targets,
+    restored: Mapping[GroupId, Sequence[int]] | None = None,
 ) -> Comparison | None:
-    """None: nobody knows how fast instances are, or what clients want. `restored`: see `compare_restore`."""
-    if load.pace is None or not load.traffic.known_s:
+    """None: see `_unknown`. `restored`: see `compare_restore`."""
+    if load.pace is None or _unknown(load, model):
         return None
     snapshot, led = surveyed
     running = Running(
@@ -234,7 +268,13 @@ def _compared(
 
 
 def _restore(
-    change: RestoreRequest, base: Layout, surveyed: Survey, load: ClusterLoad, epoch: Epoch, planning: Planning
+    change: RestoreRequest,
+    base: Layout,
+    model: ModelInfo | None,
+    surveyed: Survey,
+    load: ClusterLoad,
+    epoch: Epoch,
+    planning: Planning,
 ) -> Approved | Rejected:
     snapshot = surveyed.snapshot
     found = plan_restore(
@@ -246,7 +286,9 @@ def _restore(
         return Rejected("; ".join(lines))
     compared = None
     if planning.compares and not change.whatever_the_load:
-        compared = _compared(surveyed, load, planning.targets, {d.group_id: d.block_counts for d in found.dissolutions})
+        compared = _compared(
+            surveyed, load, model, planning.targets, {d.group_id: d.block_counts for d in found.dissolutions}
+        )
         if compared is not None and compared.chosen is compared.candidates[0]:
             return Rejected("; ".join(("to give back would be worse", *compared.lines())), compared=compared)
     return Approved(

@@ -115,6 +115,7 @@ class Conductor:
     _again_at_s: float = math.inf  # an overload is looked at anew
     _again_bytes: int = 0  # what it lacked
     _again_until_s: float = -math.inf  # and no more from then on
+    _blind_s: tuple[float, float] | None = None  # when an overload was first and last refused for lack of knowledge
     _held_until_s: float = 0.0  # until then only an operator brings parameters back
     _dropped_at_s: dict[GroupId, float] = field(default_factory=dict[GroupId, float])
 
@@ -282,12 +283,15 @@ class Conductor:
             if why := context.kept_out.why_not_together(change.worker_ids):
                 return self._put_off(change, Rejected(why), context.layout, at_s)
             load = load if change.worker_ids else load.without(context.kept_out.why(at_s))
+            change = dataclasses.replace(change, blind_s=self._blind_for_s(at_s))
         approved = decide(change, context.layout, context.model, load, context.epoch, self.rules.planning)
         epoch = None if isinstance(approved, Rejected) else context.epoch
         told: list[p.Command] = [] if epoch is None else _told(self.prediction_log.overtake(load.traffic, at_s))
         if approved.compared is not None:
             self.prediction_log.note(approved.compared, load.traffic, at_s, epoch)
         if isinstance(approved, Rejected):
+            if approved.blind:
+                self._blind_s = (at_s - self._blind_for_s(at_s), at_s)
             return self._put_off(change, approved, context.layout, at_s)
         self._change = self._load = None
         if isinstance(change, DropRequest):
@@ -298,6 +302,12 @@ class Conductor:
         if change.request_id:
             self._requests[change.request_id].lines = approved.lines
         return told + self._start(approved, context, at_s, change)
+
+    def _blind_for_s(self, at_s: float) -> float:
+        """So long overloads could not be compared, the last of them a moment ago."""
+        if self._blind_s is None or at_s - self._blind_s[1] > 2 * _LOOK_FOR_S:
+            return 0.0
+        return at_s - self._blind_s[0]
 
     def _size(self, context: LayoutContext, load: p.ClusterLoad, at_s: float) -> list[p.Command]:
         """Who is to leave or to come back, if anybody is; nothing is prepared or given back meanwhile."""

@@ -31,6 +31,7 @@ _OUTLIVED = 2.0  # times the mean answer: what has run for longer on average is 
 # Bursts come from nothing, and no prediction sees them: so much of the memory of those that serve may be wanted, and
 # less once one more has left; what is left has to bear so many times the rate, too.
 _FILL, _FILL_AFTER, _JUMP = 0.6, 0.45, 1.3
+_MOST_GAIN = 50.0  # the logarithm of what is told
 _PRIOR_COUNT, _PRIOR_TOKENS = 2, 128  # answers that nobody has seen, lest the first one says all
 
 
@@ -74,6 +75,11 @@ class Comparison:
     candidates: tuple[Evaluation, ...]  # the one that changes nothing first
     horizon_s: float  # what is predicted is about what waits, and what comes within it
     targets: Targets  # by which candidates were judged, the one of TPOT too
+
+    @property
+    def gain(self) -> float:
+        """So many times as good as to change nothing, at least."""
+        return math.exp(min(_MOST_GAIN, self.candidates[0].loss - self.chosen.loss))
 
     def lines(self) -> list[str]:
         """For people: what was predicted of each."""

@@ -280,6 +280,16 @@ def test_a_jump_of_the_demand_is_looked_at_before_the_next_tick() -> None:
     assert len(history) == looks  # looking at thousands of instances takes its time
 
 
+def test_a_line_that_grows_in_a_dispatcher_is_looked_at_before_the_next_tick() -> None:
+    cluster = Cluster(ALONE, w0=load(90), w1=load(85))
+    assert cluster.pass_time(4.0) == []
+    known_s = cluster.now_s + 2 * LEAST_LOOK_S
+    waits = (m.BacklogWord(D, "1.1", Traffic(queued_count=40, queued_tokens=4000)),)
+    commands = cluster.tell(m.SurroundingsRead(known_s, "c", ALONE, waits))
+    assert [type(c.change) for c in commands if isinstance(c, m.Publish)] == [m.Raised]
+    assert cluster.tell(m.SurroundingsRead(known_s + 2 * LEAST_LOOK_S, "c", ALONE, waits)) == []
+
+
 def test_a_monitor_that_has_not_heard_everybody_yet_looks_at_no_jump() -> None:
     cluster = Cluster(ALONE, w0=load(30), w1=load(30), warmup_s=100.0)
     cluster.pass_time(1.0)

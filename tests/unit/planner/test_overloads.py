@@ -18,7 +18,7 @@ SHORT = replace(CALM, queued_count=40, queued_tokens=320, recent_count=60, minut
 
 
 def test_an_overload_in_which_nothing_would_be_better_is_looked_at_again() -> None:
-    planner = Planner()
+    planner = Planner(planning=Planning())
     planner.traffic = CALM
     planner.start("w0", "w1")
     planner.tell(p.OverloadRaised(planner.now_s, "o1", EXTENT))
@@ -48,7 +48,7 @@ def test_nothing_is_dropped_for_a_first_token_that_comes_soon_enough(ttft_s: flo
 
 
 def test_an_overload_is_not_looked_at_for_ever() -> None:
-    planner = Planner()
+    planner = Planner(planning=Planning())
     planner.traffic = CALM
     planner.start("w0", "w1")
     planner.tell(p.OverloadRaised(planner.now_s, "o1", EXTENT))
@@ -97,7 +97,7 @@ def test_a_silent_dispatcher_makes_no_drop_that_is_not_right_without_it(
     queued: int, recent: int, others: Traffic
 ) -> None:
     """It may have died, and its line with it: what the others say, or an empty line, has to be reason enough."""
-    planner = Planner()
+    planner = Planner(planning=Planning())
     planner.traffic = replace(SHORT, queued_count=queued, queued_tokens=8 * queued, recent_count=recent)
     planner.fresh_traffic = others
     planner.start("w0", "w1")
@@ -110,7 +110,7 @@ def test_a_silent_dispatcher_makes_no_drop_that_is_not_right_without_it(
 
 def test_a_dispatcher_that_falls_silent_in_a_burst_does_not_end_the_comparison() -> None:
     """Memory is full, and what came until then goes on coming: that is right with its line and without it."""
-    planner = Planner()
+    planner = Planner(planning=Planning())
     planner.load = replace(LOAD, used_block_count=32, running_count=8)
     planner.traffic = replace(SHORT, ended_tokens=5000)
     planner.fresh_traffic = Traffic()
@@ -127,7 +127,7 @@ def served(traffic: Traffic, waits: tuple[int, ...], later_count: int, later_s: 
 
 
 def test_what_was_predicted_of_nothing_stands_beside_what_came() -> None:
-    planner = Planner()
+    planner = Planner(planning=Planning())
     planner.traffic = served(CALM, (7,), 100, 3.0)
     planner.start("w0", "w1")
     planner.tell(p.OverloadRaised(planner.now_s, "o1", EXTENT))
@@ -150,7 +150,7 @@ def test_what_was_predicted_of_nothing_stands_beside_what_came() -> None:
 
 
 def test_tokens_that_came_are_told_though_no_request_had_its_first_one() -> None:
-    planner = Planner()
+    planner = Planner(planning=Planning())
     planner.traffic = served(CALM, (7,), 100, 3.0)
     planner.start("w0", "w1")
     planner.tell(p.OverloadRaised(planner.now_s, "o1", EXTENT))
@@ -161,7 +161,7 @@ def test_tokens_that_came_are_told_though_no_request_had_its_first_one() -> None
 
 
 def test_what_lacks_is_told_when_nothing_is_done() -> None:
-    planner = Planner()
+    planner = Planner(planning=Planning())
     planner.traffic = CALM
     planner.start("w0", "w1")
     planner.tell(p.OverloadRaised(planner.now_s, "o1", 7 * EXTENT))
@@ -171,7 +171,7 @@ def test_what_lacks_is_told_when_nothing_is_done() -> None:
 
 
 def test_a_drop_ends_what_was_predicted_of_nothing_and_one_that_fails_was_never_predicted() -> None:
-    planner = Planner()
+    planner = Planner(planning=Planning())
     planner.traffic = CALM
     planner.start("w0", "w1")
     planner.tell(p.OverloadRaised(planner.now_s, "o1", EXTENT))
