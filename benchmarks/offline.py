@@ -182,7 +182,7 @@ def run(load: Load, mode: Mode, seed: int) -> Outcome:
         seed=seed,
         stop_after_s=load.seconds,
         offline=offline,
-        priority=PriorityClass.INTERACTIVE,
+        classes=(PriorityClass.INTERACTIVE,),
         fast_forwards=not mode.by_class,  # their steps would be told to the trace's clients
     )
     return outcome_of(World(options, load.arrivals).run(), load, time.monotonic() - began_s)
