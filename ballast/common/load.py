@@ -65,6 +65,8 @@ class LoadReport:
     prefix_queries_total: int = 0  # tokens of requests let in for the first time
     prefix_hits_total: int = 0  # those of them whose KV was there
     offline_yields_total: int = 0  # times an offline request gave its blocks or its place to online work
+    longest_token_count: int = 0  # of the longest online request that runs
+    longest_limit_tokens: int = 0  # that this one may come to, with all of its answer
     parked: bool = False  # takes no request until woken; its device memory is given back, or about to be
     wake_s: float = 0.0  # that waking takes, as measured lately or estimated; 0: it cannot be parked
 

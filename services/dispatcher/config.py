@@ -71,6 +71,8 @@ class DispatcherSettings(ServiceSettings):
     """Deadline in seconds of a request that brings none or a longer one."""
     no_worker_timeout_s: float = Field(30.0, gt=0)
     """Seconds a request waits while there is no worker at all."""
+    long_wait_s: float = Field(60.0, gt=0)
+    """Seconds that a request longer than an instance holds waits until a group of instances is formed that does."""
     client_stall_timeout_s: float = Field(60.0, gt=0)
     """Seconds after which a client that reads nothing is given up."""
 

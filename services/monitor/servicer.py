@@ -32,7 +32,7 @@ from services.monitor.core.messages import (
     StreamEnded,
 )
 from services.monitor.policy.demand import GroupDemand
-from services.monitor.policy.pressure import Overload, Relief
+from services.monitor.policy.pressure import LongRequest, Overload, Relief, Signal
 from services.monitor.shell import MonitorShell, ReportStream, Row
 
 _GOODBYE_PROOF_S = 0.05
@@ -40,7 +40,7 @@ _MOST_INT64 = (1 << 63) - 1
 
 # Any: the message types of a call do not matter to its context.
 _Context = grpc.aio.ServicerContext[Any, Any]
-_Sums = TypeVar("_Sums", bound=GroupDemand | Overload | Relief)
+_Sums = TypeVar("_Sums", bound=GroupDemand | Signal)
 
 
 class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
@@ -186,6 +186,7 @@ _EVENT = Choice(
         "snapshot_end": Mapper(SnapshotEnd, pb.SnapshotEnd),
         "overload": Mapper(Overload, pb.Overload, given=("groups",)),
         "relief": Mapper(Relief, pb.Relief, given=("groups",)),
+        "long_request": Mapper(LongRequest, pb.LongRequest, given=("groups",)),
     },
 )
 

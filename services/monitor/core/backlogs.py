@@ -37,8 +37,12 @@ class Backlogs:
 
     def total(self, at_s: float) -> Backlog:
         """Of those that still speak."""
-        traffic = _sum(self._fresh(at_s))
+        traffic = self.fresh_traffic(at_s)
         return Backlog(traffic.queued_count, traffic.queued_tokens)
+
+    def fresh_traffic(self, at_s: float) -> Traffic:
+        """Of those that still speak, together."""
+        return _sum(self._fresh(at_s))
 
     def _fresh(self, at_s: float) -> list[Traffic]:
         return [word.traffic for word, since_s in self._words.values() if at_s - since_s <= self.lease_s]

@@ -52,6 +52,7 @@ from services.planner.core.messages import (
     LoadFailed,
     LoadLayout,
     LoadsRead,
+    LongRequestRaised,
     MemberAnswered,
     OverloadRaised,
     Publish,
@@ -192,6 +193,8 @@ class PlannerCore:
                 return self.conductor.member_answered(event)
             case OverloadRaised():
                 return self.conductor.overload(event) if self.active else []
+            case LongRequestRaised():
+                return self.conductor.long_request(event) if self.active else []
             case ReliefRaised():
                 return self.conductor.relief(event) if self.active else []
             case TimerFired():

@@ -16,6 +16,8 @@ from ballast.common.ids import GroupId
 from ballast.common.traffic import MINUTE_S, RECENT_S, Pace, Traffic
 from services.planner.policy.candidates import NOTHING, Candidate, Candidates, Running
 from services.planner.policy.fluid_model import PARTS, Future, Kind, Machine, Prediction, look_ahead, prompt_s, token_s
+from services.planner.policy.long_request import LongGroup, LongNeed
+from services.planner.policy.long_request import kinds_with as kinds_with_long
 from services.planner.policy.reserve import FEWER, Reserve, home_tokens, more
 from services.planner.policy.reserve import kinds as kinds_with
 from services.planner.policy.snapshot import Snapshot, columns_of
@@ -28,6 +30,7 @@ _OUTLIVED = 2.0  # times the mean answer: what has run for longer on average is 
 # Bursts come from nothing, and no prediction sees them: so much of the memory of those that serve may be wanted, and
 # less once one more has left; what is left has to bear so many times the rate, too.
 _FILL, _FILL_AFTER, _JUMP = 0.6, 0.45, 1.3
+_BEARABLE = 1.5  # so many times as long others may wait, or take for a token, that one gets an answer at all
 _PRIOR_COUNT, _PRIOR_TOKENS = 2, 128  # answers that nobody has seen, lest the first one says all
 
 
@@ -87,6 +90,25 @@ def compare(
 
     chosen = choose([one.loss for one in found], [one.change_count for one in candidates], finish)
     return Comparison(found[chosen], tuple(found), evaluator.horizon_s, evaluator.targets)
+
+
+def compare_long(
+    snapshot: Snapshot,
+    running: Running,
+    traffic: Traffic,
+    pace: Pace,
+    made: LongGroup,
+    need: LongNeed,
+    targets: Targets | None = None,
+) -> Comparison:
+    """Whether this group for a long request costs the others too much: it is chosen unless their loss rises by more
+    than `_BEARABLE`.
+    """
+    evaluator = _Evaluator(snapshot, running, traffic, pace, targets or Targets())
+    stay = evaluator.evaluate(NOTHING, evaluator.candidates.kinds(NOTHING))
+    merged = evaluator.evaluate(Candidate(made.name), kinds_with_long(snapshot, made, need, running))
+    chosen = merged if merged.loss <= stay.loss + math.log(_BEARABLE) else stay
+    return Comparison(chosen, (stay, merged), evaluator.horizon_s, evaluator.targets)
 
 
 def compare_restore(

@@ -7,6 +7,8 @@ import time
 from ballast.common.errors import BallastError, InvariantViolation, Unavailable, broken_core
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import Layout, worker_ids
+from ballast.common.model import ModelInfo
+from ballast.common.overload import OverloadPolicy
 from ballast.service.logs import get_logger
 from ballast.service.tasks import Work, note_failure, unless_it_fails
 from services.planner.core.machine import PlannerCore
@@ -59,6 +61,7 @@ from services.planner.shell.answers import Answers, change_error, drain_error
 from services.planner.shell.balancing import Balancing
 from services.planner.shell.partners import AtRest, PartnerNaming
 from services.planner.shell.ports import Counting, LayoutStore, MembersPort, MonitorPort
+from services.planner.shell.reaching import ReachTelling
 from services.planner.shell.watchers import LayoutWatcher, Watchers
 
 _MAX_WATCHERS = 64  # streams of layouts that may be open at once: dispatchers and people are fewer
@@ -102,6 +105,7 @@ class PlannerShell:
             load=self._load_of_equals,
             next_cause=self.next_cause,
         )
+        self._reaching = ReachTelling(store, self._at_rest_with_model, self._load_of_equals)
         self._tasks = Work()
         self._listening: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -114,12 +118,17 @@ class PlannerShell:
             self._bug = asyncio.get_running_loop().create_future()
             naming = self._tasks.keep(self._naming.run, "name partners")
             balancing = self._tasks.keep(self._balancing.run, "balance")
+            reaching = None
+            if self.core.conductor.rules.policy is OverloadPolicy.DROP:
+                reaching = self._tasks.keep(self._reaching.run, "tell the longest context")
             self.feed(TimerFired(time.monotonic(), self.next_cause("start")))
             try:
                 await self._bug
             finally:
                 naming.cancel()
                 balancing.cancel()
+                if reaching is not None:
+                    reaching.cancel()
                 if self._timer is not None:
                     self._timer.cancel()
                 self._watchers.dismiss(Unavailable(self.planner_id, "stopping"))
@@ -236,6 +245,11 @@ class PlannerShell:
         notes.note_layout(layout, cause_id)
         self._watchers.offer(layout)
         self._naming.soon()
+        self._reaching.soon()
+
+    def _at_rest_with_model(self) -> tuple[Layout, ModelInfo | None, int] | None:
+        layout, token = self.core.layout_at_rest, self.core.token
+        return None if layout is None or token is None else (layout, self.core.layout_model, token)
 
     def _at_rest(self) -> AtRest | None:
         layout = self.core.layout_at_rest

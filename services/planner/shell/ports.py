@@ -5,6 +5,7 @@ from typing import Protocol
 
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Layout, Member
+from ballast.common.reach import Reach
 from services.planner.core.messages import (
     CallMember,
     ClusterLoad,
@@ -29,6 +30,10 @@ class LayoutStore(Protocol):
     async def write(self, command: WriteLayout) -> WriteOutcome: ...
 
     async def write_journal(self, command: WriteJournal) -> WriteOutcome: ...
+
+    async def write_reach(self, reach: Reach, token: int) -> None:
+        """For dispatchers. Raises Unavailable: no answer; of a planner that leads no more nothing is written."""
+        ...
 
 
 class MonitorPort(Protocol):

@@ -1,10 +1,11 @@
 """What a worker says of its load. Counts are those of online work: what offline work holds is free for it."""
 
-from collections.abc import Sequence
+import collections.abc
 from typing import NamedTuple
 
 from ballast.common.load import LoadReport, MemoryReport
 from services.worker.core.scheduler import Scheduler
+from services.worker.core.sequence import Sequence
 
 
 class ReportTotals(NamedTuple):
@@ -31,8 +32,12 @@ class Parks(NamedTuple):
 IN_SERVICE = Parks()
 
 
+def _token_count(sequence: Sequence) -> int:
+    return sequence.token_count
+
+
 def load_of(
-    groups: Sequence[Scheduler],
+    groups: collections.abc.Sequence[Scheduler],
     totals: ReportTotals,
     step_age_s: float,
     memory: MemoryReport,
@@ -68,6 +73,7 @@ def load_of(
     # What a group that dissolves beside it still has counts as used, as it is going to be this one's.
     block_count = scheduler.block_count if scheduler.stage_count > 1 else scheduler.ceiling_block_count
     used_block_count = block_count - scheduler.free_block_count - scheduler.offline_block_count
+    longest = max([s for one in groups for s in one.online], key=_token_count, default=None)
     if parks.parked:
         block_count = used_block_count = 0
     return LoadReport(
@@ -103,6 +109,8 @@ def load_of(
         prefix_hits_total=totals.prefix_hits + sum(one.prefixes.hit_tokens_total for one in groups),
         offline_lost_tokens_total=totals.offline_lost_tokens
         + sum(one.offline_work.lost_tokens_total for one in groups),
+        longest_token_count=0 if longest is None else longest.token_count,
+        longest_limit_tokens=0 if longest is None else longest.limit_tokens,
         parked=parks.parked,
         wake_s=parks.wake_s,
     )
