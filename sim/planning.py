@@ -237,8 +237,7 @@ class PlannerNode:
         """As `services.planner.shell.reaching`: after each new layout, and again while too little is known."""
 
         def hear(load: p.ClusterLoad, why: str) -> None:
-            layout = self.core.layout_at_rest
-            reach = None if layout is None or why else reach_now(layout, self.core.layout_model, load)
+            reach = None if why else reach_now(self.core.layout_model, load)
             if reach is None:
                 if self.core.active:
                     self._clock.after(SOON_S, b"planner tells reach", lambda: self.process.run(self._tell_reach))

@@ -17,6 +17,7 @@ from services.dispatcher.core.tracked import Tracked
 from services.dispatcher.policy.freeness import blocks_for
 
 _SHARE = 0.5  # of a group's blocks: more than one long request runs there only within this
+_SHRUNK_S = 5.0  # so long it waits for what was lost to come back
 _RETRY_S = 1.0  # advice to the client of one that a smaller cluster does not hold any more
 
 
@@ -46,16 +47,21 @@ class LongRequests(ArrivalOrder):
         """Those that wait in vain, and why they end."""
         for tracked in self._entries:
             since_s, tokens = tracked.groupless_since_s, tracked.token_count
-            if self.refusal(tokens) is not None and self.reach is not None:
+            if since_s is None or at_s < since_s + self._patience_s(tokens):
+                continue
+            if self.reach is not None and self.refusal(tokens) is not None:
                 why = f"{tokens} tokens need a larger group than is left: it holds {self.reach.group_tokens}"
                 yield tracked, Overloaded(why, _RETRY_S)
-            elif since_s is not None and at_s >= since_s + self._wait_s:
+            else:
                 why = f"no group for {tokens} tokens was formed within {self._wait_s:g} s (--long-wait-s)"
                 yield tracked, Overloaded(why, self._wait_s)
 
     def next_timer_s(self) -> float:
-        since = [t.groupless_since_s for t in self._entries if t.groupless_since_s is not None]
-        return min(since) + self._wait_s if since else math.inf
+        waiting = [(t.groupless_since_s, t.token_count) for t in self._entries]
+        return min([at_s + self._patience_s(n) for at_s, n in waiting if at_s is not None], default=math.inf)
+
+    def _patience_s(self, token_count: int) -> float:
+        return self._wait_s if self.refusal(token_count) is None else min(_SHRUNK_S, self._wait_s)
 
     def demand(self, growth: Growth, at_s: float) -> LongDemand:
         """Of all that wait, and of the one that needs most."""

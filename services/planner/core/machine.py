@@ -266,10 +266,7 @@ class PlannerCore:
                 return self._written(written, event)
             case WriteOutcome.CONFLICT:
                 self._read, self._read_at_s, self._plan_at_s = False, event.at_s, event.at_s
-            case WriteOutcome.UNAVAILABLE:
-                self._read, self._read_at_s, self._plan_at_s = False, event.at_s + self.rules.retry_s, event.at_s
-            case WriteOutcome.FENCED:
-                # The lease's owner will say so, or bring the new token.
+            case WriteOutcome.UNAVAILABLE | WriteOutcome.FENCED:  # the owner of the lease tells
                 self._read, self._read_at_s, self._plan_at_s = False, event.at_s + self.rules.retry_s, event.at_s
         return []
 
@@ -546,10 +543,8 @@ class PlannerCore:
         if self.token is None:
             raise InvariantViolation("a standby planner plans")
         reason = explain(self.layout.groups, groups, self._why_lost)
-        self.in_flight, self._in_flight_partial = (
-            Layout(self._next_epoch(), self._layer_count(), groups, reason),
-            partial,
-        )
+        self.in_flight = Layout(self._next_epoch(), self._layer_count(), groups, reason)
+        self._in_flight_partial = partial
         self.in_flight.check()
         return [WriteLayout(self.in_flight, self.membership.model, self._stored_epoch, self.token, cause_id, partial)]
 

@@ -105,7 +105,7 @@ class PlannerShell:
             load=self._load_of_equals,
             next_cause=self.next_cause,
         )
-        self._reaching = ReachTelling(store, self._at_rest_with_model, self._load_of_equals)
+        self._reaching = ReachTelling(store, self._leads, self._load_of_equals)
         self._tasks = Work()
         self._listening: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -247,9 +247,8 @@ class PlannerShell:
         self._naming.soon()
         self._reaching.soon()
 
-    def _at_rest_with_model(self) -> tuple[Layout, ModelInfo | None, int] | None:
-        layout, token = self.core.layout_at_rest, self.core.token
-        return None if layout is None or token is None else (layout, self.core.layout_model, token)
+    def _leads(self) -> tuple[ModelInfo | None, int] | None:
+        return None if self.core.token is None else (self.core.layout_model, self.core.token)
 
     def _at_rest(self) -> AtRest | None:
         layout = self.core.layout_at_rest

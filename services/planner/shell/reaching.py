@@ -4,12 +4,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from ballast.common.errors import BallastError
-from ballast.common.layout import Layout
 from ballast.common.model import ModelInfo
 from ballast.common.reach import Reach
 from ballast.service.logs import get_logger
 from services.planner.core.messages import ClusterLoad
-from services.planner.core.survey import NoSurvey, survey
+from services.planner.core.survey import NoSurvey, shape_of
 from services.planner.policy.reach import reach_of
 from services.planner.shell.ports import LayoutStore
 
@@ -17,26 +16,27 @@ INTERVAL_S = 5.0  # instances come and go, and are told of at once: this is for 
 SOON_S = 0.5
 
 
-def reach_now(layout: Layout, model: ModelInfo | None, load: ClusterLoad) -> Reach | None:
-    """None: too little is known of the instances."""
+def reach_now(model: ModelInfo | None, load: ClusterLoad) -> Reach | None:
+    """Of all that report and do not leave, those too that serve nowhere for a moment, as their group is lost. None: too
+    little is known of them.
+    """
+    there = [one.memory for one in load.workers.values() if not (one.draining or one.parked)]
     try:
-        snapshot = survey(layout, model, load.workers).snapshot
+        shape = shape_of(model, load.workers)
     except NoSurvey:
         return None
-    return None if model is None else reach_of(snapshot, model.max_model_len)
+    return None if model is None or not there else reach_of(shape, there, model.max_model_len)
 
 
 class ReachTelling:
     def __init__(
         self,
         store: LayoutStore,
-        at_rest: Callable[[], tuple[Layout, ModelInfo | None, int] | None],
+        leads: Callable[[], tuple[ModelInfo | None, int] | None],
         load: Callable[[], Awaitable[ClusterLoad]],
     ) -> None:
-        """`at_rest`: the layout, its model and the token of the lease; None while it is about to change, or another
-        planner leads.
-        """
-        self._store, self._at_rest, self._load = store, at_rest, load
+        """`leads`: the model of the layout and the token of the lease; None: another planner leads."""
+        self._store, self._leads, self._load = store, leads, load
         self._due = asyncio.Event()
         self._told: tuple[Reach, int] | None = None
 
@@ -56,12 +56,12 @@ class ReachTelling:
 
     async def _tell(self) -> bool:
         """Whether dispatchers know it now."""
-        now = self._at_rest()
+        now = self._leads()
         if now is None:
             return False
-        layout, model, token = now
+        model, token = now
         try:
-            reach = reach_now(layout, model, await self._load())
+            reach = reach_now(model, await self._load())
             if reach is None:
                 return False
             if self._told != (reach, token):

@@ -4,7 +4,7 @@ from ballast.common.errors import InvalidRequest, Overloaded
 from ballast.common.ids import RequestId
 from ballast.common.reach import Reach
 from ballast.common.sampling import FinishReason
-from services.dispatcher.core.events import Ending, Fail, ReachTold, Refuse, Tick, Withdrawn
+from services.dispatcher.core.events import Ending, Fail, Place, ReachTold, Refuse, Tick, Withdrawn
 from services.dispatcher.core.limits import Limits
 from tests.support.dispatcher_core import Answer, Story, load
 
@@ -83,7 +83,7 @@ def test_what_outgrows_its_instance_waits_with_its_answer() -> None:
     full = Ending(told.handle_of("grows"), FinishReason.ERROR, error="outgrown")
     assert told.step(where, endings=[full]).commands == []
     assert told.core.traffic(1.0).long.count == 1
-    (place,) = paired(told).commands
+    (place,) = paired(told).of(Place)
     assert place.output_token_ids == (7, 7)
 
 
@@ -99,7 +99,9 @@ def test_reach_shrinks_below_one_that_waits() -> None:
     told = story("a", "b", "c")
     told.submit("long", prompt=4000)
     told.submit("shorter", prompt=2000)
-    answer = told.handle(ReachTold(1.0, Reach(ALONE, 3000, 2, 2)))
+    assert told.handle(ReachTold(1.0, Reach(ALONE, 3000, 2, 2))).commands == [], "what was lost may come back"
+    assert told.core.next_timer_s() == 5.0
+    answer = told.handle(Tick(5.0))
     assert answer.errors == {"long": "Overloaded"}
     (failed,) = answer.of(Fail)
     assert "3000" in str(failed.error)

@@ -1,6 +1,7 @@
 """How long a context instances could hold, and the group for a request that no instance holds alone."""
 
 from ballast.common.ids import GroupId
+from ballast.common.load import MemoryReport
 from ballast.common.reach import Reach, read_reach, write_reach
 from services.planner.policy.long_request import LongNeed, group_for, held_by
 from services.planner.policy.reach import reach_of
@@ -16,15 +17,15 @@ def need(blocks: int, **changes: object) -> LongNeed:
     return LongNeed(blocks * 16, blocks * 16, **changes)  # pyright: ignore[reportArgumentType]
 
 
+def reach(count: int, max_model_len: int) -> Reach:
+    memory = MemoryReport(budget_bytes=12_500, parameter_bytes=8_500, kv_bytes=4_000, free_bytes=0)
+    return reach_of(SHAPE, [memory] * count, max_model_len)
+
+
 def test_the_reach_is_that_of_the_smallest_group_that_holds_most() -> None:
-    assert reach_of(singles(4, SHAPE), 1 << 20) == Reach(800, 8000, 4, 4)
-    assert reach_of(singles(4, SHAPE), 2000) == Reach(800, 2000, 2, 4)
-    assert reach_of(singles(1, SHAPE), 1 << 20) == Reach(800, 800, 1, 1)
-
-
-def test_the_reach_of_a_pipeline_is_that_of_its_members() -> None:
-    pair = group(SHAPE, stage("a", 0, 4, SHAPE), stage("b", 4, 8, SHAPE))
-    assert reach_of(Snapshot(SHAPE, (pair,)), 1 << 20) == reach_of(singles(2, SHAPE), 1 << 20)
+    assert reach(4, 1 << 20) == Reach(800, 8000, 4, 4)
+    assert reach(4, 2000) == Reach(800, 2000, 2, 4)
+    assert reach(1, 1 << 20) == Reach(800, 800, 1, 1)
 
 
 def test_what_is_written_is_read() -> None:
