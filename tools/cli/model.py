@@ -10,13 +10,13 @@ from ballast.common.units import human_bytes
 from ballast.service.models import cached_models, find_model
 from services.worker.emulation.machine import write_machine
 from services.worker.engine.model_config import read_model_config
+from sim.contexts import PAIRS, context_of, table
 from sim.hardware import find_gpu
 from sim.hardware import find_model as find_spec
 from sim.jobs.machines import catalogue_machine
 from tools.cli.arguments import Commands, add_json
 from tools.cli.output import plain, print_json
 from tools.cli.served import check_served, describe, served_lines
-from sim.contexts import PAIRS, context_of, table
 from tools.model.info import read_info
 from tools.model.safetensors_file import DTYPES
 from tools.model.tiny import ARCHITECTURES, PRESETS, TinyShape, write_checkpoint

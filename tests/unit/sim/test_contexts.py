@@ -2,9 +2,9 @@
 
 import pytest
 
+from sim.contexts import COUNTS, context_of, table
 from sim.hardware import find_gpu, find_model
 from tools.cli.main import main
-from sim.contexts import COUNTS, context_of, table
 
 
 def test_a_pair_of_small_cards_holds_what_the_model_allows() -> None:
