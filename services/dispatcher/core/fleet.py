@@ -37,6 +37,7 @@ class Worker:
     unseen_block_count: int = 0
     unseen_tokens: dict[int, int] = field(default_factory=dict[int, int])  # likewise -> tokens it has to compute there
     preempted: dict[int, float] = field(default_factory=dict[int, float])  # handle -> waits again since, ascending
+    long_handles: set[int] = field(default_factory=set[int])  # of requests that no instance holds alone
     offline_unseen: dict[int, int] = field(default_factory=dict[int, int])  # handle, ascending -> its tokens
     hold_until_s: float = 0.0  # it has refused a request: not asked again until then
     # Shared with the fleet: workers that have changed since routing looked at them. Whoever changes a field calls
@@ -82,6 +83,7 @@ class Worker:
             max_waiting_count=self.max_waiting_count,
             draining=not self.usable,
             instance_count=self.instance_count,
+            has_long_prompt=any(self.placed[handle].awaits_token for handle in self.long_handles),
         )
 
     def place(self, tracked: Tracked, handle: int, hit_tokens: int = 0) -> None:
@@ -94,6 +96,8 @@ class Worker:
             self.offline_unseen[handle] = tracked.token_count
             return
         self.touch()
+        if tracked.long:
+            self.long_handles.add(handle)
         need = blocks_for(tracked.token_count + 1, load.block_tokens)
         self.unseen[handle] = need
         self.unseen_tokens[handle] = need * load.block_tokens - hit_tokens
@@ -106,6 +110,7 @@ class Worker:
         self.unseen_tokens.pop(handle, None)
         self.offline_unseen.pop(handle, None)
         self.preempted.pop(handle, None)
+        self.long_handles.discard(handle)
         if tracked.request.sampling.logprobs is not None:
             self.departed[handle] = None
             if len(self.departed) > _MAX_DEPARTED:
@@ -154,6 +159,8 @@ class Worker:
             raise InvariantViolation(f"{self.key}: books on unseen requests are wrong")
         if not self.offline_unseen.keys() <= self.placed.keys():
             raise InvariantViolation(f"{self.key}: books on unseen offline requests are wrong")
+        if self.long_handles != {handle for handle, tracked in self.placed.items() if tracked.long}:
+            raise InvariantViolation(f"{self.key}: long requests are not {sorted(self.long_handles)}")
         if not self.preempted.keys() <= self.placed.keys():
             raise InvariantViolation(f"{self.key}: {sorted(self.preempted)} wait, {sorted(self.placed)} are there")
         if list(self.unseen) != sorted(self.unseen) or self.unseen.keys() != self.unseen_tokens.keys():

@@ -82,7 +82,7 @@ class LongRequests(ArrivalOrder):
 def has_room(worker: Worker, tracked: Tracked) -> bool:
     """Whether the group may have this long request beside those that it has."""
     load = worker.load
-    others = [one.token_count for one in worker.placed.values() if one.long]
+    others = [worker.placed[handle].token_count for handle in worker.long_handles]
     if load is None or not others:
         return load is not None
     wanted = sum(blocks_for(tokens + 1, load.block_tokens) for tokens in (*others, tracked.token_count))

@@ -100,11 +100,13 @@ def _made(merge: Sequence[GroupState], splitter: Splitter) -> LongGroup | None:
 
 
 def kinds_with(snapshot: Snapshot, made: LongGroup, need: LongNeed, running: Running) -> list[Kind]:
-    """What serves once the group is there and has the request."""
+    """What serves the others once the group is there and has the request. Dispatchers keep them away from that group
+    for as long as its prompt is computed, unless there is nothing else.
+    """
     model, tokens = snapshot.model, snapshot.model.block_tokens
     rest = [group for group in snapshot.groups if group.group_id not in made.ids]
-    pools = pools_of(rest, running) if rest else []
-    kinds = [pool.kind(pool.between(0, len(pool)), len(pool), tokens) for pool in pools]
+    if rest:
+        return [pool.kind(pool.between(0, len(pool)), len(pool), tokens) for pool in pools_of(rest, running)]
     slowness = {member.worker_id: member.slowness for group in made.merged for member in group.members}
     longest = max((m.last_layer - m.first_layer) * slowness[m.worker_id] for m in made.plan.members)
     used_blocks = sum(group.used_block_count for group in made.merged)
@@ -121,4 +123,4 @@ def kinds_with(snapshot: Snapshot, made: LongGroup, need: LongNeed, running: Run
         slowness=longest * made.stages / model.layer_count,
         stall_s=stall_s(model, used_blocks, len(made.merged), made.stages),
     )
-    return [*kinds, merged]
+    return [merged]

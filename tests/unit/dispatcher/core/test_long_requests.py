@@ -67,6 +67,16 @@ def test_small_long_ones_share_half_of_a_large_group() -> None:
     assert [name for name, _ in paired(told).places] == ["long0", "long1"]
 
 
+def test_others_go_elsewhere_while_its_prompt_is_computed() -> None:
+    told = story("a", "b", "c")
+    told.submit("long", prompt=2 * ALONE, max_tokens=100)
+    assert paired(told).places == [("long", "a")]
+    told.step("c", report=load(used_block_count=40, running_count=4))
+    assert told.submit("first").places == [("first", "c")]
+    told.step("a", {"long": [7]}, report=PAIR)
+    assert told.submit("second").places == [("second", "a")]
+
+
 def test_a_client_that_leaves_while_its_group_forms() -> None:
     told = story("a", "b", "c")
     told.submit("long", prompt=2 * ALONE)
