@@ -4,6 +4,7 @@
     python -m benchmarks.regret --traces DIR --quick                      # a handful of cells and policies, one draw
     python -m benchmarks.regret --traces DIR --again drop                 # runs that policy anew, the others not
     python -m benchmarks.regret --traces DIR --cells 'think*,code-14b*' --policies recompute,drop
+    python -m benchmarks.regret --cells 'any*'                            # cells that are drawn: no folder is needed
     python -m benchmarks.regret --write                                   # the page's table and figure
     python -m benchmarks.regret --traces DIR --signs                      # each change beside the same run without it
     python -m benchmarks.regret --traces DIR --export DIR --cells 'chat*' # cells' traces, for `ballast bench`, `sim`
@@ -372,13 +373,11 @@ class Runs:
         """Makes the runs that are missing.
 
         Raises:
-            ConfigError: some are missing, and no folder of traces was given.
+            ConfigError: some are missing whose arrivals are a trace's, and no folder of traces was given.
         """
         missing = [run for run in dict.fromkeys(wanted) if run not in self.found]
         if not missing:
             return
-        if self._traces is None:
-            raise ConfigError("--traces", f"is missing: {len(missing)} runs are still to be made")
         began_s = time.monotonic()
         with ProcessPoolExecutor(processes) as pool:
             futures = {
@@ -426,7 +425,7 @@ def compare_policies(given: argparse.Namespace, cells: Sequence[str]) -> str:
     return text
 
 
-def export(folder: Path, traces: Path, cells: Sequence[str]) -> None:
+def export(folder: Path, traces: Path | None, cells: Sequence[str]) -> None:
     """Draw 0 of each cell as a trace file."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in cells:
@@ -454,9 +453,7 @@ def main() -> int:
     try:
         if not cells:
             raise ConfigError("--cells", f"fits none of {', '.join(CELLS)}")
-        if given.traces is None and (given.signs or given.export):
-            raise ConfigError("--traces", "is needed")
-        if given.export and given.traces:
+        if given.export:
             export(given.export, given.traces, cells)
             return 0
         text = compare_signs(given, cells) if given.signs else compare_policies(given, cells)

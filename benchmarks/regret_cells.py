@@ -23,7 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from ballast.common.errors import InvariantViolation
+from ballast.common.errors import ConfigError, InvariantViolation
+from ballast.common.sampling import PriorityClass
+from benchmarks.regret_made import MADE, MODEL, Made
 from services.planner.core.prediction_log import Predicted
 from sim.hardware import find_cluster, find_model
 from sim.jobs.settled import prompt_share
@@ -88,7 +90,7 @@ class Cell:
 _CONV_A, _CONV_B, _CONV_CALM = "azure_conv_spike640_a", "azure_conv_spike640_b", "azure_conv_calm640"
 _CODE_A, _CODE_B, _AGENT = "azure_code_spike640_a", "azure_code_spike640_b", "mooncake_conversation_0_2400"
 
-CELLS = {
+CELLS: Mapping[str, Cell | Made] = MADE | {
     cell.name: cell
     for cell in (
         Cell("think", "14b-40g", 0.7, _CONV_A, 0, 500),
@@ -131,11 +133,15 @@ def long_answer(rng: random.Random) -> int:
     return int(min(12_000, max(50, rng.lognormvariate(math.log(1700), 0.9))))
 
 
-def trace_of(cell: Cell, traces: Path, draw: int) -> Trace:
+def trace_of(cell: Cell | Made, traces: Path | None, draw: int) -> Trace:
     """
     Raises:
         ConfigError: the folder lacks the trace.
     """
+    if isinstance(cell, Made):
+        return cell.trace(draw)
+    if traces is None:
+        raise ConfigError("--traces", f"is missing: {cell.name} has the arrivals of {cell.trace}")
     kind = KINDS[cell.kind]
     rng = random.Random(zlib.crc32(f"{cell.name}-{draw}".encode()))
     whole = read_trace(traces / f"{cell.trace}.csv")
@@ -162,11 +168,18 @@ def trace_of(cell: Cell, traces: Path, draw: int) -> Trace:
     return replace(trace, requests=tuple(drawn))
 
 
-def job_of(cell: Cell, traces: Path, policy: str, draw: int) -> SimJob:
-    machine = MACHINES[cell.machine]
-    model = find_model(machine.model)
-    if machine.gpus_each is not None:
-        model = model.model_copy(update={"gpus_per_instance": machine.gpus_each})
+def job_of(cell: Cell | Made, traces: Path | None, policy: str, draw: int) -> SimJob:
+    """
+    Raises:
+        ConfigError: the folder lacks the trace.
+    """
+    if isinstance(cell, Made):
+        model, cluster, classes = find_model(MODEL), cell.cluster(), cell.classes
+    else:
+        machine, classes = MACHINES[cell.machine], (PriorityClass.DEFAULT,)
+        model, cluster = find_model(machine.model), find_cluster(machine.cluster)
+        if machine.gpus_each is not None:
+            model = model.model_copy(update={"gpus_per_instance": machine.gpus_each})
     trace = trace_of(cell, traces, draw)
     if policy == CALM:
         trace = replace(trace, requests=trace.requests[::_THINNED])
@@ -174,13 +187,14 @@ def job_of(cell: Cell, traces: Path, policy: str, draw: int) -> SimJob:
     return SimJob(
         trace=trace,
         model=model,
-        cluster=find_cluster(machine.cluster),
+        cluster=cluster,
         policies=("recompute" if policy == CALM else policy,),
         seed=draw,
+        classes=classes,
     )
 
 
-def run_cell(name: str, traces: Path, policy: str, draw: int) -> Mapping[str, Any]:
+def run_cell(name: str, traces: Path | None, policy: str, draw: int) -> Mapping[str, Any]:
     """One simulation in figures. One that ends with a broken invariant has none but says so."""
     cell, began_s = CELLS[name], time.process_time()
     job = job_of(cell, traces, policy, draw)

@@ -46,7 +46,9 @@ def without(job: SimJob, predicted: Predicted, zero_s: float) -> SimRun:
     return world.run()
 
 
-def outcome(records: Sequence[RequestRecord], begin_s: float, end_s: float, until_s: float) -> Prediction | None:
+def outcome(
+    records: Sequence[RequestRecord], begin_s: float, end_s: float, until_s: float, lost_after_s: float = math.inf
+) -> Prediction | None:
     """P99 waits, in seconds, of requests that waited at `begin_s` or arrived until `end_s`, and the mean TPOT between
     them. None: there were none. A request that waits at `until_s` is taken to have waited so long.
     """
@@ -62,14 +64,18 @@ def outcome(records: Sequence[RequestRecord], begin_s: float, end_s: float, unti
         took_s += float(np.diff(times)[within].sum())
     if not waits_s or not tokens:
         return None
-    return Prediction(float(np.quantile(waits_s, 0.99)), float(np.quantile(ahead_s, 0.99)), took_s / tokens)
+    lost, lost_ahead = (float(np.mean(np.clip(np.array(w) / lost_after_s - 1, 0.0, 1.0))) for w in (waits_s, ahead_s))
+    p99_s, ahead_p99_s = float(np.quantile(waits_s, 0.99)), float(np.quantile(ahead_s, 0.99))
+    return Prediction(p99_s, ahead_p99_s, took_s / tokens, lost, lost_ahead)
 
 
 def judged(run: SimRun, other: SimRun, predicted: Predicted) -> Mapping[str, Any] | None:
     """One change, predicted and real; gains are logarithms of factors. None: too few requests to compare."""
     assert predicted.settled_at_s is not None
     begin_s, end_s = predicted.at_s - run.zero_s, predicted.settled_at_s - run.zero_s
-    with_it, left = (outcome(one.records, begin_s, end_s, end_s + _AFTER_S) for one in (run, other))
+    with_it, left = (
+        outcome(one.records, begin_s, end_s, end_s + _AFTER_S, predicted.targets.lost_s) for one in (run, other)
+    )
     if with_it is None or left is None:
         return None
     real, told = (
@@ -87,7 +93,7 @@ def judged(run: SimRun, other: SimRun, predicted: Predicted) -> Mapping[str, Any
     }
 
 
-def signs_of(name: str, traces: Path, draw: int) -> list[Mapping[str, Any]]:
+def signs_of(name: str, traces: Path | None, draw: int) -> list[Mapping[str, Any]]:
     job = job_of(CELLS[name], traces, "drop", draw)
     run = _world(job).run()
     changes = [one for one in run.predicted if one.epoch is not None and one.settled_at_s is not None]

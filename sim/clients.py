@@ -62,16 +62,16 @@ class Clients:
         *,
         max_model_len: int,
         distinct: bool = False,
-        priority: PriorityClass = PriorityClass.DEFAULT,
+        classes: Sequence[PriorityClass] = (PriorityClass.DEFAULT,),
         offline: OfflineClients | None = None,
     ) -> None:
         """`zero_s`: of the clock, when the trace begins. `distinct`: no two prompts are alike, except where `hash_ids`
-        say so. `offline`: what goes on beside the trace.
+        say so. `classes`: of requests, by turns. `offline`: what goes on beside the trace.
 
         They ask for as long an answer as the model gives: how long it will be is known where it is made.
         """
         self._distinct = distinct
-        self._priority = priority
+        self._classes = classes
         self.offline = offline
         self._max_model_len = max_model_len
         self._clock = clock
@@ -110,7 +110,7 @@ class Clients:
             request_id=request_id,
             prompt_token_ids=self._prompt(record),
             sampling=_sampling(max(1, self._max_model_len - record.input_tokens)),
-            priority=self._priority,
+            priority=self._classes[record.index % len(self._classes)],
             deadline_at_s=self._clock.now_s + self._deadline_s,
             omit_text=True,
             caller=self._callers[record.index],

@@ -81,7 +81,7 @@ class WorldOptions:
     faults: Sequence[Fault] = ()
     stop_after_s: float | None = None  # of the trace's time: a request that is there then stays open
     offline: OfflineLoad | None = None  # beside the trace
-    priority: PriorityClass = PriorityClass.DEFAULT  # of the trace's requests
+    classes: Sequence[PriorityClass] = (PriorityClass.DEFAULT,)  # of the trace's requests, by turns
 
 
 class World:
@@ -136,7 +136,7 @@ class World:
             options.deadline_s,
             max_model_len=options.model.max_model_len,
             distinct=options.marks,
-            priority=options.priority,
+            classes=options.classes,
             offline=options.offline and OfflineClients(self.clock, options.offline, options.seed, options.deadline_s),
         )
         self.dispatchers = [self._add_dispatcher(number) for number in range(options.dispatcher_count)]

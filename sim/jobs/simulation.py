@@ -12,6 +12,7 @@ from functools import partial
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from ballast.common.errors import ConfigError
+from ballast.common.sampling import PriorityClass
 from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.core.backlog import Order
 from services.dispatcher.core.limits import Limits
@@ -93,6 +94,7 @@ class SimJob:
     answer_scale: float | None = None
     limit: int | None = None
     offline: OfflineLoad | None = None  # beside the trace
+    classes: Sequence[PriorityClass] = (PriorityClass.DEFAULT,)  # of its requests, by turns
 
 
 def production_rules(worker: WorkerSize) -> ClusterRules:
@@ -198,6 +200,7 @@ def _options(job: SimJob, rules: ClusterRules) -> WorldOptions:
         faults=job.faults,
         stop_after_s=job.stop_after_s,
         offline=job.offline,
+        classes=job.classes,
     )
 
 

@@ -65,7 +65,7 @@ def test_no_drop_leaves_less_kv_than_before(seed: int) -> None:
                 candidate = one.candidate
                 assert candidate.toward_memory in TOWARD_MEMORY
                 check(snapshot, plan_of(snapshot, candidate.merges, 0, candidate.toward_memory))
-            chosen = compared.chosen.candidate
+            chosen = rng.choice(compared.candidates).candidate
             done = plan_of(snapshot, chosen.merges, 0, chosen.toward_memory)
             merged += len(done.groups)
             snapshot = check(snapshot, done)

@@ -2,9 +2,11 @@
 
 Nobody knows how long a burst lasts, so each candidate is judged in several futures. The loss of a prediction is the
 logarithm of how far the P99 TTFT and the TPOT exceed their targets: a wait twice as long weighs as much as tokens that
-take twice as long. Half of it counts waits since requests came, half what is still ahead: what cannot be helped any
-more would hide what can, and without it a drop would seem to help what has waited for long. Of all candidates within
-`_UNSURE` of the least loss the one that changes least is taken.
+take twice as long. A wait far beyond `LOST` targets is lost, however long it is: from there on the share of requests
+that are lost counts, and no slower tokens are paid for shortening what is lost anyway. Half of the waits' loss is since
+requests came, half what is still ahead: what cannot be helped any more would hide what can, and without it a drop would
+seem to help what has waited for long. Of all candidates within `_UNSURE` of the least loss the one that changes least
+is taken.
 """
 
 import math
@@ -24,6 +26,7 @@ from services.planner.policy.snapshot import Snapshot, columns_of
 
 LASTS_S = (2.0, 15.0, 60.0)  # the futures: so long the present rate may go on
 _MIDDLE = len(LASTS_S) // 2
+LOST = 20.0  # times the target: longer waits are lost. Ten seconds of the default: chosen, not derived
 _UNSURE = 1.1  # how much better than doing less has to be what is done
 _LEAST_S, _MOST_S = 30.0, 120.0  # looked ahead: two stays of a request, within these
 _OUTLIVED = 2.0  # times the mean answer: what has run for longer on average is of another kind
@@ -40,6 +43,11 @@ class Targets:
 
     ttft_s: float = 0.5  # or, if that is more, what a long prompt takes an instance whose memory is half full
     tpot_s: float | None = None  # None: what a token takes in an instance whose memory is half full
+
+    @property
+    def lost_s(self) -> float:
+        """Waits twice as long are of no use to anybody, and those between of little."""
+        return LOST * self.ttft_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,14 +201,17 @@ class _Evaluator:
 
     def begin(self, candidate: Candidate, kinds: Sequence[Kind]) -> Evaluation:
         """Looks at the middle future only."""
-        prediction = look_ahead(self._machine, kinds, self._futures[_MIDDLE], self.horizon_s)
+        prediction = self._predict(kinds, self._futures[_MIDDLE])
         return Evaluation(candidate, prediction, self._loss([prediction]))
 
     def finish(self, begun: Evaluation, kinds: Sequence[Kind]) -> Evaluation:
         """Looks at the other futures."""
         others = (*self._futures[:_MIDDLE], *self._futures[_MIDDLE + 1 :])
-        predicted = [look_ahead(self._machine, kinds, future, self.horizon_s) for future in others]
+        predicted = [self._predict(kinds, future) for future in others]
         return replace(begun, loss=self._loss([begun.prediction, *predicted]))
+
+    def _predict(self, kinds: Sequence[Kind], future: Future) -> Prediction:
+        return look_ahead(self._machine, kinds, future, self.horizon_s, self.targets.lost_s)
 
     def _loss(self, predicted: Sequence[Prediction]) -> float:
         """The mean over all futures, of which those without a prediction count as 0: at least so much it will be."""
@@ -283,9 +294,16 @@ def choose(losses: Sequence[float], changes: Sequence[int], finish: Callable[[in
 
 def loss_of(one: Prediction, targets: Targets) -> float:
     """0: all is good enough."""
-    ttft, tpot = targets.ttft_s, targets.tpot_s or one.tpot_s
-    waits = math.log(max(one.ttft_p99_s, ttft) / ttft) + math.log(max(one.ahead_p99_s, ttft) / ttft)
-    return waits / 2 + math.log(max(one.tpot_s, tpot) / tpot)
+    tpot_s = targets.tpot_s or one.tpot_s
+    waits = _wait_loss(one.ttft_p99_s, one.lost_share, targets) + _wait_loss(
+        one.ahead_p99_s, one.lost_ahead_share, targets
+    )
+    return waits / 2 + math.log(max(one.tpot_s, tpot_s) / tpot_s)
+
+
+def _wait_loss(p99_s: float, lost_share: float, targets: Targets) -> float:
+    """Where all are lost, twice what it is where one in a hundred just is."""
+    return math.log(min(max(p99_s / targets.ttft_s, 1.0), LOST)) + lost_share * math.log(LOST)
 
 
 def _futures(snapshot: Snapshot, running: Running, traffic: Traffic) -> list[Future]:

@@ -94,6 +94,8 @@ class Prediction:
     ttft_p99_s: float
     ahead_p99_s: float  # the same but for what has been waited already
     tpot_s: float  # mean over the tokens; waits of what was preempted are in it
+    lost_share: float = 0.0  # of the requests, which wait so long that it no longer matters how long
+    lost_ahead_share: float = 0.0  # the same but for what has been waited already
 
     def told(self) -> str:
         return f"P99 TTFT {self.ttft_p99_s:.2f} s, TPOT {1e3 * self.tpot_s:.0f} ms"
@@ -290,7 +292,10 @@ class _Flow:
         return begun, made, gone, gone * mean
 
 
-def look_ahead(machine: Machine, kinds: Sequence[Kind], future: Future, horizon_s: float) -> Prediction:
+def look_ahead(
+    machine: Machine, kinds: Sequence[Kind], future: Future, horizon_s: float, lost_after_s: float = math.inf
+) -> Prediction:
+    """`lost_after_s`: waits that are twice as long are lost, and in part those between."""
     dt = horizon_s / STEPS
     prompt, answer = future.prompt_tokens, max(1.0, future.answer_tokens)
     remaining = future.remaining_tokens
@@ -345,10 +350,19 @@ def look_ahead(machine: Machine, kinds: Sequence[Kind], future: Future, horizon_
         ready_s.append(last_s)
     own = _own(flows, future)
     usual_s = max((_own_s(flow, prompt) for flow in flows if flow.seen > 0.0), default=0.0)
-    ttft_s = ahead_s = _p99(_waits(came, first, ready_s, dt), own, usual_s)
+    waits = ahead = _waits(came, first, ready_s, dt)
+    ttft_s = ahead_s = _p99(ahead, own, usual_s)
     if future.waited_s > 0.0:
-        ttft_s = _p99(_waits(came, first, ready_s, dt, future.waited_s), own, usual_s)
-    return Prediction(ttft_s, ahead_s, request_s / tokens if tokens else 0.0)
+        waits = _waits(came, first, ready_s, dt, future.waited_s)
+        ttft_s = _p99(waits, own, usual_s)
+    lost, lost_ahead = _lost(waits, lost_after_s), _lost(ahead, lost_after_s)
+    return Prediction(ttft_s, ahead_s, request_s / tokens if tokens else 0.0, lost, lost_ahead)
+
+
+def _lost(waits: Mapping[float, float], limit_s: float) -> float:
+    """The share of requests whose wait is lost: it is by and by between the limit and twice the limit."""
+    lost = math.fsum(count * min(1.0, wait / limit_s - 1) for wait, count in waits.items() if wait > limit_s)
+    return lost / math.fsum(waits.values()) if lost else 0.0
 
 
 def _spread(flows: Sequence[_Flow], until_s: float, count: float, mean_tokens: float) -> float:

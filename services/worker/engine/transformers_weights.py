@@ -1,9 +1,11 @@
 """Tensors of a checkpoint, under the names and shapes that `transformers`' modelling code has for them.
 
 A parameter at a time is read and converted by `transformers` itself (names, joined matrices, merged experts), copied to
-its place in our memory, and given up: what is held beside the memory is the largest parameter, twice at most.
+its place in our memory, and given up: what is held beside the memory is the largest parameter, twice at most. It is
+read by this thread: each thread of a pool would keep what it has read in an arena of its own.
 """
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -28,6 +30,8 @@ from transformers.modeling_utils import LoadStateDictConfig
 from ballast.common.errors import ConfigError
 from services.worker.engine.checkpoint import FLOAT_DTYPES, IGNORED_SUFFIXES, tensor_places
 from services.worker.engine.parameters import EMBEDDING, HEAD
+
+os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
 
 Part = int | str
 

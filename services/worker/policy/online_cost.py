@@ -4,6 +4,7 @@ Bounded: of each size of batch, by powers of two of its tokens, the last steps a
 outlives a long time of decodes alone.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable
 
@@ -83,7 +84,7 @@ class OnlineCost:
         """A step was executed, after `enter`. Every sixteenth fits anew, which takes about 0.3 ms."""
         terms = terms_of(chunks)
         tokens = int(terms[1])
-        if not tokens or seconds <= 0.0:
+        if not tokens or not 0.0 < seconds < math.inf:
             return
         self._recent[min(tokens.bit_length(), _SIZES) - 1].append((terms, seconds))
         self._new_steps += 1
@@ -97,12 +98,15 @@ class OnlineCost:
         seconds = np.array([took_s for _, took_s in kept])
         candidates = [cost for cost in (self._start, self._model) if cost is not None]
         if self._start is not None:
-            start = self._start
-            paced = start.scaled(float(np.median(seconds / _seconds_of(start, rows))))
+            predicted = _seconds_of(self._start, rows)
+            known = predicted > 0.0  # a fit may have found that some batches cost nothing
+            paced = (
+                self._start.scaled(float(np.median(seconds[known] / predicted[known]))) if known.any() else self._start
+            )
             candidates.append(paced)
-            anchored = np.concatenate([rows, _ANCHOR_TERMS])
-            wanted = np.concatenate([seconds, _seconds_of(paced, _ANCHOR_TERMS)])
-            candidates.append(self._fit(anchored, wanted))
+            anchors = _seconds_of(paced, _ANCHOR_TERMS)
+            anchored = np.concatenate([rows, _ANCHOR_TERMS[anchors > 0.0]])
+            candidates.append(self._fit(anchored, np.concatenate([seconds, anchors[anchors > 0.0]])))
         elif len(kept) >= _LEAST_STEPS and sum(bool(steps) for steps in self._recent) >= _LEAST_SIZES:
             candidates.append(self._fit(rows, seconds))
         if candidates:

@@ -9,9 +9,9 @@ from ballast.common.cost import CostModel
 from ballast.common.ids import GroupId, WorkerId
 from ballast.common.traffic import Pace, Traffic
 from services.planner.policy.candidates import Running
-from services.planner.policy.compare import Comparison, Targets, compare, compare_restore
+from services.planner.policy.compare import Comparison, Targets, compare, compare_restore, loss_of
 from services.planner.policy.drop import plan_of
-from services.planner.policy.fluid_model import Future, Kind, Machine, bubbles, look_ahead, token_s
+from services.planner.policy.fluid_model import Future, Kind, Machine, Prediction, bubbles, look_ahead, token_s
 from services.planner.policy.snapshot import GroupState, InstanceState, ModelShape, Snapshot
 
 LAYERS = 48
@@ -469,3 +469,44 @@ def test_costs_that_nobody_can_have_take_no_longer_to_compare() -> None:
     snapshot = alone(["w0", "w1"], used=5, waiting=5)
     endless = replace(PACE, cost=PACE.cost.scaled(1e18))
     assert compare(running(snapshot, 2), Running(256, 0), LONG, endless).chosen.name
+
+
+def lost(prediction_s: float, share: float, tpot_s: float = 0.04) -> float:
+    return loss_of(Prediction(prediction_s, prediction_s, tpot_s, share, share), Targets(ttft_s=0.5, tpot_s=0.03))
+
+
+def test_of_waits_far_beyond_the_target_their_share_counts_and_not_their_length() -> None:
+    assert lost(4.0, 0.0) > lost(2.0, 0.0)
+    assert lost(199.0, 0.9) == lost(157.0, 0.9)
+    assert lost(157.0, 0.9) > lost(157.0, 0.5)
+    assert lost(157.0, 0.9, 0.08) > lost(199.0, 0.9), "slower tokens are not paid for what is lost anyway"
+
+
+def test_waits_are_lost_by_and_by() -> None:
+    """Ten requests wait at the beginning, one after the other of whom is let in."""
+    future = Future(
+        rate_per_s=0.0,
+        lasts_s=0.0,
+        calm_per_s=0.0,
+        prompt_tokens=500.0,
+        answer_tokens=2000.0,
+        waiting_count=40.0,
+        waiting_tokens=20_000.0,
+        waited_s=8.0,
+    )
+    full = [kind(1, 1, BLOCKS, 40.0, BLOCKS)]
+    shares = [look_ahead(MACHINE, full, future, 60.0, limit_s).lost_share for limit_s in (1.0, 10.0, 40.0, 1000.0)]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] > 0.9
+    assert 0.0 < shares[2] < shares[1]
+    assert shares[3] == 0.0
+
+
+def test_nobody_is_slowed_down_where_all_wait_too_long_whatever_is_done() -> None:
+    """Prompts ask for more than all time there is, and memory is full, as in a simulation of three instances."""
+    flood = replace(
+        CODE, queued_count=2000, queued_tokens=4_000_000, oldest_wait_s=90.0, ended_tokens=1_200_000, open_tokens=40_000
+    )
+    found = compare(running(alone(EIGHT[:3], BLOCKS - 5), 30), Running(256, 0), flood, PACE)
+    assert all(one.prediction.ttft_p99_s > found.targets.lost_s for one in found.candidates)
+    assert found.chosen.name == "nothing", found.lines()

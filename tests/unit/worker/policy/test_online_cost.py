@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ballast.common.cost import Chunk, CostModel
@@ -145,6 +145,28 @@ def test_what_is_kept_is_bounded() -> None:
 
 chunks_st = st.lists(st.builds(Chunk, st.integers(0, 4000), st.integers(1, 600)), min_size=1, max_size=6)
 steps_st = st.lists(st.tuples(chunks_st, st.floats(1e-4, 5.0)), min_size=1, max_size=150)
+
+
+coefficients_st = st.sampled_from([0.0, 1e-8, 1e-4])
+
+
+def sparse(attention_s: float, token_s: float, shared_s: float, own_s: float, prefix_s: float) -> CostModel:
+    return CostModel(attention_s, token_s, shared_s + own_s, shared_s, prefix_s)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.builds(sparse, *[coefficients_st] * 5),
+    st.lists(st.tuples(chunks_st, st.floats(1e-4, 5.0)), min_size=16, max_size=16),
+)
+@example(CostModel(0.0, 0.0, 0.0, 0.0, 1e-6), [([Chunk(1000, 1)], 1e-3)] * 16)
+def test_a_start_by_which_some_batches_cost_nothing_is_mended(
+    start: CostModel, steps: list[tuple[list[Chunk], float]]
+) -> None:
+    online = entered(StageCosts(layer=start, step=NOTHING, first=NOTHING, last=NOTHING))
+    for chunks, seconds in steps:
+        online.record(chunks, seconds)
+        online.check()
 
 
 @settings(max_examples=60, deadline=None)
