@@ -67,6 +67,7 @@ class LoadReport:
     offline_yields_total: int = 0  # times an offline request gave its blocks or its place to online work
     longest_token_count: int = 0  # of the longest online request that runs
     longest_limit_tokens: int = 0  # that this one may come to, with all of its answer
+    busiest_caller_count: int = 0  # online requests that run, of the caller that has the most of them
     parked: bool = False  # takes no request until woken; its device memory is given back, or about to be
     wake_s: float = 0.0  # that waking takes, as measured lately or estimated; 0: it cannot be parked
 

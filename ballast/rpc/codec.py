@@ -113,6 +113,7 @@ def _check_load(report: pb.LoadReport) -> None:
         report.prefix_hits_total,
         report.longest_token_count,
         report.longest_limit_tokens,
+        report.busiest_caller_count,
     )
     if min(counts) < 0:
         raise InvalidRequest("load", f"counts must not be negative, and a block has tokens: {report}")

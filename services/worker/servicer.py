@@ -318,6 +318,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             wants_text=not submit.omit_text,
             expects_handover=submit.expects_handover,
             cache_salt=submit.cache_salt,
+            caller=submit.caller,
         )
 
     async def _write(self, stream: OutputStream, context: Context) -> None:

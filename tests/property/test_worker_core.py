@@ -98,6 +98,7 @@ class WorkerMachine(RuleBasedStateMachine):
         prompt=PROMPTS,
         sampling=SAMPLINGS,
         priority=st.sampled_from(PriorityClass),
+        caller=st.integers(0, 2),
         wants_text=st.booleans(),
         deadline_after_s=st.none() | st.floats(-0.01, 0.05),
     )
@@ -107,6 +108,7 @@ class WorkerMachine(RuleBasedStateMachine):
         prompt: tuple[int, ...],
         sampling: SamplingParams,
         priority: PriorityClass,
+        caller: int,
         wants_text: bool,
         deadline_after_s: float | None,
     ) -> None:
@@ -117,6 +119,7 @@ class WorkerMachine(RuleBasedStateMachine):
             sampling,
             stream_id=stream_id,
             priority=priority,
+            caller=caller,
             wants_text=wants_text,
             deadline_at_s=deadline_at_s,
         )
@@ -126,8 +129,8 @@ class WorkerMachine(RuleBasedStateMachine):
     def burst(self, prompts: list[tuple[int, ...]]) -> None:
         """Short prompts with long answers: they all fit in, and outgrow the cache together."""
         self._open(1)
-        for prompt in prompts:
-            self._remember(self.driver.submit(prompt, greedy(40)), prompt, True)
+        for number, prompt in enumerate(prompts):
+            self._remember(self.driver.submit(prompt, greedy(40), caller=number % 3), prompt, True)
 
     @rule(stream_id=STREAM_IDS, prompt=PROMPTS, sampling=SAMPLINGS, data=st.data())
     def resume(self, stream_id: int, prompt: tuple[int, ...], sampling: SamplingParams, data: st.DataObject) -> None:

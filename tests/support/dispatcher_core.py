@@ -117,6 +117,7 @@ def request(
     answer: Sequence[int] = (),
     taken_over: bool = False,
     begins: int = 1,
+    caller: str = "",
 ) -> Request:
     """`begins`: the id of all its tokens. `answer`: what has come of it at another dispatcher; each token is a
     character.
@@ -130,6 +131,7 @@ def request(
         output_token_ids=answer,
         text_chars=len(answer),
         taken_over=taken_over,
+        caller=caller,
     )
 
 
@@ -217,6 +219,7 @@ class Story:
         answer: Sequence[int] = (),
         taken_over: bool = False,
         begins: int = 1,
+        caller: str = "",
     ) -> Answer:
         wanted = request(
             name,
@@ -228,6 +231,7 @@ class Story:
             answer=answer,
             taken_over=taken_over,
             begins=begins,
+            caller=caller,
         )
         return self.handle(Submitted(self.now_s, wanted))
 

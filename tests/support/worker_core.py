@@ -282,6 +282,7 @@ class Driver:
         deadline_at_s: float | None = None,
         wants_text: bool = True,
         cache_salt: bytes = b"",
+        caller: int = 0,
     ) -> SequenceKey:
         key = SequenceKey(stream_id, next(self._handles))
         self.received[key] = Received()
@@ -301,6 +302,7 @@ class Driver:
                 deadline_at_s=deadline_at_s,
                 wants_text=wants_text,
                 cache_salt=cache_salt,
+                caller=caller,
             )
         )
         return key

@@ -1,5 +1,6 @@
 """What can happen to a dispatcher, and what it can order. Times are seconds of the dispatcher's monotonic clock."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -36,6 +37,12 @@ class Request:
     text_chars: int = 0  # of their text, that the client has
     cache_salt: bytes = b""  # workers share KV only among requests with the same
     taken_over: bool = False  # another dispatcher was serving it
+
+    @property
+    def caller_number(self) -> int:
+        """The caller as workers know it, equal at all dispatchers; 0: unknown."""
+        name = self.caller.encode()
+        return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") if name else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 Only leaders are given requests. Who stops being one keeps its stream until its requests have moved or ended.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ from ballast.common.load import LoadReport
 from ballast.common.model import ModelInfo
 from services.dispatcher.core.events import StepReceived
 from services.dispatcher.core.tracked import Tracked
-from services.dispatcher.policy.freeness import WorkerKey, WorkerView, blocks_for
+from services.dispatcher.policy.freeness import WorkerKey, WorkerView, blocks_for, claims
 
 # Handles that were given up while their logprobs may still be on the way, for each worker.
 _MAX_DEPARTED = 1024
@@ -39,6 +40,7 @@ class Worker:
     preempted: dict[int, float] = field(default_factory=dict[int, float])  # handle -> waits again since, ascending
     long_handles: set[int] = field(default_factory=set[int])  # of requests that no instance holds alone
     offline_unseen: dict[int, int] = field(default_factory=dict[int, int])  # handle, ascending -> its tokens
+    placed_by: Counter[str] = field(default_factory=Counter[str])  # caller -> online requests there
     hold_until_s: float = 0.0  # it has refused a request: not asked again until then
     # Shared with the fleet: workers that have changed since routing looked at them. Whoever changes a field calls
     # `touch`.
@@ -56,6 +58,11 @@ class Worker:
         if self.load is None:
             return 0
         return self.load.offline_wanted_tokens - sum(self.offline_unseen.values())
+
+    @property
+    def waiting_count(self) -> int:
+        """Requests that wait there, by what is known here."""
+        return len(self.unseen) + (self.load.waiting_count if self.load is not None else 0)
 
     def touch(self) -> None:
         self.changed[self.key] = None
@@ -86,6 +93,16 @@ class Worker:
             has_long_prompt=any(self.placed[handle].awaits_token for handle in self.long_handles),
         )
 
+    def gives_way_to(self, tracked: Tracked, at_s: float) -> bool:
+        """A caller with many requests there is going to give room to it, by what is known here."""
+        load, caller = self.load, tracked.request.caller
+        if not caller or load is None or not self.usable or self.hold_until_s > at_s:
+            return False
+        need = blocks_for(tracked.token_count + 1, load.block_tokens)
+        if need > load.block_count or self.waiting_count >= self.max_waiting_count:
+            return False
+        return claims(self.view(), need, self.placed_by[caller], load.busiest_caller_count)
+
     def place(self, tracked: Tracked, handle: int, hit_tokens: int = 0) -> None:
         """`hit_tokens`: so many of its tokens need not be computed there."""
         load = self.load
@@ -98,6 +115,7 @@ class Worker:
         self.touch()
         if tracked.long:
             self.long_handles.add(handle)
+        self.placed_by[tracked.request.caller] += 1
         need = blocks_for(tracked.token_count + 1, load.block_tokens)
         self.unseen[handle] = need
         self.unseen_tokens[handle] = need * load.block_tokens - hit_tokens
@@ -109,6 +127,10 @@ class Worker:
         self.unseen_block_count -= self.unseen.pop(handle, 0)
         self.unseen_tokens.pop(handle, None)
         self.offline_unseen.pop(handle, None)
+        if not tracked.offline:
+            self.placed_by[tracked.request.caller] -= 1
+            if not self.placed_by[tracked.request.caller]:
+                del self.placed_by[tracked.request.caller]
         self.preempted.pop(handle, None)
         self.long_handles.discard(handle)
         if tracked.request.sampling.logprobs is not None:
@@ -157,6 +179,8 @@ class Worker:
     def check(self) -> None:
         if self.unseen_block_count != sum(self.unseen.values()) or not set(self.unseen) <= set(self.placed):
             raise InvariantViolation(f"{self.key}: books on unseen requests are wrong")
+        if self.placed_by != Counter(t.request.caller for t in self.placed.values() if not t.offline):
+            raise InvariantViolation(f"{self.key}: callers are counted as {self.placed_by}")
         if not self.offline_unseen.keys() <= self.placed.keys():
             raise InvariantViolation(f"{self.key}: books on unseen offline requests are wrong")
         if self.long_handles != {handle for handle, tracked in self.placed.items() if tracked.long}:

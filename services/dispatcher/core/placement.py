@@ -104,7 +104,22 @@ class Placement:
                     break
             if len(batch) < _BATCH_COUNT:
                 break
-        return Outcome(placed, hopeless)
+        return Outcome([*placed, *self._claim(at_s)], hopeless)
+
+    def _claim(self, at_s: float) -> list[Place]:
+        """Of what has no place, requests of callers that hold little go where another caller gives way."""
+        placed, refused = list[Place](), set[str]()
+        for tracked in self._backlog.slice(0, _BATCH_COUNT, at_s):
+            caller = tracked.request.caller
+            if caller in refused:
+                continue
+            workers = [worker for worker in self._fleet if worker.gives_way_to(tracked, at_s)]
+            if not workers:
+                refused.add(caller)
+                continue
+            best = min(workers, key=lambda worker: (worker.placed_by[caller], worker.waiting_count, worker.key))
+            placed.append(self._place(tracked, best.key, at_s))
+        return placed
 
     def _run_long(self, at_s: float) -> list[Place]:
         """Each goes to the group with most room of those that hold it. One that must wait for that lets nobody of its

@@ -17,6 +17,9 @@ is possible at once.
 Where some workers have the KV of a prompt's beginning, the freest and these are compared: it goes where the fewest
 tokens are computed before its first one, those of prompts that came there before it included.
 
+A caller that holds little goes on beside one that holds much: where all is full its request goes to a worker all the
+same, which preempts for it (`claims`).
+
 A request is *large* if it needs more than `large_fraction` of a worker's blocks. Put into a worker's queue it would
 hold up everybody behind it until the worker has drained enough, so a large one that cannot run at once first lets
 others overtake it; the caller says with `may_queue_large` when its patience is at an end. From then on its need
@@ -44,6 +47,7 @@ class Shape(NamedTuple):
     has_long_prompt: bool
 
 
+_CLAIM_RATIO = 2
 Hits = Mapping[WorkerKey, int]  # tokens of a prompt that need not be computed there
 NO_HITS: Hits = {}
 
@@ -185,6 +189,15 @@ def runs_at_once(view: WorkerView, block_count: int) -> bool:
         and (not view.max_prompt_token_count or view.prompt_token_count < view.max_prompt_token_count)
         and block_count <= view.free_block_count
     )
+
+
+def claims(view: WorkerView, block_count: int, own_count: int, busiest_count: int) -> bool:
+    """Whether a request of so many blocks is to wait there for memory that another caller gives up: with it its caller,
+    who has `own_count` requests there, would hold half at most of what the one with the most, `busiest_count`, holds.
+    All are taken to be of the mean size; the worker knows better, and decides.
+    """
+    blocks_each = view.used_block_count / max(1, view.running_count)
+    return busiest_count * blocks_each >= _CLAIM_RATIO * (own_count * blocks_each + block_count)
 
 
 def may_queue(view: WorkerView, rules: RoutingRules) -> bool:

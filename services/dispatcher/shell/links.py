@@ -199,6 +199,7 @@ def submit_to_proto(place: Place) -> pb.Submit:
         delivered_text_chars=place.delivered_text_chars,
         expects_handover=place.expects_handover,
         cache_salt=request.cache_salt,
+        caller=request.caller_number,
         traceparent=_span_of(request.request_id, request.traceparent),
     )
 

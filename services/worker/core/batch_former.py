@@ -132,6 +132,6 @@ class BatchFormer:
     def _chunks(self, decode_count: int, prefills: list[Sequence], budget_tokens: int) -> list[tuple[Sequence, int]]:
         if not prefills:
             return []
-        views = [PrefillView(s.rank, s.computed_tokens, s.token_count - s.computed_tokens) for s in prefills]
+        views = [PrefillView(s.rank, s.computed_tokens, s.token_count - s.computed_tokens, s.caller) for s in prefills]
         counts = chunk_prefills(decode_count, views, budget_tokens)
         return [(sequence, count) for sequence, count in zip(prefills, counts, strict=True) if count]

@@ -1,6 +1,7 @@
 """What a group of stages holds and has room for, in counts. `core.scheduler` decides by them."""
 
 import bisect
+from collections import Counter
 
 from ballast.common.record import record
 from services.worker.core.batch import BlockNumber
@@ -123,6 +124,11 @@ class GroupCounts:
     def wanted_by_waiting(self) -> tuple[int, int]:
         """Blocks, and tokens to be computed, that waiting online sequences want: what they share counts once."""
         return self.prefixes.wanted([(s, self.need(s)) for s in self.line.all_online])
+
+    @property
+    def busiest_caller_count(self) -> int:
+        """Online sequences that run, of the caller that has the most of them."""
+        return max(Counter([s.caller for s in self.online]).values(), default=0)
 
     @property
     def max_prompt_tokens(self) -> int:

@@ -56,6 +56,7 @@ class Submitted:
     deadline_at_s: float | None = None
     wants_text: bool = True
     cache_salt: bytes = b""  # KV is shared only among requests with the same
+    caller: int = 0  # who asks: callers take turns with memory; 0: unknown
     expects_handover: bool = False  # another leader had it, and may be handing its KV over to this one
     overtaken: bool = False  # its grammar was compiled meanwhile: requests with higher handles may have come before it
 

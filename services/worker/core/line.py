@@ -1,6 +1,6 @@
 """The sequences that wait for memory, by class and in it by arrival."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from itertools import chain, islice
 
@@ -23,6 +23,7 @@ class WaitingLine:
     def __init__(self) -> None:
         self.count = 0
         self.token_count = 0
+        self.callers: Counter[int] = Counter()  # -> online sequences; none is 0
         self._classes: tuple[OrderedDict[SequenceId, Sequence], ...] = tuple(OrderedDict() for _ in PriorityClass)
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -50,6 +51,13 @@ class WaitingLine:
         """Online sequences in order of service."""
         return [s for line in self._classes[:OFFLINE_RANK] for s in line.values()] if self.count else []
 
+    def firsts(self, rank: int) -> list[Sequence]:
+        """The first sequence of each caller in that class."""
+        found: dict[int, Sequence] = {}
+        for sequence in self._classes[rank].values():
+            found.setdefault(sequence.caller, sequence)
+        return list(found.values())
+
     def add(self, sequence: Sequence) -> None:
         """It goes to its class by arrival: a newcomer to the end, one that gave way to the head, others in between."""
         line = self._classes[sequence.rank]
@@ -71,6 +79,9 @@ class WaitingLine:
             return
         self.count += sign
         self.token_count += sign * sequence.token_count
+        self.callers[sequence.caller] += sign
+        if not self.callers[sequence.caller]:
+            del self.callers[sequence.caller]
 
     def check(self) -> None:
         """Raise InvariantViolation unless counts equal sums, the order holds and all in it wait."""
@@ -82,6 +93,8 @@ class WaitingLine:
         ):
             if have != want:
                 raise InvariantViolation(f"{what} of those that wait is {have}, the sum is {want}")
+        if self.callers != Counter(s.caller for s in online):
+            raise InvariantViolation(f"callers that wait are counted as {self.callers}")
         if [order(s) for s in waiting] != sorted(order(s) for s in waiting):
             raise InvariantViolation(f"out of order: {[order(s) for s in waiting]}")
         for sequence in waiting:

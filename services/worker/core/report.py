@@ -111,6 +111,7 @@ def load_of(
         + sum(one.offline_work.lost_tokens_total for one in groups),
         longest_token_count=0 if longest is None else longest.token_count,
         longest_limit_tokens=0 if longest is None else longest.limit_tokens,
+        busiest_caller_count=scheduler.busiest_caller_count,
         parked=parks.parked,
         wake_s=parks.wake_s,
     )

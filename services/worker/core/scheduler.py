@@ -4,9 +4,10 @@ It knows how many blocks there are (in a pipeline the minimum over the stages) a
 reserved, and no block id: every stage keeps its own tables (`core.blocks.BlockBook`) and can cover whatever the counts
 allow.
 
-Order of service is (class, arrival). A running online sequence is not preempted for a waiting one, whatever their
-classes; classes decide who is admitted first and who gives way when the cache is full. Offline ones give way to all
-online ones, and what they hold counts as free for these (`core.offline`).
+Order of service is (class, arrival). Classes decide who is admitted first and who gives way when the cache is full. A
+running online sequence is preempted for a waiting one only if its caller holds much more than the other's, and never
+for one of a worse class (`policy.preemption`). Offline ones give way to all online ones, and what they hold counts as
+free for these (`core.offline`).
 
 With several batches in flight, a sequence that is in one of them can be neither scheduled nor preempted. Who needs
 the block of such a one skips a batch; as it comes before its victim in the order of service, it is the first to get
@@ -25,7 +26,11 @@ from services.worker.core.line import OFFLINE_RANK, order
 from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.core.swapping import NOTHING, SwapOrders
 from services.worker.policy.admission import AdmissionView, admits, reserved
-from services.worker.policy.preemption import VictimView, choose_victim
+from services.worker.policy.preemption import VictimView, choose_victim, claimed, held_by_caller, outweighs
+
+
+def _views(sequences: list[Sequence]) -> list[VictimView]:
+    return [VictimView(s.rank, s.arrival, s.reserved_block_count, s.computed_tokens, s.caller) for s in sequences]
 
 
 class Scheduler(GroupCounts):
@@ -51,7 +56,10 @@ class Scheduler(GroupCounts):
         if self.line.offline_count or len(self.swap) or self.offline:
             return False
         head = self._head()
-        return self.settled and not (head is not None and self._lets_in(head, 0))
+        if head is None:
+            return self.settled
+        claims = any(s.caller != head.caller for s in self.running)  # perhaps when more is held
+        return self.settled and not claims and self._who_yields(head, 0) is None
 
     def has_ready(self, completed_step_id: int) -> bool:
         """Whether the next plan may have something to run. None of it is certain: it may lack blocks, and only some
@@ -63,25 +71,28 @@ class Scheduler(GroupCounts):
             if sequence.dispatched_tokens < sequence.token_count and sequence.rank != OFFLINE_RANK:
                 return True
         head, offline = self._head(), self._offline_head()
-        if self.swap.has_copies or (head is not None and self._lets_in(head, completed_step_id)):
+        if self.swap.has_copies or (head is not None and self._who_yields(head, completed_step_id) is not None):
             return True
         return offline is not None and (self.too_big(offline) or self._lets_offline_in(offline))
 
     # ---------------------------------------------------------------- waiting
 
     def admit(self, at_s: float, completed_step_id: int, *, offline: bool = True) -> list[Sequence]:
-        """Let the head of the line in while it fits. Nothing overtakes it: it would starve. Returns the offline
-        sequences that have yielded; those in a batch after `completed_step_id` cannot. `offline`: ones of these may be
-        let in.
+        """Let the head of the line in while it fits. Nothing overtakes it: it would starve. Returns the sequences that
+        have yielded to it; those in a batch after `completed_step_id` cannot. `offline`: offline ones may be let in.
         """
         yielded: list[Sequence] = []
         if not self.line.count and not self.line.offline_count and not len(self.swap):
             return yielded
         while (sequence := self._head()) is not None:
-            if not self._lets_in(sequence, completed_step_id):
+            if (yielding := self._who_yields(sequence, completed_step_id)) is None:
                 return yielded
-            while self._cost(sequence) > self.free_block_count or self.running_count >= self.max_running_count:
-                victim = self._victim(completed_step_id)
+            while (
+                (yielding and yielding[-1].rank != OFFLINE_RANK)
+                or self._cost(sequence) > self.free_block_count
+                or self.running_count >= self.max_running_count
+            ):
+                victim = yielding.pop()
                 self._preempt(victim, at_s, f"{sequence.name} is let in")
                 yielded.append(victim)
             self._let_in(sequence, at_s)
@@ -129,31 +140,48 @@ class Scheduler(GroupCounts):
             f" {self.running_count - len(offline)} of {self.place_count} sequences run"
         )
 
-    def _lets_in(self, sequence: Sequence, completed_step_id: int) -> bool:
-        """There is room for it, and its tokens would be computed soon. One whose KV comes back has few. Room is what
-        is free, and what offline sequences hold that are in no batch after `completed_step_id`.
+    def _who_yields(self, sequence: Sequence, completed_step_id: int) -> list[Sequence] | None:
+        """Those to preempt, from the last one on, until there is room for it. None: there is none, or its tokens would
+        not be computed soon; one whose KV comes back has few. Room is what is free, and what sequences hold that are in
+        no batch after `completed_step_id`: offline ones, and those of a caller that outweighs this one's.
         """
         begins = sequence.state is not SequenceState.SWAPPED
         if begins and self.prompt_tokens >= self.max_prompt_tokens:
-            return False
-        offline = [s for s in self.offline if s.step_id <= completed_step_id]
-        if not self._admits(self._cost(sequence, offline), offline):
-            return False
-        return not (begins and self.prefixes.is_being_computed(sequence, self.online))
+            return None
+        yielding = [s for s in self.offline if s.step_id <= completed_step_id]
+        if not self._admits(self._cost(sequence, yielding), yielding):
+            yielding = self._claim(sequence, yielding, completed_step_id)
+            if not yielding:
+                return None
+        return None if begins and self.prefixes.is_being_computed(sequence, self.online) else yielding
+
+    def _claim(self, sequence: Sequence, offline: list[Sequence], completed_step_id: int) -> list[Sequence]:
+        """With online sequences of a caller that holds much more than this one's: as few as it needs, or none."""
+        running = self.online
+        if self.admission_limit is not None or all(s.caller == sequence.caller for s in running):
+            return []
+        candidates, yielding = _views(running), offline
+        for index in claimed(candidates, sequence.caller, sequence.rank, self.need(sequence)):
+            if running[index].step_id > completed_step_id:
+                continue
+            yielding = [*yielding, running[index]]
+            if self._admits(self._cost(sequence, yielding), yielding):
+                return yielding
+        return []
 
     def _lacks_room(self) -> bool:
         """Whether what waits would not fit; else it waits only until prompts that came before it are computed."""
         head, offline = self._head() if self.line.count else None, self.offline
         return head is not None and not self._admits(self._cost(head, offline), offline)
 
-    def _admits(self, need_block_count: int, offline: list[Sequence]) -> bool:
-        """What these offline sequences hold counts as free."""
+    def _admits(self, need_block_count: int, yielding: list[Sequence]) -> bool:
+        """What these sequences hold counts as free."""
         block_count = self._limited_block_count
-        lent_count = self.prefixes.freed_count(offline) if offline else 0
+        lent_count = self.prefixes.freed_count(yielding) if yielding else 0
         view = AdmissionView(
             block_count,
             block_count - self.block_count + self.free_block_count + lent_count,
-            self.running_count + self.expected_count - len(offline),
+            self.running_count + self.expected_count - len(yielding),
             self.place_count,
         )
         return admits(view, need_block_count, self.limits.admission_reserve_fraction)
@@ -168,12 +196,23 @@ class Scheduler(GroupCounts):
         bisect.insort(self.running, sequence, key=order)
 
     def _head(self) -> Sequence | None:
-        """The online sequence that is first in the order of service, of those that wait and those swapped out."""
+        """The online sequence that is let in next, of those that wait and those swapped out: the first in the order of
+        service, or of its class one whose caller is outweighed by the caller of that.
+        """
         waiting = self.line.online
+        if waiting is not None and len(self.line.callers) > 1:
+            waiting = self._lightest(waiting)
         away = min(self.swap.away, key=order, default=None) if len(self.swap) else None
         if waiting is None or away is None:
             return waiting or away
         return min(waiting, away, key=order)
+
+    def _lightest(self, first: Sequence) -> Sequence:
+        held = held_by_caller(_views(self.online))
+        for other in self.line.firsts(first.rank):
+            if other.caller != first.caller and outweighs(held[first.caller], held[other.caller] + self.need(other)):
+                return other
+        return first
 
     def _offline_head(self) -> Sequence | None:
         """Likewise of the offline ones."""
@@ -318,8 +357,7 @@ class Scheduler(GroupCounts):
         if offline := self.offline:
             return next((s for s in reversed(offline) if s.step_id <= completed_step_id), offline[-1])
         candidates = self._candidates
-        views = [VictimView(s.rank, s.arrival, s.reserved_block_count, s.computed_tokens) for s in candidates]
-        return candidates[choose_victim(views)]
+        return candidates[choose_victim(_views(candidates))]
 
     def surplus(self, completed_step_id: int) -> Sequence | None:
         """Who is to give way as there is less than what is held, or offline work pauses. None: the next is in flight,

@@ -53,6 +53,7 @@ class Sequence:
         "block_keys",
         "cache_salt",
         "cached_tokens",
+        "caller",
         "computed_tokens",
         "deadline_at_s",
         "dispatched_tokens",
@@ -93,6 +94,7 @@ class Sequence:
         self.deadline_at_s = submitted.deadline_at_s
         self.wants_text = submitted.wants_text
         self.cache_salt = submitted.cache_salt  # sequences that have another one do not share its KV
+        self.caller = submitted.caller
         self.block_keys: list[bytes] = []  # of its first whole blocks, as far as they were needed: `core.prefixes`
         self.marks: list[int] = []  # that dispatchers have been told of: `ballast.common.marks`
         # Prompt tokens whose KV was there when it was first let in; None: it has not been yet.

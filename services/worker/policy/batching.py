@@ -4,6 +4,7 @@ A policy sees plain numbers and returns plain numbers. Another one (cost-equal m
 SLO) is another function of the same kind.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ class PrefillView:
     rank: int  # of its priority class; 0 is served first
     computed_tokens: int
     remaining_tokens: int
+    caller: int = 0
 
 
 def chunk_prefills(decode_count: int, prefills: Sequence[PrefillView], budget_tokens: int) -> list[int]:
@@ -23,7 +25,7 @@ def chunk_prefills(decode_count: int, prefills: Sequence[PrefillView], budget_to
     `prefills` come in order of service (class, then arrival). Every decode takes one token of the budget before any
     chunk does. Half of the rest is kept for the first in line, so that a long prompt always gets on; the other half
     goes to the others, the one nearest to its first token first within a class, so that short prompts do not wait
-    for a long one. What one side does not need, the other gets.
+    for a long one; those of several callers by turns. What one side does not need, the other gets.
     """
     chunks = [0] * len(prefills)
     left_tokens = budget_tokens - decode_count
@@ -35,11 +37,21 @@ def chunk_prefills(decode_count: int, prefills: Sequence[PrefillView], budget_to
         return chunks
     chunks[0] = min(head.remaining_tokens, (left_tokens + 1) // 2)
     left_tokens -= chunks[0]
-    others = sorted(range(1, len(prefills)), key=lambda i: (prefills[i].rank, prefills[i].remaining_tokens, i))
-    for index in others:
+    for index in _in_turn(prefills):
         if left_tokens == 0:
             return chunks
         chunks[index] = min(prefills[index].remaining_tokens, left_tokens)
         left_tokens -= chunks[index]
     chunks[0] += min(head.remaining_tokens - chunks[0], left_tokens)
     return chunks
+
+
+def _in_turn(prefills: Sequence[PrefillView]) -> list[int]:
+    """All but the first, by class, and in it by the tokens after which each is done if its caller is served alone."""
+    done: Counter[int] = Counter()  # caller -> tokens
+    turns: list[tuple[int, int, int, int]] = []
+    for i in sorted(range(1, len(prefills)), key=lambda i: (prefills[i].rank, prefills[i].remaining_tokens, i)):
+        one = prefills[i]
+        done[one.caller] += one.remaining_tokens
+        turns.append((one.rank, done[one.caller], one.remaining_tokens, i))
+    return [turn[-1] for turn in sorted(turns)]

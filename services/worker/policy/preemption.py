@@ -1,7 +1,10 @@
 """Who gives way when the KV cache is full."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+_OUTWEIGHS = 2  # times as many blocks: a caller holds so much more than another one before it gives way to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,18 +15,79 @@ class VictimView:
     arrival: tuple[float, int]  # instant of its submission, then its id
     reserved_block_count: int
     computed_tokens: int  # what recomputing would cost
+    caller: int = 0
+
+
+def outweighs(held_block_count: int, other_block_count: int) -> bool:
+    """Whether a caller with so many blocks gives way to one that has, or is about to have, so many.
+
+    A claim leaves the one with twice as much as the other, so neither can claim it back: no ping-pong.
+    """
+    return held_block_count >= _OUTWEIGHS * other_block_count
+
+
+def held_by_caller(candidates: Sequence[VictimView]) -> Counter[int]:
+    held: Counter[int] = Counter()
+    for candidate in candidates:
+        held[candidate.caller] += candidate.reserved_block_count
+    return held
 
 
 def choose_victim(candidates: Sequence[VictimView]) -> int:
-    """Index of the one to preempt: of the lowest class the latest arrival; the one before it, if more is lost with the
-    latest than with all others of its class.
+    """Index of the one to preempt: of the lowest class the latest arrival; of a caller that outweighs the one of that,
+    if there is one, its latest arrival.
 
-    So the oldest sequence of the highest class is never a victim while another one runs: it finishes, and after it
-    the next. That excludes a livelock whatever the sizes are.
+    The oldest sequence of the highest class is never a victim while another one runs: it finishes, and after it the
+    next. That excludes a livelock whatever the sizes are.
+    """
+    newest = _newest(candidates)
+    held = held_by_caller(candidates)
+    if len(held) < 2:
+        return newest
+    heaviest = _heaviest(held)
+    if not outweighs(held[heaviest], held[candidates[newest].caller]):
+        return newest
+    return next(iter(_newest_of(heaviest, candidates, candidates[newest].rank)), newest)
+
+
+def _newest(candidates: Sequence[VictimView]) -> int:
+    """Of the lowest class the latest arrival; the one before it, if more is lost with the latest than with all others
+    of its class. Never the oldest.
     """
     order = sorted(range(len(candidates)), key=lambda i: (candidates[i].rank, candidates[i].arrival))
     latest, rank = order[-1], candidates[order[-1]].rank
-    alike = [i for i in order[1:] if candidates[i].rank == rank]  # not the oldest
+    alike = [i for i in order[1:] if candidates[i].rank == rank]
     lost_tokens = sum(candidates[i].computed_tokens for i in order if candidates[i].rank == rank and i != latest)
     is_long = candidates[latest].computed_tokens > lost_tokens
     return alike[-2] if is_long and len(alike) > 1 else latest
+
+
+def claimed(candidates: Sequence[VictimView], caller: int, rank: int, need_block_count: int) -> list[int]:
+    """Indices of those that a waiting sequence may have preempted, the first one first: of no better class, and of the
+    caller that holds the most, as far as it still outweighs what the waiting one's caller holds with it.
+    """
+    held = held_by_caller(candidates)
+    if not held or (heaviest := _heaviest(held)) == caller:
+        return []
+    left, found = held[heaviest], list[int]()
+    for index in _newest_of(heaviest, candidates, rank):
+        left -= candidates[index].reserved_block_count
+        if not outweighs(left, held[caller] + need_block_count):
+            break
+        found.append(index)
+    return found
+
+
+def _heaviest(held: Counter[int]) -> int:
+    return max(held, key=lambda caller: (held[caller], caller))
+
+
+def _newest_of(caller: int, candidates: Sequence[VictimView], rank: int) -> list[int]:
+    """A caller's sequences of no better class than `rank`, but for the one that is first in the order of service."""
+
+    def order(index: int) -> tuple[int, tuple[float, int]]:
+        return candidates[index].rank, candidates[index].arrival
+
+    first = min(range(len(candidates)), key=order)
+    found = [i for i, one in enumerate(candidates) if one.caller == caller and one.rank >= rank and i != first]
+    return sorted(found, key=order, reverse=True)

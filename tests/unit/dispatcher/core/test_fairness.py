@@ -10,6 +10,7 @@ from services.dispatcher.core.backlog import Backlog, DrainRate, Order
 from services.dispatcher.core.events import Request
 from services.dispatcher.core.limits import Limits, too_full
 from services.dispatcher.core.tracked import Tracked
+from tests.support.dispatcher_core import Story, key, load
 
 DEFAULT, INTERACTIVE, BATCH = PriorityClass.DEFAULT, PriorityClass.INTERACTIVE, PriorityClass.BATCH
 
@@ -148,3 +149,31 @@ def test_a_caller_fills_its_share_and_others_are_let_in() -> None:
     for number in range(300):
         refused(made, made.come(f"one of many {number}")[0], limits)
         assert len(made.backlog) <= 200, "twice the bound at most"
+
+
+def flooded() -> Story:
+    """A worker that is full with what one caller has there, its queue too."""
+    story = Story()
+    story.adopt(key("w"))
+    story.connect("w")
+    for number in range(10):
+        story.submit(f"flood-{number}", caller="flood")
+    story.step("w", report=load(used_block_count=64, running_count=8, waiting_count=2, busiest_caller_count=8))
+    story.submit("waiting", caller="flood")
+    assert len(story.core.backlog) == 3
+    return story
+
+
+def test_a_caller_that_holds_little_goes_to_a_full_worker() -> None:
+    story = flooded()
+    assert story.submit("few-1", caller="few").places == [("few-1", "w")]
+    assert len(story.core.backlog) == 3, "the flood's waits"
+    placed = [story.submit(f"few-{number}", caller="few").places for number in range(2, 9)]
+    assert sum(map(len, placed)) <= 3, "with half of what the other one has"
+
+
+def test_nobody_claims_from_many_callers_or_as_nobody() -> None:
+    story = flooded()
+    assert story.submit("unknown", caller="").places == []
+    story.step("w", report=load(used_block_count=64, running_count=8, waiting_count=2, busiest_caller_count=1))
+    assert story.submit("few-1", prompt=200, caller="few").places == []

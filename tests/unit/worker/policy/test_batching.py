@@ -47,3 +47,9 @@ def test_laws(decode_count: int, prefills: list[PrefillView], budget_tokens: int
     if prefills:
         assert chunks[0] >= min(prefills[0].remaining_tokens, left_tokens // 2)
         assert chunks[0] > 0 or left_tokens == 0
+
+
+def test_prompts_of_several_callers_go_by_turns() -> None:
+    flood = [PrefillView(1, 0, 200, caller=1) for _ in range(9)]
+    chunks = chunk_prefills(0, [*flood, PrefillView(1, 0, 300, caller=2)], budget_tokens=1000)
+    assert chunks[-1] == 300

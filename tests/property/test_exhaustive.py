@@ -1,0 +1,73 @@
+"""Small worlds, searched to their last state."""
+
+import os
+
+import pytest
+
+from ballast.common.ids import WorkerId
+from ballast.common.transition import Phase
+from services.dispatcher.core.dispatcher import DispatcherCore
+from services.dispatcher.core.events import AbortOnWorker, Command, Event
+from services.planner.core.stages import Stage
+from services.planner.core.transition import Coordinator
+from tests.support.exhaustive import Broken, search
+from tests.support.planner_handover import Handover
+from tests.support.request_ownership import Ownership
+
+LIMIT = int(os.environ.get("BALLAST_STATES", "2000"))  # all of them: 10,000 with 3 losses of a request
+
+
+def test_a_request_has_one_owner_and_one_ending_in_whatever_order_things_come() -> None:
+    found = search(Ownership(losses=2), LIMIT)
+    print(found)
+    assert found.whole
+    assert found.ends > 10
+
+
+def test_a_drop_ends_alike_for_both_members_in_whatever_order_things_come() -> None:
+    found = search(Handover(losses=0), LIMIT)
+    print(found)
+    assert found.whole
+    assert found.ends > 0
+
+
+def test_a_drop_ends_alike_while_planners_change_and_a_call_or_an_answer_is_lost() -> None:
+    found = search(Handover(losses=1), LIMIT // 2)
+    print(found)
+    assert found.depth > 6
+
+
+def test_an_abort_that_is_not_told_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = DispatcherCore.handle
+
+    def forgetful(self: DispatcherCore, event: Event) -> list[Command]:
+        return [command for command in handle(self, event) if not isinstance(command, AbortOnWorker)]
+
+    monkeypatch.setattr(DispatcherCore, "handle", forgetful)
+    with pytest.raises(Broken, match="Fail, and workers have it"):
+        search(Ownership(losses=1), LIMIT)
+
+
+def test_a_token_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    move = DispatcherCore._enqueue
+
+    def forgetful(self: DispatcherCore, tracked: object, at_s: float) -> None:
+        tracked.output_token_ids.clear()  # pyright: ignore[reportAttributeAccessIssue]
+        move(self, tracked, at_s)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(DispatcherCore, "_enqueue", forgetful)
+    with pytest.raises(Broken):
+        search(Ownership(losses=1), LIMIT)
+
+
+def test_an_abort_that_does_not_wait_for_a_prepared_member_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault needs a member that fails, another one that is prepared, and a lost call: campaigns hardly meet it."""
+    is_through = Coordinator._is_through
+
+    def hasty(self: Coordinator, worker_id: WorkerId) -> bool:
+        prepared = self.stage is Stage.ABORTING and self.said[worker_id] is Phase.PREPARED
+        return prepared or is_through(self, worker_id)
+
+    monkeypatch.setattr(Coordinator, "_is_through", hasty)
+    with pytest.raises(Broken, match=r"it was taken back, and members are .*prepared"):
+        search(Handover(losses=2, only=("b fails", "ABORT of p0 is lost")), LIMIT)
