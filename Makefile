@@ -17,7 +17,7 @@ PYTEST := $(BIN)/pytest -q -m "not slow and not gpu"
 SPREAD = -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder
 export PYTHONUNBUFFERED = 1
 
-.PHONY: setup kernels demo up test test-again test-sanitized test-clusters test-exactness test-families check check-static check-tests fmt bench reproduce proto compose-check kubernetes-check install-check gpu-check docs pages clean
+.PHONY: setup kernels demo up test test-again test-sanitized test-clusters test-exactness test-families check check-static check-tests fmt bench reproduce proto compose-check kubernetes-check install-check lock audit fuzz gpu-check docs pages clean
 
 setup: $(VENV)/.ready kernels  ## install everything into .venv, and compile the kernels
 
@@ -109,6 +109,22 @@ install-check: setup  ## install the wheels into empty environments, on every Py
 OLD ?= $(shell git log -1 --format=%h --diff-filter=A -- ballast/common/protocol.py)
 upgrade-check: setup  ## a worker of an older commit in today's cluster, under load, with drops: make upgrade-check OLD=REF
 	$(PY) -m benchmarks.upgrade $(OLD)
+
+TOOLS := out/tools
+UV := $(TOOLS)/bin/uv pip compile -q --generate-hashes --no-header --no-annotate -c constraints.txt --python-version 3.11 \
+	--python-platform x86_64-manylinux_2_28
+lock:  ## what the images install, with hashes: after each change of constraints.txt or of what we depend on
+	$(PYTHON) -m venv $(TOOLS) && $(TOOLS)/bin/pip install -q uv
+	$(PYTHON) deploy/docker/requirements.py gateway,tls > $(TOOLS)/control.in && $(UV) $(TOOLS)/control.in -o deploy/docker/control.lock
+	$(PYTHON) deploy/docker/requirements.py worker | grep -v ^torch > $(TOOLS)/worker.in && $(UV) $(TOOLS)/worker.in -o deploy/docker/worker.lock
+
+audit:  ## known vulnerabilities of all versions that are pinned
+	$(PYTHON) -m venv $(TOOLS) && $(TOOLS)/bin/pip install -q pip-audit
+	$(TOOLS)/bin/pip-audit --strict --disable-pip --no-deps -r constraints.txt
+
+MESSAGES ?= 1000000
+fuzz: setup  ## messages and requests along their schemas, and garbage, to every service: make fuzz MESSAGES=100000
+	$(PY) -m benchmarks.fuzz --messages $(MESSAGES)
 
 gpu-check: setup  ## the first hour with a GPU: what works there and what it costs, on one page
 	$(PY) -m benchmarks.gpu_check

@@ -5,8 +5,10 @@
 Half of the messages are made along the protobuf types, with values at the ends of their ranges, NaN, long and empty
 strings and other services' names; the other half are such messages with their bytes changed: cut off, flipped,
 doubled, or no message at all. They go to all methods of a cluster's services, but for those that drain by intention,
-and raw bytes go to metrics and link ports. At the end every process has to live, and the cluster has to give the tokens
-that it gave before. The exit status says whether it did.
+and raw bytes go to metrics and link ports. A third are requests to a gateway, along the schemas of its bodies; now and
+then a key of the state server becomes something else. At the end every process has to live, no request may have been
+answered with 500, and the cluster has to give the tokens that it gave before. The exit status says whether all that is
+so.
 """
 
 import argparse
@@ -37,6 +39,7 @@ from ballastpb.inference.v1 import inference_pb2
 from ballastpb.monitor.v1 import monitor_pb2, monitor_pb2_grpc
 from ballastpb.planner.v1 import planner_pb2
 from ballastpb.worker.v1 import worker_pb2
+from benchmarks.fuzz_http import HttpFuzz, spoil_state
 from tools.local.cluster import LocalCluster
 from tools.local.ports import free_port
 from tools.model.tiny import make_tiny
@@ -46,7 +49,10 @@ _FILES["worker"] = (worker_pb2,)
 _ON_PURPOSE = {"Drain", "DrainWorker", "Park"}  # whatever is in the message, it ends somebody's service
 _TELL_EVERY_S = 10.0
 _CALL_S = 1.0
+_HTTP_S = 10.0
 _RAW_SHARE = 0.02  # of messages, raw bytes for a port
+_HTTP_SHARE = 0.33  # of messages, requests to a gateway
+_SPOILT_EACH = 1_000  # messages, a key of the state server
 _PROMPT, _SAMPLING = (5, 6, 7), SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 _NUMBERS = (0, 1, -1, 2, 7, 255, 1 << 15, (1 << 31) - 1, -(1 << 31), (1 << 52) + 1, (1 << 63) - 1, -(1 << 63))
 _REALS = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-300, 1e300, float("nan"), float("inf"), float("-inf"))
@@ -68,7 +74,12 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        return self.same_tokens and not self.ended
+        return self.same_tokens and not self.ended and not self.errors
+
+    @property
+    def errors(self) -> list[str]:
+        """Requests that were answered with 500, with what was sent and said."""
+        return [outcome for outcome in self.outcomes if outcome.startswith("http: 500")]
 
 
 class Maker:
@@ -166,6 +177,9 @@ class Fuzz:
             for method in described.methods
             if method.name not in _ON_PURPOSE
         ]
+        gateways = cluster.processes["gateway"]
+        self._http = HttpFuzz(self.maker.rng, gateways[0].address, "tiny") if gateways else None
+        self._spoilt = 0
         self._processes = {process.id: psutil.Process(process.pid) for process in everyone}
 
     async def run(self, messages: int, concurrent: int = 16) -> Report:
@@ -195,6 +209,13 @@ class Fuzz:
     async def _send(self, messages: int, channels: dict[str, grpc.aio.Channel]) -> None:
         report, rng = self.report, self.maker.rng
         while report.messages < messages:
+            if self._http is not None and rng.random() < _HTTP_SHARE:
+                report.messages += 1
+                if report.messages // _SPOILT_EACH > self._spoilt:
+                    self._spoilt = report.messages // _SPOILT_EACH
+                    report.outcomes[await spoil_state(rng, self._cluster.redis_url)] += 1
+                report.outcomes[await self._http.send(_HTTP_S)] += 1
+                continue
             if self._ports and rng.random() < _RAW_SHARE:
                 report.messages += 1
                 await self._send_raw(rng.choice(self._ports), self.maker.mutated(b"GET /metrics HTTP/1.1\r\n\r\n"))
@@ -291,7 +312,7 @@ async def fuzz_own_cluster(messages: int, seed: int, log_dir: Path, concurrent: 
         model, metrics = make_tiny("llama", Path(folder) / "tiny", max_len=1024), free_port()
         flags: Any = {"dispatcher": ["--metrics-port", str(metrics)]}
         async with LocalCluster(
-            model, workers=2, device_memory_bytes=16 << 20, log_dir=log_dir, flags=flags
+            model, workers=2, gateways=1, device_memory_bytes=16 << 20, log_dir=log_dir, flags=flags
         ) as cluster:
             ports = [f"127.0.0.1:{metrics}", *await link_addresses(cluster)]
             return await Fuzz(cluster, seed, ports).run(messages, concurrent)
@@ -317,6 +338,7 @@ def main() -> int:
                 "client_p50_s": waits[len(waits) // 2],
                 "client_p99_s": waits[len(waits) * 99 // 100],
                 "ended": report.ended,
+                "errors": report.errors[:20],
                 "same_tokens": report.same_tokens,
             },
             indent=2,

@@ -4,10 +4,13 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 
 from services.monitor.policy.pressure import Signal
 from services.planner.core.prediction_log import Predicted
 from services.planner.core.record import TransitionRecord
+
+_SOON_S = 60.0
 
 
 class Outcome(StrEnum):
@@ -47,12 +50,25 @@ class Sample:
     epoch_reason: str
     group_sizes: tuple[int, ...]
     on_count: int  # instances that have not given their memory back
+    away_count: int  # that leave or are parked
 
 
 def mean_on(samples: Sequence[Sample], until_s: float) -> float:
     """Instances, on average over the samples until then."""
     counts = [sample.on_count for sample in samples if sample.at_s <= until_s]
     return sum(counts) / len(counts) if counts else 0.0
+
+
+def leaves(samples: Sequence[Sample]) -> tuple[int, int]:
+    """Instances that left, and those of them that were wanted again within a minute; the last to leave comes first."""
+    left_at_s, count, soon = list[float](), 0, 0
+    for before, sample in pairwise(samples):
+        change = sample.away_count - before.away_count
+        count += max(0, change)
+        left_at_s += [sample.at_s] * change
+        for _ in range(min(-change, len(left_at_s))):
+            soon += sample.at_s - left_at_s.pop() < _SOON_S
+    return count, soon
 
 
 @dataclass(slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from ballast.common.sampling import PriorityClass
 from ballast.common.traffic import Pace
 from ballast.service.logs import silence
 from services.monitor.core.messages import Instance as Announcement
+from services.planner.core.standings import is_away
 from services.worker.core.blocks import BlockBook
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.worker import WorkerCore
@@ -430,6 +431,7 @@ class World:
                 epoch_reason=layout.reason if layout is not None else "",
                 group_sizes=tuple(len(group.members) for group in layout.groups) if layout is not None else (),
                 on_count=sum(not instance.member.memory.is_parked for instance in self.instances.values()),
+                away_count=sum(is_away(m) for group in (layout.groups if layout else ()) for m in group.members),
             )
         )
 

@@ -5,6 +5,7 @@ import sys
 
 import grpc.aio
 
+from ballast.common.errors import ConfigError
 from ballast.common.overload import OverloadPolicy
 from ballast.rpc.server import RpcServer
 from ballast.service import logs
@@ -13,7 +14,7 @@ from ballast.service.leadership import Floor, LeaderAddress
 from ballast.service.lifecycle import Lifecycle, advertised_address, run_service
 from ballast.service.metrics import MetricsServer
 from ballast.service.otlp import Exporter
-from ballast.service.security import Role, Security
+from ballast.service.security import Role, Security, read_secret
 from ballast.service.settings import load_settings
 from ballast.service.state import StateServer, state_server
 from ballast.service.tasks import keep_up
@@ -30,6 +31,7 @@ from services.planner.policy.compare import Targets
 from services.planner.policy.migrate import MigrationRules
 from services.planner.servicer import PlannerServicer
 from services.planner.shell.planner import PlannerShell
+from services.planner.shell.webhook import Webhook
 from services.planner.spans import tracing
 from services.planner.store import RedisLayoutStore
 
@@ -125,7 +127,22 @@ def build_shell(
             below_tokens=settings.migrate_below_tokens,
             above_tokens=settings.migrate_above_tokens,
         ),
+        webhook=webhook(settings),
     )
+
+
+def webhook(settings: PlannerSettings) -> Webhook | None:
+    """
+    Raises:
+        ConfigError: a secret is missing, cannot be read or is too short.
+    """
+    if not settings.scale_webhook:
+        return None
+    if settings.scale_webhook_secret_file is None:
+        raise ConfigError(
+            "planner.scale_webhook", "needs --scale-webhook-secret-file: who is told has to know who tells"
+        )
+    return Webhook(settings.scale_webhook, read_secret(settings.scale_webhook_secret_file))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Mapping
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -47,6 +48,11 @@ class PlannerSettings(ServiceSettings):
     takes."""
     park_order: Literal["emptiest", "last-name"] = "emptiest"
     """With park: who leaves first. last-name where a platform ends instances in the order of their names."""
+    scale_webhook: str | None = Field(default=None, pattern=r"^(https?://.*)?$")
+    """URL that is told how many instances should serve, whenever that changes, at most every 15 s (docs/parking.md).
+    Default: none."""
+    scale_webhook_secret_file: Path | None = None
+    """File with the secret by which these messages are signed: at least 16 bytes."""
     migrate_below_tokens: float = Field(default=32.0, ge=0)
     """With migrate: a worker with room for fewer tokens per running request gives requests away. About what an answer
     makes until the next look."""

@@ -22,7 +22,7 @@ from sim.cost import Roofline
 from sim.hardware import Cluster, ModelSpec, Timings
 from sim.jobs.settled import capacity_tokens, prompt_s
 from sim.jobs.simulation import SimJob, specs_of, world_of
-from sim.results import Outcome, RequestRecord, mean_on
+from sim.results import Outcome, RequestRecord, leaves, mean_on
 from tools.bench.slo import Slo
 from tools.bench.traces import Trace, TraceRequest
 
@@ -49,6 +49,8 @@ class Run:
     tpot_p50_s: float | None
     drop_count: int
     mean_on: float  # GPUs that had their memory, on average until the last request came or the run ended
+    leave_count: int  # instances that left, to be parked
+    soon_count: int  # of these, that were wanted again within a minute
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +297,7 @@ def attempt(job: SimJob, slo: Slo, progress: Callable[[int, float], None] | None
         for r in run.records
         if len(r.token_times_s) > 1
     ]
+    leave_count, soon_count = leaves(run.samples)
     return Run(
         job.cluster.gpu_count,
         keeps=not judge.fails,
@@ -305,6 +308,8 @@ def attempt(job: SimJob, slo: Slo, progress: Callable[[int, float], None] | None
         tpot_p50_s=_quantile(paces_s, 0.5),
         drop_count=sum(t.journal.kind.value == "drop" for t in run.transitions),
         mean_on=mean_on(run.samples, job.trace.span_s) * job.model.gpus_per_instance,
+        leave_count=leave_count,
+        soon_count=soon_count,
     )
 
 

@@ -38,6 +38,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "drain": ("tools.cli.drain", "take a worker or a dispatcher out of service, without losing a request"),
     "undrain": ("tools.cli.drain", "take a drained dispatcher back into service"),
     "park": ("tools.cli.park", "empty a worker and give its device memory back, until it is woken"),
+    "scale": ("tools.cli.scale", "start and end workers by a command of yours, as a planner wants"),
     "wake": ("tools.cli.park", "take a parked worker back into service"),
     "chaos": ("tools.cli.chaos", "break a cluster on purpose, under load, and count what is lost"),
     "size": ("tools.cli.size", "how few GPUs your traffic can be served with"),

@@ -5,9 +5,11 @@ import asyncio
 import contextlib
 import functools
 import os
+import secrets
 import signal
 import sys
 import tempfile
+from collections.abc import Coroutine
 from pathlib import Path
 
 from ballast.client import AsyncClient
@@ -28,6 +30,7 @@ from tools.cli.served import check_served
 from tools.cli.tokens import add_token
 from tools.local.cluster import LocalCluster, Service
 from tools.local.keeper import Keeper
+from tools.local.scaling import Scaler, hearing
 from tools.model.info import read_info
 from tools.model.tiny import make_preset
 
@@ -112,6 +115,12 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         " of the --model",
     )
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="instances (default: 2)")
+    parser.add_argument(
+        "--max-workers",
+        type=int,
+        metavar="N",
+        help="start and end workers as the planner wants, from --workers to so many (default: always --workers)",
+    )
     parser.add_argument("--dispatchers", type=int, default=1, metavar="N", help="on ports that follow (default: 1)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=50051, help="of the first dispatcher; 0: a free one")
@@ -169,6 +178,10 @@ def run(args: argparse.Namespace) -> int:
     for name, least in (("workers", 0), ("dispatchers", 1), ("gateways", 0)):
         if not least <= getattr(args, name) <= _MAX_PROCESSES:
             raise ConfigError(f"--{name}", f"must be between {least} and {_MAX_PROCESSES}, got {getattr(args, name)}")
+    if args.max_workers is not None and not max(1, args.workers) <= args.max_workers <= _MAX_PROCESSES:
+        raise ConfigError("--max-workers", f"must be between --workers and {_MAX_PROCESSES}, got {args.max_workers}")
+    if args.max_workers is not None and args.twin is not None:
+        raise ConfigError("--max-workers", "goes not with --twin: both would be of another size")
     if args.jobs is not None and not args.gateways:
         raise ConfigError("--jobs", "needs a gateway, which answers the lines: --gateways 1")
     if not 0 <= args.port <= 65536 - args.dispatchers:
@@ -231,6 +244,7 @@ class _Up:
         self._args = args
         self._stopping = asyncio.Event()
         self._ready = False
+        self._hooked: list[str] = []  # flags of the planner by which it says how many workers it wants
 
     async def run(self) -> int:
         main = asyncio.current_task()
@@ -255,9 +269,10 @@ class _Up:
         if args.redis_url is not None:
             await _check_state_server(args.redis_url)
         _say(f"starting {args.workers} worker{'' if args.workers == 1 else 's'} ...")
-        cluster = self._cluster()
-        twin = self._cluster(args.twin) if args.twin else None
         async with contextlib.AsyncExitStack() as running:
+            scaler = await self._scaler(running)
+            cluster = self._cluster()
+            twin = self._cluster(args.twin) if args.twin else None
             await running.enter_async_context(cluster)
             if twin is not None:
                 _say(f"starting its twin with {args.twin} ...")
@@ -275,7 +290,8 @@ class _Up:
             if args.secure is not None:
                 _say(f"clients: export {CA_FILE}={args.secure / CA} {TOKEN}=$(cat {args.secure / OPERATOR_TOKEN})")
             self._ready = True
-            await self._until_stopped(keepers)
+            scaling = [] if scaler is None else [scaler.run(cluster)]
+            await self._until_stopped([*(keeper.run() for keeper in keepers), *scaling])
             _say("stopping; running requests finish (again: stop at once)")
         for one in (cluster, twin):
             if one is not None and one.keep_logs:
@@ -314,8 +330,20 @@ class _Up:
         host = args.host if args.secure is None else "127.0.0.1"  # the page asks nobody for a token
         return dashboard_of(clusters, keepers, policies[: len(clusters)], host=host, port=args.dashboard_port)
 
-    async def _until_stopped(self, keepers: list[Keeper]) -> None:
-        keeping = [asyncio.create_task(keeper.run(), name="keeper") for keeper in keepers]
+    async def _scaler(self, running: contextlib.AsyncExitStack) -> Scaler | None:
+        """Listens from now on for what the planner wants, if that is to be followed."""
+        if self._args.max_workers is None:
+            return None
+        folder = Path(running.enter_context(tempfile.TemporaryDirectory(prefix="ballast-scale-")))
+        secret = folder / "scale.secret"
+        secret.write_text(secrets.token_hex(32))
+        scaler = Scaler(self._args.workers, self._args.max_workers, _say)
+        url = await running.enter_async_context(hearing(secret.read_bytes(), scaler.take))
+        self._hooked = ["--scale-webhook", url, "--scale-webhook-secret-file", str(secret)]
+        return scaler
+
+    async def _until_stopped(self, works: list[Coroutine[None, None, None]]) -> None:
+        keeping = [asyncio.create_task(work, name="keep") for work in works]
         stopping = asyncio.create_task(self._stopping.wait(), name="stop")
         try:
             await asyncio.wait([*keeping, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -342,7 +370,7 @@ class _Up:
         worker = [*chosen, *given({"--device-memory-bytes": ""} | _WORKER_FLAGS), *switches]
         return {
             "monitor": common,
-            "planner": [*common, *chosen, *given(_PLANNER_FLAGS)],
+            "planner": [*common, *chosen, *given(_PLANNER_FLAGS), *self._hooked],
             "worker": [*common, *engine, *worker],
             "dispatcher": [*common, *insecure, *given(_DISPATCHER_FLAGS)],
             "gateway": [*common, *insecure, *given(_GATEWAY_FLAGS)],

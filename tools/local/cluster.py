@@ -320,6 +320,13 @@ class LocalCluster:
             await self._wait_routable({process.id}, give_up_at_s)
         return process
 
+    async def end_worker(self, process: ServiceProcess) -> None:
+        """Stops it for good, with what still runs there."""
+        process.may_end = True
+        await process.child.stop(self._stop_timeout_s)
+        self.processes["worker"].remove(process)
+        self.metrics_targets.pop(process.id, None)
+
     async def start_planner(self) -> ServiceProcess:
         """One more planner. Returns when it is ready: active, or standing by."""
         process = self._spawn("planner")

@@ -21,6 +21,7 @@ from tools.local.process import ChildProcess
 from tools.local.state_server import PrivateStateServer
 
 _POLL_S = 0.05
+_ROTATE_S = 10.0
 _COUNT_INTERVAL_S = 1.0
 _PAUSES_S = (0.0, 1.0, 3.0, 10.0)  # before each start; after the last one in vain it is given up
 _STABLE_S = 30.0  # who has lived so long begins with the first pause again
@@ -64,11 +65,18 @@ class Keeper:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(keep_up(self._keep_count, "count replays"))
             tasks.create_task(keep_up(self._keep_state_server, "keep the state server"))
+            tasks.create_task(keep_up(self._keep_logs_small, "rotate logs"))
             while True:
                 for child in self._dead():
                     self._reviving.add(child.name)
                     tasks.create_task(keep_up(lambda child=child: self._revive(child), "revive"))
                 await asyncio.sleep(_POLL_S)
+
+    async def _keep_logs_small(self) -> None:
+        while True:
+            for child in [process.child for each in self._cluster.processes.values() for process in each]:
+                await asyncio.to_thread(child.rotate_log)
+            await asyncio.sleep(_ROTATE_S)
 
     def kill(self, worker_id: str) -> bool:
         """Kills the process of one worker, as a fault would. Whether there is such a worker and it runs."""

@@ -5,7 +5,9 @@ killed when the thread that started it ends.
 """
 
 import asyncio
+import itertools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -72,6 +74,20 @@ class ChildProcess:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(self._log_start, size - _TAIL_BYTES))
             return file.read().decode(errors="replace")
+
+    def rotate_log(self, most_bytes: int = 20 << 20, kept_count: int = 4) -> None:
+        """Moves what it has written to FILE.1 if that is so much, and what was there to FILE.2 and so on, as in what
+        compose does. The child goes on writing to the same file; a line that it writes just then may be lost.
+        """
+        if not self.log_path.exists() or self.log_path.stat().st_size < most_bytes:
+            return
+        older = [self.log_path.with_name(f"{self.log_path.name}.{number}") for number in range(1, kept_count + 1)]
+        for newer, old in reversed(list(itertools.pairwise(older))):
+            if newer.exists():
+                newer.replace(old)
+        shutil.copyfile(self.log_path, older[0])
+        os.truncate(self.log_path, 0)
+        self._log_start = 0
 
     def log_tail(self, line_count: int = 15) -> str:
         return "\n".join(self.log().splitlines()[-line_count:])

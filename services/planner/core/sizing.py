@@ -13,6 +13,7 @@ from ballast.common.ids import WorkerId
 from ballast.common.layout import Group, Layout, Member, Standing
 from ballast.common.load import LoadReport
 from ballast.common.model import ModelInfo
+from ballast.common.wanted import Wanted
 from services.planner.core.messages import ClusterLoad
 from services.planner.core.survey import NoSurvey, running_of, survey
 from services.planner.policy.compare import Comparison, Targets, compare_sizes
@@ -22,6 +23,7 @@ _LOOK_S, _LOOK_TO_ADVISE_S = 0.5, 5.0  # between two looks
 _REGRET_S = 60.0  # an instance that is wanted again within that time should not have left
 _MOST_DWELL_S = 600.0
 _MOST_LEAVING = 2
+_STARTS = 6.0  # times as long one less has to be enough where a process ends, and not only its memory is given back
 _WAKES = 2.0  # times what waking takes: nobody leaves for a shorter time
 _OVERDUE = 3.0  # times what waking takes: nobody waits for who takes longer
 
@@ -39,6 +41,7 @@ class SizingRules:
 class Sizing:
     rules: SizingRules
     wanted_count: int = 0  # instances that should serve, as of the last look; 0: nobody knows
+    why: str = ""  # of that number
     look_at_s: float = math.inf
     _calm_since_s: float | None = None
     _left_at_s: float = -math.inf
@@ -61,7 +64,7 @@ class Sizing:
         if compared is None:
             self._calm_since_s, self.wanted_count = None, 0
             return {}, None
-        added = compared.chosen.candidate.added
+        added, self.why = compared.chosen.candidate.added, compared.chosen.told()
         on_count = sum(m.takes_new for m in members) + len(reserve.waking_s)
         if added >= 0:
             self._calm_since_s = None
@@ -76,6 +79,17 @@ class Sizing:
             return {}, compared
         self._calm_since_s, self._left_at_s = at_s - self._wait_s(reserve) / 2, at_s  # the next one sooner
         return {leaver: True}, compared
+
+    def wanted(self, layout: Layout) -> Wanted:
+        """For whoever starts and ends processes. While nothing is known: those that there are."""
+        members = [m for group in layout.groups for m in group.members]
+        away = (Standing.LEAVING, Standing.PARKED)
+        return Wanted(
+            self.wanted_count or len(members),
+            serving=tuple(sorted(m.worker_id for m in members if m.standing not in away)),
+            parked=tuple(sorted(m.worker_id for m in members if m.standing in away)),
+            reason=self.why if self.wanted_count else "too little is known yet",
+        )
 
     def later(self, at_s: float) -> None:
         """A look is over, whatever came of it."""
@@ -142,7 +156,8 @@ class Sizing:
         return at_s - self._calm_since_s >= self._wait_s(reserve)
 
     def _wait_s(self, reserve: Reserve) -> float:
-        return max(self.rules.dwell_s, self._dwell_s, _WAKES * reserve.wake_s)
+        wait_s = max(self.rules.dwell_s, self._dwell_s, _WAKES * reserve.wake_s)
+        return wait_s if self.rules.parks else _STARTS * wait_s
 
     def _leaver(self, layout: Layout, load: ClusterLoad) -> WorkerId | None:
         alone = [g.leader.worker_id for g in layout.groups if len(g.members) == 1 and g.leader.takes_new]

@@ -6,7 +6,7 @@ import time
 
 from ballast.common.errors import BallastError, InvariantViolation, Unavailable, broken_core
 from ballast.common.ids import Epoch, WorkerId
-from ballast.common.layout import Layout, worker_ids
+from ballast.common.layout import Layout
 from ballast.common.model import ModelInfo
 from ballast.common.overload import OverloadPolicy
 from ballast.service.logs import get_logger
@@ -63,6 +63,7 @@ from services.planner.shell.partners import AtRest, PartnerNaming
 from services.planner.shell.ports import Counting, LayoutStore, MembersPort, MonitorPort
 from services.planner.shell.reaching import ReachTelling
 from services.planner.shell.watchers import LayoutWatcher, Watchers
+from services.planner.shell.webhook import Webhook
 
 _MAX_WATCHERS = 64  # streams of layouts that may be open at once: dispatchers and people are fewer
 _LOADS_TIMEOUT_S = 2.0
@@ -84,6 +85,7 @@ class PlannerShell:
         *,
         planner_id: str,
         migrations: MigrationRules,
+        webhook: Webhook | None = None,
     ) -> None:
         self.core = core
         self.planner_id = planner_id
@@ -91,6 +93,7 @@ class PlannerShell:
         self._monitor = monitor
         self._members = members
         self._counting = counting
+        self._webhook = webhook
         self._calls: set[tuple[WorkerId, Call]] = set()  # one of a kind at a time
         self._ordering = set[WorkerId]()  # being told to park or to wake
         self._changes = Answers[AnswerChange]()
@@ -118,17 +121,15 @@ class PlannerShell:
             self._bug = asyncio.get_running_loop().create_future()
             naming = self._tasks.keep(self._naming.run, "name partners")
             balancing = self._tasks.keep(self._balancing.run, "balance")
-            reaching = None
+            others = [] if self._webhook is None else [self._tasks.keep(self._webhook.run, "tell the webhook")]
             if self.core.conductor.rules.policy is OverloadPolicy.DROP:
-                reaching = self._tasks.keep(self._reaching.run, "tell the longest context")
+                others.append(self._tasks.keep(self._reaching.run, "tell the longest context"))
             self.feed(TimerFired(time.monotonic(), self.next_cause("start")))
             try:
                 await self._bug
             finally:
-                naming.cancel()
-                balancing.cancel()
-                if reaching is not None:
-                    reaching.cancel()
+                for task in (naming, balancing, *others):
+                    task.cancel()
                 if self._timer is not None:
                     self._timer.cancel()
                 self._watchers.dismiss(Unavailable(self.planner_id, "stopping"))
@@ -151,6 +152,7 @@ class PlannerShell:
     def change_leadership(self, token: int | None) -> None:
         self._members.lead(token)
         self.feed(LeadershipChanged(time.monotonic(), self.next_cause("lease"), token))
+        self._tell_wanted()
 
     # ------------------------------------------------------------ for the servicer
 
@@ -304,8 +306,13 @@ class PlannerShell:
             if not isinstance(error, BallastError) or isinstance(error, InvariantViolation):
                 note_failure("read loads", error)
         self.feed(LoadsRead(time.monotonic(), cause_id, load, failure))
-        wanted = self.core.conductor.sizing.wanted_count or len(worker_ids(self.core.layout))
-        self._counting.wanted(wanted if self.core.active else 0)
+        self._tell_wanted()
+
+    def _tell_wanted(self) -> None:
+        wanted = self.core.conductor.sizing.wanted(self.core.layout) if self.core.active else None
+        self._counting.wanted(0 if wanted is None else wanted.wanted)
+        if self._webhook is not None:
+            self._webhook.offer(wanted)
 
     async def _write_journal(self, command: WriteJournal) -> None:
         outcome = await unless_it_fails(self._store.write_journal(command), WriteOutcome.UNAVAILABLE)

@@ -9,6 +9,7 @@ import yaml
 
 from ballast.common.errors import ConfigError
 from deploy.compose_file import COMPLETED, HEALTHY, Placement, ServiceSpec, read_compose, start_order
+from services.planner.config import PlannerSettings
 from services.worker.config import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -48,7 +49,7 @@ def test_nothing_takes_a_machine_over_or_fills_its_disk() -> None:
 
 def test_sources_come_after_everything_that_is_installed_for_them() -> None:
     stages = re.split(r"^FROM ", (ROOT / "deploy/docker/Dockerfile").read_text(), flags=re.MULTILINE)
-    installing = [stage for stage in stages if "requirements.txt\n" in stage and "pip install" in stage]
+    installing = [stage for stage in stages if "--require-hashes" in stage]
     assert len(installing) == 2
     assert all("COPY --from=sources" not in stage for stage in installing)
     assert all("--no-deps" in stage for stage in stages if "COPY --from=sources" in stage)
@@ -95,7 +96,7 @@ Overlay.add_constructor("!reset", lambda loader, node: None)
 
 def test_our_files_are_what_compose_takes() -> None:
     validator = jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text()))
-    for name in ("docker-compose.yml", "deploy/compose.gpu.yml"):
+    for name in ("docker-compose.yml", "deploy/compose.scale.yml", "deploy/compose.gpu.yml"):
         content = yaml.load((ROOT / name).read_text(), Overlay)
         assert [error.message for error in validator.iter_errors(content)] == []
     content["services"]["worker"]["deploy"]["resources"]["reservations"]["devices"][0].pop("capabilities")
@@ -118,6 +119,18 @@ def test_workers_on_gpus_claim_one_each_and_take_a_share_of_its_memory(tmp_path:
     settings = WorkerSettings.model_validate(values)
     assert (settings.device, settings.gpu_memory_utilization) == ("cuda:auto", 0.9)
     assert "device_memory_bytes" not in settings.model_fields_set
+
+
+def test_the_planner_tells_whom_ballast_scale_listens_for() -> None:
+    over = yaml.safe_load((ROOT / "deploy/compose.scale.yml").read_text())
+    [(name, planner)] = over["services"].items()
+    told = {key.removeprefix("BALLAST_PLANNER__").lower(): value for key, value in planner["environment"].items()}
+    settings = PlannerSettings.model_validate(told)
+    assert (name, settings.park_order) == ("planner", "last-name")
+    assert settings.scale_webhook == "http://host.docker.internal:9100/"
+    assert f"/run/secrets/{planner['secrets'][0]}" == str(settings.scale_webhook_secret_file)
+    assert list(over["secrets"]) == planner["secrets"]
+    assert planner["extra_hosts"] == ["host.docker.internal:host-gateway"]
 
 
 def test_ours_stops_slower_than_its_services() -> None:

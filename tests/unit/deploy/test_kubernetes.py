@@ -1,9 +1,9 @@
 """The manifests: of the form that Kubernetes has, with settings that exist, and doors for whoever has to come in."""
 
 import copy
+import math
 import shutil
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
@@ -11,8 +11,10 @@ import pytest
 import yaml
 
 import ballast
+from ballast.service.metrics import REGISTRY
 from deploy.kubernetes_check import FOLDER
 from deploy.kubernetes_file import of_kind, read_kubernetes, read_manifests
+from services.planner.metrics import PlannerMetrics
 
 # Any: manifests are plain YAML.
 MANIFESTS: list[dict[str, Any]] = read_manifests(FOLDER)
@@ -126,13 +128,23 @@ def test_only_those_who_have_to_come_in_can() -> None:
 def test_workers_are_scaled_by_what_the_planner_wants() -> None:
     scaled = yaml.safe_load((FOLDER / "autoscaling.yaml").read_text())
     [trigger] = scaled["spec"]["triggers"]
-    source = Path(__file__).resolve().parents[3] / "services" / "planner"
     metric = trigger["metadata"]["query"].removeprefix("max(").removesuffix(")")
-    assert any(f'"{metric}"' in path.read_text() for path in source.rglob("*.py"))
-    assert (trigger["metricType"], trigger["metadata"]["threshold"]) == ("AverageValue", "1")
+    PlannerMetrics().wanted(5)
+    value = REGISTRY.get_sample_value(metric)
+    assert value is not None
+    assert (trigger["metricType"], math.ceil(value / float(trigger["metadata"]["threshold"]))) == ("AverageValue", 5)
     target = scaled["spec"]["scaleTargetRef"]
     assert (PODS[target["name"]]["kind"], target["name"]) == (target["kind"], "worker")
     assert scaled["spec"]["minReplicaCount"] >= 2, "alone nobody can drop anything"
+
+
+def test_who_is_parked_is_whom_kubernetes_ends() -> None:
+    """Pods of a StatefulSet end by their number; with planners that park the emptiest one a busy one would end
+    (test_sizing.py: the last by name leaves).
+    """
+    settings = read_kubernetes(MANIFESTS, SETTINGS)["planner"].environment
+    assert settings["BALLAST_PLANNER__PARK_ORDER"] == "last-name"
+    assert PODS["worker"]["kind"] == "StatefulSet"
 
 
 def test_images_are_of_this_version() -> None:

@@ -81,3 +81,21 @@ def _running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def test_a_log_that_grows_is_rotated_while_the_child_writes_on(tmp_path: Path) -> None:
+    loud = "import time\nfor i in range(100000): print(f'line {i}', flush=True); time.sleep(0.001)"
+    log = tmp_path / "loud.log"
+    child = ChildProcess("loud", [sys.executable, "-S", "-c", loud], log_path=log)
+    give_up_at_s = time.monotonic() + 20
+    while not (tmp_path / "loud.log.3").exists():
+        assert time.monotonic() < give_up_at_s
+        child.rotate_log(most_bytes=200, kept_count=3)
+        time.sleep(0.01)
+    before = child.log()
+    child.rotate_log(most_bytes=1 << 20)
+    time.sleep(0.2)
+    child.kill()
+    assert len(child.log()) > len(before), "it goes on in the same file"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["loud.log", *(f"loud.log.{i}" for i in (1, 2, 3))]
+    assert (tmp_path / "loud.log.1").read_text().startswith("line ")

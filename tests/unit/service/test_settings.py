@@ -144,7 +144,8 @@ def test_replicas_that_are_not_named_can_be_told_apart(settings: type[Settings])
 
 # Where services are, what they are called, and what all replicas have alike.
 _OF_REPLICAS = {"port", "monitor_id", "planner_id", "monitor_address", "leadership_ttl_s", "shutdown_timeout_s"}
-_NO_POLICY = {*_OF_REPLICAS, "otlp_traces_endpoint", *ServiceSettings.model_fields}
+_TOLD = {"otlp_traces_endpoint", "scale_webhook", "scale_webhook_secret_file"}  # others, of what is done
+_NO_POLICY = {*_OF_REPLICAS, *_TOLD, *ServiceSettings.model_fields}
 
 
 def test_what_decides_when_and_how_to_drop_can_be_explained() -> None:

@@ -1,0 +1,66 @@
+"""Tells a URL how many instances should serve whenever that changes, for whoever starts and ends processes."""
+
+import asyncio
+import time
+import urllib.request
+from collections.abc import Callable
+from http.client import HTTPException
+
+from ballast.common.wanted import SIGNATURE, Wanted, sign
+from ballast.service.logs import get_logger
+
+EVERY_S = 15.0  # between two messages that arrived
+_BACK_OFF_S, _LONGEST_BACK_OFF_S = 1.0, 60.0
+_TIMEOUT_S = 5.0
+
+Post = Callable[[str, bytes, str], None]  # URL, body, signature; raises OSError or HTTPException
+
+
+def post(url: str, body: bytes, signature: str) -> None:
+    headers = {"Content-Type": "application/json", SIGNATURE: signature}
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=_TIMEOUT_S) as answer:
+        answer.read()
+
+
+class Webhook:
+    """`run` sends the newest of what was offered: what came in between nobody needs to know."""
+
+    def __init__(self, url: str, secret: bytes, *, every_s: float = EVERY_S, send: Post = post) -> None:
+        self._url = url
+        self._secret = secret
+        self._every_s = every_s
+        self._send = send
+        self._offered: Wanted | None = None
+        self._told: Wanted | None = None
+        self._news = asyncio.Event()
+
+    def offer(self, wanted: Wanted | None) -> None:
+        """None: another planner leads, and tells."""
+        self._offered = wanted
+        if wanted is None:
+            self._told = None
+        elif wanted.differs(self._told):
+            self._news.set()
+
+    async def run(self) -> None:
+        """Runs until cancelled."""
+        back_off_s = _BACK_OFF_S
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            wanted = self._offered
+            if wanted is None or not wanted.differs(self._told):
+                continue
+            try:
+                body = wanted.body()
+                await asyncio.to_thread(self._send, self._url, body, sign(self._secret, body, time.time()))
+            except (OSError, HTTPException) as error:
+                if back_off_s == _BACK_OFF_S:
+                    get_logger().warning("webhook not told", url=self._url, wanted=wanted.wanted, why=str(error))
+                self._news.set()
+                await asyncio.sleep(back_off_s)
+                back_off_s = min(2 * back_off_s, _LONGEST_BACK_OFF_S)
+            else:
+                self._told, back_off_s = wanted, _BACK_OFF_S
+                get_logger().info("webhook told", url=self._url, wanted=wanted.wanted, why=wanted.reason)
+                await asyncio.sleep(self._every_s)

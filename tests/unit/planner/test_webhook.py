@@ -1,0 +1,132 @@
+"""The webhook: what it says, by whom it is signed, how often, and what happens while it is not heard."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import pytest
+
+from ballast.common.errors import InvalidRequest, Unauthenticated
+from ballast.common.wanted import SIGNATURE, Wanted, sign, verify
+from services.planner.shell.webhook import Webhook, post
+from tools.local.scaling import hearing
+
+SECRET = b"0123456789abcdef"
+
+
+def wanted(count: int, reason: str = "") -> Wanted:
+    return Wanted(count, tuple(f"w{i}" for i in range(count)), ("w9",), reason)
+
+
+def test_what_is_said_is_understood() -> None:
+    one = wanted(3, "one less: P99 TTFT 0.2 s")
+    assert Wanted.read(one.body()) == one
+    for body in (b"", b"[]", b'{"wanted": -1, "serving": [], "parked": []}', b'{"wanted": 1, "serving": "w"}'):
+        with pytest.raises(InvalidRequest, match="is not what a planner sends"):
+            Wanted.read(body)
+
+
+def test_who_has_not_the_secret_or_comes_too_late_is_refused() -> None:
+    body, now_s = wanted(2).body(), 1_800_000_000.0
+    verify(SECRET, body, sign(SECRET, body, now_s), now_s + 5)
+    for secret, told, at_s in ((b"another" * 3, body, now_s), (SECRET, wanted(3).body(), now_s)):
+        with pytest.raises(Unauthenticated, match="does not fit"):
+            verify(secret, told, sign(SECRET, body, at_s), now_s)
+    for at_s in (now_s - 400, now_s + 400):
+        with pytest.raises(Unauthenticated, match="repeated"):
+            verify(SECRET, body, sign(SECRET, body, at_s), now_s)
+    for signature in ("", "t=,v1=", f"v1={'0' * 64}", "t=1,v1=é"):
+        with pytest.raises(Unauthenticated):
+            verify(SECRET, body, signature, now_s)
+
+
+class Receiver:
+    """Refuses the first so many."""
+
+    def __init__(self, refuses: int = 0) -> None:
+        self.heard: list[tuple[float, int]] = []
+        self.refused = refuses
+
+    def take(self, url: str, body: bytes, signature: str) -> None:
+        verify(SECRET, body, signature, time.time())
+        if self.refused:
+            self.refused -= 1
+            raise OSError("refused")
+        self.heard.append((time.monotonic(), Wanted.read(body).wanted))
+
+
+async def told(hook: Webhook, story: Callable[[], None] | None, for_s: float) -> None:
+    running = asyncio.create_task(hook.run())
+    if story is not None:
+        story()
+    await asyncio.sleep(for_s)
+    running.cancel()
+    await asyncio.wait([running])
+
+
+def test_only_the_newest_is_told_and_not_too_often() -> None:
+    receiver = Receiver()
+
+    async def story() -> None:
+        hook = Webhook("http://nowhere", SECRET, every_s=0.4, send=receiver.take)
+        hook.offer(wanted(1))
+        loop = asyncio.get_running_loop()
+        for i, count in enumerate((2, 3, 4), 1):
+            loop.call_later(0.05 * i, hook.offer, wanted(count))
+        loop.call_later(0.2, hook.offer, wanted(4, "another reason for the same"))
+        await told(hook, None, 1.0)
+
+    asyncio.run(story())
+    assert [count for _, count in receiver.heard] == [1, 4]
+    assert receiver.heard[1][0] - receiver.heard[0][0] >= 0.4
+
+
+def test_what_is_not_heard_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.planner.shell.webhook._BACK_OFF_S", 0.05)
+    receiver = Receiver(refuses=2)
+
+    async def story() -> None:
+        hook = Webhook("http://nowhere", SECRET, every_s=0.0, send=receiver.take)
+        hook.offer(wanted(1))
+        asyncio.get_running_loop().call_later(0.08, hook.offer, wanted(2))  # while the first is refused
+        await told(hook, None, 0.6)
+
+    asyncio.run(story())
+    assert [count for _, count in receiver.heard] == [2]
+
+
+def test_a_planner_that_leads_again_tells_what_it_wants() -> None:
+    receiver = Receiver()
+
+    async def story() -> None:
+        hook = Webhook("http://nowhere", SECRET, every_s=0.0, send=receiver.take)
+        loop = asyncio.get_running_loop()
+        hook.offer(wanted(1))
+        loop.call_later(0.1, hook.offer, wanted(1))
+        loop.call_later(0.2, hook.offer, None)
+        loop.call_later(0.3, hook.offer, wanted(1))
+        await told(hook, None, 0.5)
+
+    asyncio.run(story())
+    assert [count for _, count in receiver.heard] == [1, 1]
+
+
+def test_a_follower_hears_it_over_http_and_no_one_else() -> None:
+    heard: list[Wanted] = []
+
+    async def story() -> None:
+        async with hearing(SECRET, heard.append) as url:
+            hook = Webhook(url, SECRET, every_s=0.0)
+            hook.offer(wanted(5, "why"))
+            await told(hook, None, 0.3)
+            body = wanted(7).body()
+            for secret, sent in ((b"x" * 16, body), (SECRET, b"{}")):
+                with pytest.raises(OSError, match=r"HTTP Error 40[01]"):
+                    await asyncio.to_thread(post, url, sent, sign(secret, sent, time.time()))
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(url.split(":")[2].strip("/")))
+            writer.write(f"POST / HTTP/1.1\r\ncontent-length: 99999999\r\n{SIGNATURE}: t=1\r\n\r\n".encode())
+            assert (await reader.readline()).startswith(b"HTTP/1.1 413")
+            writer.close()
+
+    asyncio.run(story())
+    assert heard == [wanted(5, "why")]

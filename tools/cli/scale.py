@@ -1,0 +1,70 @@
+"""`ballast scale`: runs a command with the number of instances that a planner wants, whenever its webhook tells."""
+
+import argparse
+import asyncio
+from pathlib import Path
+
+from ballast.common.errors import ConfigError
+from ballast.common.wanted import Wanted
+from ballast.service.security import read_secret
+from tools.cli.arguments import Commands
+from tools.local.scaling import hearing
+
+_PLACE = "{wanted}"
+
+
+def add_parser(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "scale",
+        help="start and end workers by a command of yours, as a planner wants",
+        description="Listens for the webhook of planners (--scale-webhook), and runs the command with the number in the"
+        f" place of {_PLACE}: `ballast scale --secret-file FILE -- docker compose up -d --no-recreate --scale"
+        f" worker={_PLACE}`. One at a time; of what is told meanwhile, the newest comes next.",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("--listen", default="127.0.0.1:9100", metavar="HOST:PORT", help="(default: 127.0.0.1:9100)")
+    parser.add_argument("--secret-file", type=Path, required=True, metavar="FILE", help="that the planners have, too")
+    parser.add_argument("--least", type=int, default=1, metavar="N", help="never fewer (default: 1)")
+    parser.add_argument("--most", type=int, default=256, metavar="N", help="never more (default: 256)")
+    parser.add_argument("command", nargs="+", metavar="COMMAND", help=f"after --; with {_PLACE}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """
+    Raises:
+        ConfigError: of the address, the secret or the command.
+    """
+    host, _, port = args.listen.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError("--listen", f"must be HOST:PORT, got {args.listen!r}")
+    if not any(_PLACE in word for word in args.command):
+        raise ConfigError("COMMAND", f"has no {_PLACE}: it would always do the same")
+    if not 0 <= args.least <= args.most:
+        raise ConfigError("--least", f"must be between 0 and --most, got {args.least} and {args.most}")
+    asyncio.run(_follow(args, host, int(port), read_secret(args.secret_file)))
+    return 0
+
+
+async def _follow(args: argparse.Namespace, host: str, port: int, secret: bytes) -> None:
+    told: asyncio.Queue[Wanted] = asyncio.Queue()
+    try:
+        async with hearing(secret, told.put_nowait, host, port) as url:
+            print(f"listening at {url}", flush=True)
+            while True:
+                wanted = await told.get()
+                while not told.empty():
+                    wanted = told.get_nowait()
+                await _carry_out(args, wanted)
+    except OSError as error:
+        raise ConfigError("--listen", f"{args.listen}: {error.strerror}") from error
+
+
+async def _carry_out(args: argparse.Namespace, wanted: Wanted) -> None:
+    count = min(args.most, max(args.least, wanted.wanted))
+    command = [word.replace(_PLACE, str(count)) for word in args.command]
+    try:
+        status = await (await asyncio.create_subprocess_exec(*command)).wait()
+    except OSError as error:
+        raise ConfigError("COMMAND", f"{command[0]}: {error.strerror}") from error
+    ending = "" if status == 0 else f"; the command ended with {status}"
+    print(f"{count} wanted ({wanted.reason}){ending}", flush=True)

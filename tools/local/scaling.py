@@ -1,0 +1,125 @@
+"""Hears from a planner's webhook how many instances should serve; starts and ends workers of a local cluster by it."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable
+
+from ballast.client import AsyncClient
+from ballast.common.errors import BallastError, InvalidRequest, Unauthenticated
+from ballast.common.wanted import SIGNATURE, Wanted, verify
+from tools.local.cluster import LocalCluster, ServiceProcess
+
+_MOST_BYTES = 1 << 20
+_HEAD_WITHIN_S = 5.0
+_POLL_S = 0.2
+_DRAINS_WITHIN_S = 300.0
+
+
+@contextlib.asynccontextmanager
+async def hearing(
+    secret: bytes, take: Callable[[Wanted], None], host: str = "127.0.0.1", port: int = 0
+) -> AsyncGenerator[str]:
+    """Serves HTTP meanwhile, at the URL that it gives. What is not signed with the secret is refused.
+
+    Raises:
+        OSError: the port is taken.
+    """
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(_HEAD_WITHIN_S):
+                told = await _answer(reader, secret, take)
+        except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError):
+            told = "400 Bad Request"
+        with contextlib.suppress(OSError):
+            writer.write(f"HTTP/1.1 {told}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode())
+            await writer.drain()
+            writer.close()
+
+    server = await asyncio.start_server(serve, host, port)
+    async with server:
+        yield f"http://{host}:{server.sockets[0].getsockname()[1]}/"
+
+
+async def _answer(reader: asyncio.StreamReader, secret: bytes, take: Callable[[Wanted], None]) -> str:
+    """Takes one message; gives the status that answers it."""
+    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
+    if not head[0].startswith("POST "):
+        return "405 Method Not Allowed"
+    length = int(headers.get("content-length", "0"))
+    if not 0 <= length <= _MOST_BYTES:
+        return "413 Content Too Large"
+    body = await reader.readexactly(length)
+    try:
+        verify(secret, body, headers.get(SIGNATURE.lower(), ""), time.time())
+        take(Wanted.read(body))
+    except Unauthenticated:
+        return "401 Unauthorized"
+    except InvalidRequest:
+        return "400 Bad Request"
+    return "204 No Content"
+
+
+class Scaler:
+    """Has as many workers as are wanted, within bounds: the form of parking in which the process ends, too."""
+
+    def __init__(self, least: int, most: int, say: Callable[[str], None]) -> None:
+        self._least = least
+        self._most = most
+        self._say = say
+        self._wanted: Wanted | None = None
+        self._news = asyncio.Event()
+
+    def take(self, wanted: Wanted) -> None:
+        self._wanted = wanted
+        self._news.set()
+
+    async def run(self, cluster: LocalCluster) -> None:
+        """Runs until cancelled. One worker at a time: whoever was wanted a moment ago may not be any more."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            while self._wanted is not None:
+                running = [one for one in cluster.processes["worker"] if not one.may_end]
+                missing = min(self._most, max(self._least, self._wanted.wanted)) - len(running)
+                if missing > 0:
+                    await self._start(cluster)
+                elif missing < 0:
+                    await self._end(cluster, _first_to_end(running, self._wanted))
+                else:
+                    break
+
+    async def _start(self, cluster: LocalCluster) -> None:
+        try:
+            started = await cluster.start_worker()
+        except BallastError as error:
+            self._say(f"one more worker is wanted and did not come up: {error}")
+            await asyncio.sleep(_POLL_S)
+            self._wanted = None  # until the planner says something else
+        else:
+            self._say(f"{started.id} serves, as one more is wanted")
+
+    async def _end(self, cluster: LocalCluster, process: ServiceProcess) -> None:
+        """What runs there moves to others, or ends."""
+        process.may_end = True
+        try:
+            async with AsyncClient(cluster.address, **cluster.credentials) as client, asyncio.timeout(_DRAINS_WITHIN_S):
+                await client.drain_worker(process.id)
+                while await _has_work(client, process.id):  # noqa: ASYNC110 - of another process
+                    await asyncio.sleep(_POLL_S)
+        except (BallastError, TimeoutError) as error:
+            self._say(f"{process.id} ends with what runs there, which goes on elsewhere: {error}")
+        await cluster.end_worker(process)
+        self._say(f"{process.id} has ended, as one less is enough")
+
+
+async def _has_work(client: AsyncClient, worker_id: str) -> bool:
+    loads = [worker.load for worker in (await client.status()).workers if worker.worker_id == worker_id]
+    return any(load is not None and load.running_count > 0 for load in loads)
+
+
+def _first_to_end(running: list[ServiceProcess], wanted: Wanted) -> ServiceProcess:
+    """A parked one holds nothing; else the one that came last."""
+    return max(running, key=lambda one: (one.id in wanted.parked, len(one.id), one.id))
