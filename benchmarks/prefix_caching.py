@@ -4,7 +4,8 @@ The simulator runs the services' own cores. Requests come at random to four inst
 they can compute without caching. A share of every prompt is one of twenty beginnings (by Zipf), the rest is like no
 other. `off`: without caching. `cached`: with it, placed as without. `routed`: as the services do.
 With `--trace` the requests are those of a file of Mooncake's, whose `hash_ids` say which pieces of 512 tokens are
-alike.
+alike, in blocks of 256 tokens. `host`: as `routed`, and what the device gives up stays in host memory, of which all
+instances have `--host-bytes` together.
 
 The second part is real time: what a step of 256 decodes takes in a worker's core, and giving up 1,000 blocks of
 100,000.
@@ -21,6 +22,7 @@ from statistics import quantiles
 
 from ballast.common.ids import RequestId
 from ballast.common.sampling import SamplingParams
+from ballast.common.units import parse_bytes
 from services.worker.core.batch import StepResult
 from services.worker.core.blocks import BlockBook
 from services.worker.core.events import BatchWanted, Execute, RoomWanted, SequenceKey, StepDone, StreamOpened, Submitted
@@ -33,6 +35,7 @@ from sim.policies import find_policy
 from sim.world import World, WorldOptions
 
 WAYS = ("off", "cached", "routed")
+_TRACE_BLOCK_TOKENS = 256  # more blocks would only take the simulation longer
 SHARES = (0.0, 0.3, 0.7, 0.9)
 _PIECE_TOKENS = 256
 _PIECES = 10
@@ -50,7 +53,16 @@ class Cell:
     ttft_p99_s: float
     tpot_p50_s: float
     hit_fraction: float
+    host_hit_fraction: float  # part of it
     request_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    cluster: str
+    model: str
+    block_tokens: int
+    host_bytes: int  # of an instance
 
 
 def arrivals_of(share: float, rate_per_s: float, seed: int) -> list[Arrival]:
@@ -79,23 +91,32 @@ def arrivals_from(trace: Path, until_s: float) -> list[Arrival]:
     return arrivals
 
 
-def run(share: float, way: str, arrivals: Sequence[Arrival], cluster: str, model: str) -> Cell:
+def run(share: float, way: str, arrivals: Sequence[Arrival], size: Size) -> Cell:
     rules = find_policy("drop")(production_rules(WorkerSize()))
     dispatcher = rules.dispatcher
-    if way != "routed":
+    if way not in ("routed", "host"):
         dispatcher = replace(dispatcher, placement=replace(dispatcher.placement, prefix_marks=0))
-    rules = replace(rules, dispatcher=dispatcher, worker=replace(rules.worker, prefix_caching=way != "off"))
+    worker = replace(rules.worker, prefix_caching=way != "off", block_tokens=size.block_tokens)
+    if way == "host":
+        worker = replace(worker, swap_space_bytes=size.host_bytes, swaps_online=False)
+    rules = replace(rules, dispatcher=dispatcher, worker=worker)
     options = WorldOptions(
-        model=find_model(model), cluster=find_cluster(cluster), timings=timings(), rules=rules, fast_forwards=True
+        model=find_model(size.model),
+        cluster=find_cluster(size.cluster),
+        timings=timings(),
+        rules=rules,
+        fast_forwards=True,
     )
     world = World(options, arrivals)
     records = world.run().records
     loads = [instance.load() for instance in world.instances.values()]
     queried = sum(load.prefix_queries_total for load in loads)
     ttft = quantiles([r.token_times_s[0] - r.arrival_s for r in records], n=100)
-    tpot = [(r.token_times_s[-1] - r.token_times_s[0]) / (len(r.token_times_s) - 1) for r in records]
+    answers = [r.token_times_s for r in records if len(r.token_times_s) > 1]
+    tpot = [(times_s[-1] - times_s[0]) / (len(times_s) - 1) for times_s in answers]
     hits = sum(load.prefix_hits_total for load in loads) / queried if queried else 0.0
-    return Cell(share, way, ttft[49], ttft[98], quantiles(tpot, n=2)[0], hits, len(records))
+    from_host = sum(load.prefix_host_hits_total for load in loads) / queried if queried else 0.0
+    return Cell(share, way, ttft[49], ttft[98], quantiles(tpot, n=2)[0], hits, from_host, len(records))
 
 
 def core_of(*, caching: bool, running: int) -> WorkerCore:
@@ -221,12 +242,12 @@ def table(cells: Sequence[Cell], costs: Mapping[str, float], cluster: str, model
     lines = [
         f"{model} on {cluster}, simulated; {cells[0].request_count} requests a cell or about as many.",
         "",
-        "| shared | | P50 TTFT | P99 TTFT | P50 TPOT | hits |",
-        "|---|---|---|---|---|---|",
+        "| shared | | P50 TTFT | P99 TTFT | P50 TPOT | hits | from the host |",
+        "|---|---|---|---|---|---|---|",
     ]
     lines += [
         f"| {c.share:.0%} | {c.way} | {c.ttft_p50_s * 1000:.1f} ms | {c.ttft_p99_s * 1000:.1f} ms"
-        f" | {c.tpot_p50_s * 1000:.2f} ms | {c.hit_fraction:.1%} |"
+        f" | {c.tpot_p50_s * 1000:.2f} ms | {c.hit_fraction:.1%} | {c.host_hit_fraction:.1%} |"
         for c in cells
     ]
     return "\n".join([*lines, "", *(f"- {name}: {value}" for name, value in costs.items())]) + "\n"
@@ -241,18 +262,23 @@ def main() -> None:
     parser.add_argument("--until-s", type=float, default=120.0, help="of the trace (default: 120)")
     parser.add_argument("--rate-per-s", type=float, default=_RATE_PER_S, help="of each instance (default: %(default)s)")
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
+    parser.add_argument("--host-bytes", default="512GB", help="with --trace, of all instances (default: %(default)s)")
+    parser.add_argument("--ways", nargs="+", choices=(*WAYS, "host"))
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     instance_count = int(args.cluster.partition("x")[0])
+    host_bytes = parse_bytes(args.host_bytes) // instance_count
+    block_tokens = production_rules(WorkerSize()).worker.block_tokens if args.trace is None else _TRACE_BLOCK_TOKENS
+    size = Size(args.cluster, args.model, block_tokens, host_bytes)
     cells: list[Cell] = []
     for share in args.shares if args.trace is None else (0.0,):
         if args.trace is None:
             arrivals = arrivals_of(share, args.rate_per_s * instance_count, args.seed)
         else:
             arrivals = arrivals_from(args.trace, args.until_s)
-        for way in WAYS:
-            cells.append(run(share, way, arrivals, args.cluster, args.model))
+        for way in args.ways or (WAYS if args.trace is None else (*WAYS, "host")):
+            cells.append(run(share, way, arrivals, size))
             print(cells[-1], flush=True)
     costs = step_costs() | giving_up_costs()
     print(costs)

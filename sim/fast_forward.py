@@ -69,6 +69,8 @@ class Pace:
             prefix_hits_total=before.prefix_hits_total,
             longest_token_count=before.longest_token_count + (landed if before.longest_token_count else 0),
             longest_limit_tokens=before.longest_limit_tokens,
+            prefix_host_hits_total=before.prefix_host_hits_total,
+            host_block_count=before.host_block_count,
             busiest_caller_count=before.busiest_caller_count,
             uncomputed_token_count=before.uncomputed_token_count,
             prefixes_kept_s=before.prefixes_kept_s + at_s - self.at_s,

@@ -64,6 +64,8 @@ class LoadReport:
     retained_block_count: int = 0  # free ones whose KV is kept for prompts that begin so
     prefix_queries_total: int = 0  # tokens of requests let in for the first time
     prefix_hits_total: int = 0  # those of them whose KV was there
+    prefix_host_hits_total: int = 0  # of these, those whose KV came back from host memory
+    host_block_count: int = 0  # of host memory, with copies of what is retained or was
     offline_yields_total: int = 0  # times an offline request gave its blocks or its place to online work
     longest_token_count: int = 0  # of the longest online request that runs
     longest_limit_tokens: int = 0  # that this one may come to, with all of its answer

@@ -113,6 +113,8 @@ def _check_load(report: pb.LoadReport) -> None:
         report.prefix_hits_total,
         report.longest_token_count,
         report.longest_limit_tokens,
+        report.prefix_host_hits_total,
+        report.host_block_count,
         report.busiest_caller_count,
     )
     if min(counts) < 0:

@@ -113,8 +113,8 @@ class WorkerSettings(ServiceSettings):
     fallback_policy: Literal["recompute", "swap"] = "recompute"
     """With drop, where a worker is out of KV all the same: compute again, or swap."""
     swap_space_bytes: ByteSize = Field(ByteSize(1 << 30), ge=0)
-    """Host memory for the KV of requests that give way: 1GiB. Offline ones use it with any policy; 0: they are computed
-    anew."""
+    """Host memory for KV: of requests that give way (offline ones with any policy) and, with prefix caching, of prompts
+    that the device has no room for any more. 0: they are computed anew."""
     swap_blocks_per_step: int = Field(0, ge=0)
     """KV blocks that are copied there and back during one step; 0: as many as hide behind it."""
     threads: int = Field(1, ge=1, le=1024)

@@ -95,7 +95,7 @@ class PrefixHistory:
         self.steps = steps
         self.counts: Counter[str] = Counter()
         block_tokens = rng.choice([1, 2, 3, 4])
-        swap = (0, 0) if stage_count else rng.choice([(0, 0), (0, 0), (12, 1), (40, 3)])
+        swap = rng.choice([(0, 0), (0, 0), (12, 1), (40, 3)])
         self.least_blocks = -(-_LONGEST // block_tokens) + 1
         bounds = limits(
             block_tokens=block_tokens,
@@ -106,6 +106,7 @@ class PrefixHistory:
             admission_reserve_fraction=rng.choice([0.0, 0.1]),
             swap_block_count=swap[0],
             swap_blocks_per_step=swap[1],
+            swaps_online=not stage_count and rng.random() < 0.5,
             prefix_caching=True,
         )
         self.world = World(bounds, self.least_blocks + rng.randrange(1, 40), rng, stage_count)
@@ -195,4 +196,5 @@ class PrefixHistory:
         self.counts["hit"] += index.hit_tokens_total
         self.counts["queried"] += index.queried_tokens_total
         self.counts["preempted"] += world.core.totals.preemptions
+        self.counts["from host"] += index.host_hit_tokens_total
         self.counts["swapped"] += world.core.group_scheduler.scheduler.swap.swapped_total

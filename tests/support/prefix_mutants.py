@@ -1,4 +1,5 @@
-"""Faults put into prefix caching, one at a time: which history of `tests.support.prefix_history` sees each.
+"""Faults put into prefix caching, one at a time: which history of `tests.support.prefix_history` sees each, or which
+unit test.
 
     python -m tests.support.prefix_mutants [--histories N] [NAME ...]
 
@@ -9,16 +10,23 @@ Each is a patch of production code in a process of its own.
 # pyright: reportUnknownLambdaType=false, reportPrivateUsage=false, reportAttributeAccessIssue=false
 
 import argparse
+import io
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from services.worker.core import group_scheduler
 from services.worker.core.blocks import BlockBook
+from services.worker.core.host_prefixes import HostPrefixes
 from services.worker.core.prefixes import PrefixIndex
 from services.worker.core.scheduler import Scheduler
+from services.worker.core.swapping import SwapSpace
 from tests.support.pipeline_history import History
 from tests.support.prefix_history import PrefixHistory
 
@@ -51,11 +59,12 @@ def _one_claim_more(name: Any) -> Any:
 def _keeps_key(forget: Any) -> Any:
     """Sequences find what is being given up."""
 
-    def forgotten(self: PrefixIndex, number: int) -> None:
+    def forgotten(self: PrefixIndex, number: int, used_at_s: float = 0.0) -> bool:
         key = self._keys[number]
-        forget(self, number)
+        stays = forget(self, number, used_at_s)
         self._numbers[key], self._keys[number] = number, key
         self._retained[number] = 0.0
+        return stays
 
     return forgotten
 
@@ -120,7 +129,7 @@ def _names_at_departure(dispatch: Any) -> Any:
 
 
 def _shared_for_nothing(take: Any) -> Any:
-    return lambda self, sequence: take(self, sequence) and 0
+    return lambda self, sequence, from_host=0: take(self, sequence, from_host) and 0
 
 
 def _head_first(leave: Any) -> Any:
@@ -172,12 +181,109 @@ def _not_told(must_tell: Any) -> Any:
 def _begins_late(begin: Any) -> Any:
     """It is let in as computed before any batch says so."""
 
-    def taken(self: PrefixIndex, sequence: Any) -> int:
-        count = begin(self, sequence)
+    def taken(self: PrefixIndex, sequence: Any, from_host: int = 0) -> int:
+        count = begin(self, sequence, from_host)
         sequence.computed_tokens = max(sequence.computed_tokens, sequence.dispatched_tokens)
         return count
 
     return taken
+
+
+def _without_seed(chain: Any) -> Any:
+    """A key says nothing of the model, its revision, dtype and adapter."""
+
+    def made(self: PrefixIndex, sequence: Any, block_count: int) -> Any:
+        self._seed = b""
+        return chain(self, sequence, block_count)
+
+    return made
+
+
+def _holds_once(take: Any) -> Any:
+    """The leader counts one holder of a block, however many there are."""
+
+    def taken(self: PrefixIndex, sequence: Any, from_host: int = 0) -> int:
+        before = dict(self._holders)
+        count = take(self, sequence, from_host)
+        self._holders |= {number: held for number, held in before.items() if self._holders[number] > held}
+        return count
+
+    return taken
+
+
+def _gives_up_held(leave: Any) -> Any:
+    """The first that leaves gives up what another one holds."""
+
+    def left(self: PrefixIndex, sequence: Any, *, kept: bool) -> int:
+        for number in self._held.get(sequence.sequence_id, ()):
+            if number is not None and self._holders[number] == 2:
+                self._holders[number] = 1
+        return leave(self, sequence, kept=kept)
+
+    return left
+
+
+def _kept_though_lost(unreserve: Any) -> Any:
+    return lambda self, sequence, *, kept: unreserve(self, sequence, kept=True)
+
+
+def _taken_though_gone(leave: Any) -> Any:
+    def left(self: PrefixIndex, sequence: Any, *, kept: bool) -> int:
+        begun, held = [*self._begun], self._held.get(sequence.sequence_id)
+        count = leave(self, sequence, kept=kept)
+        if sequence in begun and held is not None:
+            self._begun = begun
+            self._held[sequence.sequence_id] = held
+        return count
+
+    return left
+
+
+def _moved_twice(compaction_plan: Any) -> Any:
+    """A block that two tables have is moved once for each."""
+
+    def planned(self: BlockBook, block_count: int) -> Any:
+        moves = compaction_plan(self, block_count)
+        shared = [move for move in moves if sum(move[0] in table for table in self._tables.values()) > 1]
+        return (*moves, *shared)
+
+    return planned
+
+
+def _landed_at_once(copy: Any) -> Any:
+    """A copy on the host is used before the batch beside which it is made has landed."""
+
+    def copied(self: HostPrefixes, numbers: Any) -> Any:
+        blocks = copy(self, numbers)
+        self.landed([number for number, _ in numbers], good=True)
+        return blocks
+
+    return copied
+
+
+def _good_though_failed(landed: Any) -> Any:
+    return lambda self, numbers, *, good: landed(self, numbers, good=True)
+
+
+def _good_though_gone(gone: Any) -> Any:
+    def went(self: HostPrefixes, number: int, *rest: Any) -> bool:
+        copying = self._copying.pop(number, None)
+        found = gone(self, number, *rest)
+        if copying is not None:
+            self._copying[number] = copying
+        return found
+
+    return went
+
+
+def _computed_at_once(bring: Any) -> Any:
+    """One whose KV comes back is computed on before it has."""
+
+    def brought(self: SwapSpace, sequence: Any, first: int, keys: Any) -> None:
+        bring(self, sequence, first, keys)
+        self._entries[sequence.sequence_id].copied_count = len(keys)
+
+    return brought
 
 
 def _nothing(_: Any) -> Any:
@@ -202,6 +308,18 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "taken-and-not-told": (_instead(PrefixIndex, "take_news", _not_told),),
     "computed-before-any-batch-says-so": (_instead(PrefixIndex, "take", _begins_late),),
     "role-change-keeps-numbers": (_instead(BlockBook, "forget_numbers", _nothing),),
+    "key-without-seed": (_instead(PrefixIndex, "_chain", _without_seed),),
+    "holder-too-few": (_instead(PrefixIndex, "take", _holds_once),),
+    "given-up-while-held": (_instead(PrefixIndex, "leave", _gives_up_held),),
+    "kept-though-lost": (_instead(Scheduler, "_unreserve", _kept_though_lost),),
+    "taken-though-gone": (_instead(PrefixIndex, "leave", _taken_though_gone),),
+    "compaction-moves-twice": (_instead(BlockBook, "compaction_plan", _moved_twice),),
+    "host-copy-used-before-it-lands": (_instead(HostPrefixes, "copy", _landed_at_once),),
+    "host-copy-of-a-failed-step": (_instead(HostPrefixes, "landed", _good_though_failed),),
+    "host-copy-of-what-is-gone": (_instead(HostPrefixes, "gone", _good_though_gone),),
+    "host-copies-outlive-a-group": (_instead(HostPrefixes, "clear", _nothing),),
+    "host-blocks-go-while-read": (_instead(HostPrefixes, "read", _nothing),),
+    "computed-before-it-is-back": (_instead(SwapSpace, "bring", _computed_at_once),),
     "displaced-are-named": (_instead(Scheduler, "forget_prefixes", lambda _: _forget_none_displaced),),
 }
 
@@ -221,7 +339,23 @@ def look_for(name: str, count: int) -> str:
             except Exception as error:  # noqa: BLE001 whatever breaks has been seen
                 words = (str(error).splitlines() or [""])[0][:90]
                 return f"{type(made).__name__} {seed}: {type(error).__name__}: {words}"
-    return f"not seen in {count} histories of both kinds"
+    files = ("test_prefixes.py", "test_host_prefixes.py", "test_blocks.py")
+    noted = _Failed()
+    folder = Path(__file__).parents[1] / "unit/worker/core"
+    options = ["-q", "-x", "-p", "no:cacheprovider", "--no-header", "--capture=fd"]
+    with redirect_stdout(io.StringIO()):
+        pytest.main([*options, *(str(folder / name) for name in files)], plugins=[noted])
+    return noted.test or f"not seen in {count} histories of both kinds, nor by unit tests"
+
+
+class _Failed:
+    """Notes the test that fails."""
+
+    test = ""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and not self.test:
+            self.test = f"unit test {report.nodeid.rpartition('::')[2]}"
 
 
 def main() -> None:

@@ -302,6 +302,8 @@ class LoadReport(_message.Message):
     LONGEST_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     LONGEST_LIMIT_TOKENS_FIELD_NUMBER: _builtins.int
     BUSIEST_CALLER_COUNT_FIELD_NUMBER: _builtins.int
+    HOST_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    PREFIX_HOST_HITS_TOTAL_FIELD_NUMBER: _builtins.int
     block_tokens: _builtins.int
     block_count: _builtins.int
     used_block_count: _builtins.int
@@ -356,6 +358,9 @@ class LoadReport(_message.Message):
     longest_limit_tokens: _builtins.int
     busiest_caller_count: _builtins.int
     """Online requests that run, of the caller that has the most of them."""
+    host_block_count: _builtins.int
+    """Blocks of host memory with copies of what is retained, or was; and tokens of prefix_hits_total that came from there."""
+    prefix_host_hits_total: _builtins.int
     @_builtins.property
     def memory(self) -> Global___MemoryReport: ...
     def __init__(
@@ -397,10 +402,12 @@ class LoadReport(_message.Message):
         longest_token_count: _builtins.int = ...,
         longest_limit_tokens: _builtins.int = ...,
         busiest_caller_count: _builtins.int = ...,
+        host_block_count: _builtins.int = ...,
+        prefix_host_hits_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_tokens", b"block_tokens", "busiest_caller_count", b"busiest_caller_count", "draining", b"draining", "generation_tokens_total", b"generation_tokens_total", "kept_block_count", b"kept_block_count", "longest_limit_tokens", b"longest_limit_tokens", "longest_token_count", b"longest_token_count", "max_prompt_token_count", b"max_prompt_token_count", "max_running_count", b"max_running_count", "memory", b"memory", "newest_epoch", b"newest_epoch", "offline_block_count", b"offline_block_count", "offline_lost_tokens_total", b"offline_lost_tokens_total", "offline_running_count", b"offline_running_count", "offline_tokens_total", b"offline_tokens_total", "offline_waiting_count", b"offline_waiting_count", "offline_wanted_tokens", b"offline_wanted_tokens", "offline_yields_total", b"offline_yields_total", "parked", b"parked", "preemptions_total", b"preemptions_total", "prefix_hits_total", b"prefix_hits_total", "prefix_queries_total", b"prefix_queries_total", "prefixes_kept_s", b"prefixes_kept_s", "prompt_token_count", b"prompt_token_count", "prompt_tokens_total", b"prompt_tokens_total", "retained_block_count", b"retained_block_count", "running_count", b"running_count", "spare_block_count", b"spare_block_count", "step_age_s", b"step_age_s", "steps_total", b"steps_total", "uncomputed_token_count", b"uncomputed_token_count", "used_block_count", b"used_block_count", "waiting_block_count", b"waiting_block_count", "waiting_count", b"waiting_count", "wake_s", b"wake_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_tokens", b"block_tokens", "busiest_caller_count", b"busiest_caller_count", "draining", b"draining", "generation_tokens_total", b"generation_tokens_total", "host_block_count", b"host_block_count", "kept_block_count", b"kept_block_count", "longest_limit_tokens", b"longest_limit_tokens", "longest_token_count", b"longest_token_count", "max_prompt_token_count", b"max_prompt_token_count", "max_running_count", b"max_running_count", "memory", b"memory", "newest_epoch", b"newest_epoch", "offline_block_count", b"offline_block_count", "offline_lost_tokens_total", b"offline_lost_tokens_total", "offline_running_count", b"offline_running_count", "offline_tokens_total", b"offline_tokens_total", "offline_waiting_count", b"offline_waiting_count", "offline_wanted_tokens", b"offline_wanted_tokens", "offline_yields_total", b"offline_yields_total", "parked", b"parked", "preemptions_total", b"preemptions_total", "prefix_hits_total", b"prefix_hits_total", "prefix_host_hits_total", b"prefix_host_hits_total", "prefix_queries_total", b"prefix_queries_total", "prefixes_kept_s", b"prefixes_kept_s", "prompt_token_count", b"prompt_token_count", "prompt_tokens_total", b"prompt_tokens_total", "retained_block_count", b"retained_block_count", "running_count", b"running_count", "spare_block_count", b"spare_block_count", "step_age_s", b"step_age_s", "steps_total", b"steps_total", "uncomputed_token_count", b"uncomputed_token_count", "used_block_count", b"used_block_count", "waiting_block_count", b"waiting_block_count", "waiting_count", b"waiting_count", "wake_s", b"wake_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

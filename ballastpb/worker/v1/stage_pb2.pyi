@@ -183,7 +183,9 @@ Global___TakenBlocks: _TypeAlias = TakenBlocks  # noqa: Y015
 
 @_typing.final
 class SwapCopy(_message.Message):
-    """KV of a sequence that goes to host memory beside a batch, or comes back, on every stage."""
+    """KV of a sequence, or of numbered blocks that none holds, that goes to host memory beside a batch, or comes back, on
+    every stage.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -192,6 +194,7 @@ class SwapCopy(_message.Message):
     FIRST_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUMBERS_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     out: _builtins.bool
     first: _builtins.int
@@ -200,6 +203,10 @@ class SwapCopy(_message.Message):
     """That have KV."""
     @_builtins.property
     def host_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One for each of host_blocks, and sequence_id 0; none: they are of the sequence."""
+
     def __init__(
         self,
         *,
@@ -208,10 +215,11 @@ class SwapCopy(_message.Message):
         first: _builtins.int = ...,
         token_count: _builtins.int = ...,
         host_blocks: _abc.Iterable[_builtins.int] | None = ...,
+        numbers: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "host_blocks", b"host_blocks", "out", b"out", "sequence_id", b"sequence_id", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "host_blocks", b"host_blocks", "numbers", b"numbers", "out", b"out", "sequence_id", b"sequence_id", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -36,18 +36,24 @@ class Slice(NamedTuple):
     samples: bool  # the logits of the last token give a new token; False for a chunk that is not the prompt's last
 
 
+BlockNumber = int  # of a block that several sequences may read: see `core.prefixes`
+BlockKey = bytes  # digest of such a block's tokens and of all that comes before it
+
+
 @dataclass(frozen=True, slots=True)
 class SwapCopy:
-    """KV of one sequence between a stage's own blocks and host memory: beside a batch that does not compute it."""
+    """KV of one sequence, or of blocks that none holds, between a stage's own blocks and host memory: beside a batch
+    that does not write it.
+    """
 
-    sequence_id: SequenceId
+    sequence_id: SequenceId  # 0: of `numbers`
     out: bool  # to the host
     first: int  # block of the sequence's table
     token_count: int  # that have KV
     host_blocks: tuple[int, ...]  # the same on every stage, for so many blocks of its table
+    numbers: tuple[BlockNumber, ...] = ()  # one for each of `host_blocks`
 
 
-BlockNumber = int  # of a block that several sequences may read: see `core.prefixes`
 NumberRuns = tuple[tuple[BlockNumber, int], ...]  # (first, count) of consecutive numbers
 
 

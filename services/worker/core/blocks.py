@@ -131,6 +131,10 @@ class BlockBook:
     def numbers(self) -> set[BlockNumber]:
         return set(self._numbered)
 
+    def numbered(self, numbers: Iterable[BlockNumber]) -> Table:
+        """The blocks that have these numbers."""
+        return tuple([self._numbered[number] for number in numbers])
+
     def _name(self, sequence_id: SequenceId, first_block: int, first_number: BlockNumber, count: int) -> None:
         blocks = self.table(sequence_id)[first_block : first_block + count]
         if len(blocks) < count:
@@ -147,7 +151,7 @@ class BlockBook:
         unknown = [number for number in numbers if number not in self._numbered]
         if unknown or sequence_id in self._tables:
             raise InvariantViolation(f"sequence {sequence_id} has blocks, or takes what is not here: {unknown}")
-        self._tables[sequence_id] = table = tuple([self._numbered[number] for number in numbers])
+        self._tables[sequence_id] = table = self.numbered(numbers)
         for block_id in table:
             self._claims[block_id] += 1
         self._note(sequence_id)

@@ -42,7 +42,7 @@ class GroupCounts:
         first_number: BlockNumber = 0,
     ) -> None:
         """Numbers of blocks follow on `first_number`."""
-        policies = SchedulingPolicies() if policies is None else policies
+        self.policies = policies = SchedulingPolicies() if policies is None else policies
         self.limits = limits
         self.block_tokens = limits.block_tokens
         self.former = BatchFormer(limits, policies.microbatching)
@@ -58,7 +58,6 @@ class GroupCounts:
         self.running: list[Sequence] = []  # in order of service
         self.suspended = Suspended(limits.block_tokens, self._reserve)
         self.line = WaitingLine()
-        self.prefixes = PrefixIndex(limits, first_number)
         self.preemptions_total: int = 0
         self.turned: list[Sequence] = []  # let in, or put back into the line, since somebody looked
         self._awaited_block_count = 0  # blocks about to be free, for which sequences skip a step
@@ -66,6 +65,7 @@ class GroupCounts:
         self.swap = SwapSpace(
             limits.swap_block_count, limits.block_tokens, limits.swap_blocks_per_step, online=limits.swaps_online
         )
+        self.prefixes = PrefixIndex(limits, first_number, self.swap.prefixes)
 
     @property
     def free_block_count(self) -> int:
@@ -88,14 +88,18 @@ class GroupCounts:
         it.
         """
         most = self.limits.max_batch_tokens
-        left = [s.token_count - max(s.computed_tokens, s.dispatched_tokens) for s in self.online]
-        return sum([min(count, most) for count in left if count > 1])
+        return sum([min(count, most) for count in self._left_tokens if count > 1])
 
     @property
     def uncomputed_tokens(self) -> int:
         """Tokens of running online prompts in no batch yet."""
-        left = [s.token_count - max(s.computed_tokens, s.dispatched_tokens) for s in self.online]
-        return sum([count for count in left if count > 1])
+        return sum([count for count in self._left_tokens if count > 1])
+
+    @property
+    def _left_tokens(self) -> list[int]:
+        """Of each running online sequence, and of each whose KV comes back, those in no batch yet."""
+        online = [*self.online, *self.swap.returning] if len(self.swap) else self.online
+        return [s.token_count - max(s.computed_tokens, s.dispatched_tokens) for s in online if s.rank != OFFLINE_RANK]
 
     @property
     def online(self) -> list[Sequence]:

@@ -226,7 +226,8 @@ class GroupScheduler:
         """The oldest batch in flight lands. `shed` is due when its tokens have been given out."""
         in_flight_batch = self.batches_in_flight.complete(result.step_id)
         in_flight_batch.check_result(result, text_count)
-        self.scheduler.swap.measured(result.execute_s, in_flight_batch.copied_count, result.copy_s)
+        self.scheduler.swap.measured(result.execute_s, in_flight_batch.swaps.block_count, result.copy_s)
+        self.scheduler.swap.landed(in_flight_batch.swaps, good=True)
         return in_flight_batch
 
     def give_up_retained(self) -> None:

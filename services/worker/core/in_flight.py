@@ -10,7 +10,7 @@ from services.worker.core.blocks import BlockBook
 from services.worker.core.events import Execute, Removed
 from services.worker.core.prefixes import PrefixIndex
 from services.worker.core.sequence import Sequence, SequenceState
-from services.worker.core.swapping import block_copies
+from services.worker.core.swapping import NOTHING, block_copies
 
 # A named tuple's own constructor takes twice as long, and there is one for each token.
 _New = Callable[[type[Slice], tuple[object, ...]], Slice]
@@ -20,14 +20,14 @@ _new: _New = tuple.__new__  # pyright: ignore[reportUnknownMemberType, reportUnk
 class InFlightBatch:
     """A batch that the stages run."""
 
-    __slots__ = ("chunked", "copied_count", "sampled_count", "shares", "step_id")
+    __slots__ = ("chunked", "sampled_count", "shares", "step_id", "swaps")
 
     def __init__(self, step_id: int) -> None:
         self.step_id = step_id
         self.shares: list[tuple[Sequence, int, bool]] = []  # sequence, its tokens with KV afterwards, samples
         self.chunked: list[Sequence] = []  # those of them with a part of a prompt
         self.sampled_count = 0
-        self.copied_count = 0  # blocks, to host memory and back
+        self.swaps = NOTHING  # copies to host memory and back
 
     def check_result(self, result: StepResult, text_count: int) -> None:
         counts = (len(result.token_ids), len(result.logprobs), text_count)
@@ -86,7 +86,7 @@ class InFlightBatches:
     def dispatch(self, plan: Plan) -> Execute:
         step_id = self._steps.next()
         in_flight_batch = InFlightBatch(step_id)
-        in_flight_batch.copied_count = plan.swaps.block_count if plan.swaps.copies else 0
+        in_flight_batch.swaps = plan.swaps
         slices: list[Slice] = []
         added: list[Sequence] = []
         shares = in_flight_batch.shares

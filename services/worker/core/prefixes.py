@@ -11,18 +11,17 @@ different capacity cannot disagree.
 """
 
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from hashlib import blake2b
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.marks import MARK_TOKENS, Mark, first_mark, mark_after
-from services.worker.core.batch import BlockNumber, NamedBlocks, NumberRuns, SequenceId, TakenBlocks
+from services.worker.core.batch import BlockKey, BlockNumber, NamedBlocks, NumberRuns, SequenceId, TakenBlocks
+from services.worker.core.host_prefixes import HostPrefixes
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.line import OFFLINE_RANK
 from services.worker.core.sequence import Sequence
-
-BlockKey = bytes  # digest of a block's tokens and of all that comes before it
 
 _KEY_BYTES = 16
 
@@ -44,8 +43,10 @@ class PrefixIndex:
     A closed index finds nothing, names nothing and retains nothing.
     """
 
-    def __init__(self, limits: WorkerLimits, first_number: BlockNumber) -> None:
-        """Numbers follow on `first_number`: the leader's own."""
+    def __init__(self, limits: WorkerLimits, first_number: BlockNumber, host: HostPrefixes) -> None:
+        """Numbers follow on `first_number`: the leader's own. `host`: where copies of retained blocks are."""
+        self._host = host
+        self._to_copy = deque[BlockNumber]()  # retained ones that may not be on the host, and others
         self._block_tokens = limits.block_tokens
         self._seed = limits.prefix_seed
         self._closed = not limits.prefix_caching
@@ -61,12 +62,13 @@ class PrefixIndex:
         self._marks: dict[BlockNumber, Mark] = {}  # of blocks with which one ends
         self.new_marks: list[Mark] = []  # computed, or used again, since somebody took them
         self.at_s = 0.0  # of the event that is handled
-        self.kept_since_s = 0.0  # all that has been used since then is still here
+        self._kept_since_s = 0.0  # all that has been used since then is still here, or on the host
         self._held: dict[SequenceId, list[BlockNumber | None]] = {}  # of its first blocks; None: one without a number
         self._begun: list[Sequence] = []  # have taken blocks, and are in no plan yet
         self._displaced: set[SequenceId] = set()  # their KV is not on the stages that there are now
         self.shared_count = 0  # blocks that would be needed besides, if each sequence had its own
         self.queried_tokens_total = self.hit_tokens_total = 0  # of online sequences let in for the first time
+        self.host_hit_tokens_total = 0  # of the hits those that came back from the host
         # For the next batch:
         self._named: list[NamedBlocks] = []
         self._taken: list[TakenBlocks] = []
@@ -77,8 +79,16 @@ class PrefixIndex:
         return len(self._retained) + len(self._offline)
 
     @property
+    def kept_since_s(self) -> float:
+        return max(self._kept_since_s, self._host.kept_since_s)
+
+    @kept_since_s.setter
+    def kept_since_s(self, at_s: float) -> None:
+        self._kept_since_s = at_s
+
+    @property
     def marks(self) -> list[Mark]:
-        return list(self._marks.values())
+        return list({*self._marks.values(), *self._host.marks})
 
     @property
     def must_tell(self) -> bool:
@@ -119,6 +129,17 @@ class PrefixIndex:
             found.append(number)
         return found
 
+    def on_host(self, sequence: Sequence, first: int) -> tuple[BlockKey, ...]:
+        """Keys of its blocks from `first` on, as many as the host has and the device has not."""
+        keys = list[BlockKey]()
+        if self._closed or not len(self._host) or sequence.scores_prompt:
+            return ()
+        for key in self._chain(sequence, (sequence.token_count - 1) // self._block_tokens)[first:]:
+            if key not in self._host or key in self._numbers:
+                break
+            keys.append(key)
+        return tuple(keys)
+
     def held_count(self, numbers: list[BlockNumber], without: list[Sequence] | None = None) -> int:
         """How many of these numbers are held by sequences other than those of `without`: their blocks are no cost."""
         holders = self._holders
@@ -152,7 +173,9 @@ class PrefixIndex:
         if keys:
             found = [number for key in keys if (number := self._numbers.get(key)) is not None]
             block_count += len(keys) - self.held_count(found)
-            token_count += (len(keys) - len(found)) * size
+            host = self._host
+            on_host_count = sum([key in host and key not in self._numbers for key in keys]) if len(host) else 0
+            token_count += (len(keys) - len(found) - on_host_count) * size
         return block_count, token_count
 
     def is_being_computed(self, sequence: Sequence, running: Iterable[Sequence]) -> bool:
@@ -175,17 +198,21 @@ class PrefixIndex:
 
     # ---------------------------------------------------------------- coming and going
 
-    def take(self, sequence: Sequence) -> int:
-        """It is let in, with the blocks that it finds. Returns how many of them others hold, which cost nothing."""
+    def take(self, sequence: Sequence, from_host: int = 0) -> int:
+        """It is let in, with the blocks that it finds; so many more come back from the host. Returns how many of them
+        others hold, which cost nothing.
+        """
         if not self._closed:
             self._chain(sequence, (sequence.token_count - 1) // self._block_tokens)  # others may wait for its blocks
         numbers = self.match(sequence)
         hit_tokens = len(numbers) * self._block_tokens
         if sequence.cached_tokens is None:
-            sequence.cached_tokens = hit_tokens
+            host_tokens = from_host * self._block_tokens
+            sequence.cached_tokens = hit_tokens + host_tokens
             if sequence.rank != OFFLINE_RANK:
                 self.queried_tokens_total += sequence.token_count
-                self.hit_tokens_total += hit_tokens
+                self.hit_tokens_total += sequence.cached_tokens
+                self.host_hit_tokens_total += host_tokens
         self._held[sequence.sequence_id] = [*numbers]
         shared_count = 0
         for number in numbers:
@@ -210,7 +237,7 @@ class PrefixIndex:
         """A batch is being formed: it tells the stages what has been taken since the last one. Returns by whom."""
         for sequence in self._begun:
             held = self._held[sequence.sequence_id]
-            sequence.computed_tokens = sequence.dispatched_tokens
+            sequence.computed_tokens = len(held) * self._block_tokens
             self._taken.append(TakenBlocks(sequence.sequence_id, runs_of(n for n in held if n is not None)))
         begun, self._begun = self._begun, []
         return begun
@@ -282,6 +309,7 @@ class PrefixIndex:
             if kept and not self._closed:
                 if number in self._online:
                     self._retained[number] = self.at_s
+                    self._to_copy.append(number)
                 else:
                     self._offline[number] = None
             else:
@@ -294,15 +322,45 @@ class PrefixIndex:
         for _ in range(self.retained_count - max(0, free_block_count)):
             if self._offline:
                 number, _ = self._offline.popitem(last=False)
+                self._forget(number)
             else:
-                number, self.kept_since_s = self._retained.popitem(last=False)
-            self._forget(number)
+                number, used_at_s = self._retained.popitem(last=False)
+                if not self._forget(number, used_at_s):
+                    self._kept_since_s = used_at_s
 
-    def _forget(self, number: BlockNumber) -> None:
-        del self._numbers[self._keys.pop(number)]
-        self._marks.pop(number, None)
+    def _forget(self, number: BlockNumber, used_at_s: float = 0.0) -> bool:
+        """Returns whether the host has a copy."""
+        key, mark = self._keys.pop(number), self._marks.pop(number, None)
+        del self._numbers[key]
         self._online.discard(number)
+        stays = self._host.gone(number, key, used_at_s, mark)
         self._forgotten.append(number)
+        return stays
+
+    # ---------------------------------------------------------------- to the host
+
+    @property
+    def wants_copies(self) -> bool:
+        """Whether the host lacks retained blocks."""
+        waiting = self._to_copy
+        while waiting and not self._is_to_copy(waiting[0]):
+            waiting.popleft()
+        return bool(waiting)
+
+    def _is_to_copy(self, number: BlockNumber) -> bool:
+        return number in self._retained and self._host.lacks(number, self._keys[number])
+
+    def take_to_copy(self, count: int) -> list[tuple[BlockNumber, BlockKey]]:
+        """So many retained blocks at most that the host lacks, those that are given up first before others."""
+        found = list[tuple[BlockNumber, BlockKey]]()
+        while len(found) < count and self.wants_copies:
+            number = self._to_copy.popleft()
+            found.append((number, self._keys[number]))
+        return sorted(set(found))
+
+    def keep_no_copies(self) -> None:
+        """The host has no room for any."""
+        self._to_copy.clear()
 
     def forget_all(self, running: list[Sequence]) -> int:
         """The group changes: stages forget all numbers, each by itself, and what runs gets none until its KV has come
@@ -316,6 +374,8 @@ class PrefixIndex:
             known.clear()
         self._online.clear()
         self._marks.clear()
+        self._to_copy.clear()
+        self._host.clear()
         self.kept_since_s = self.at_s
         for news in (self._begun, self._named, self._taken, self._forgotten):
             news.clear()

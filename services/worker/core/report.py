@@ -8,18 +8,36 @@ from services.worker.core.scheduler import Scheduler
 from services.worker.core.sequence import Sequence
 
 
+class GroupTotals(NamedTuple):
+    """Of groups that a worker has led, since they began."""
+
+    preemptions: int = 0
+    offline_yields: int = 0
+    offline_lost_tokens: int = 0
+    prefix_queries: int = 0  # tokens, as in `LoadReport`
+    prefix_hits: int = 0
+    prefix_host_hits: int = 0
+
+    def plus(self, group: Scheduler) -> "GroupTotals":
+        offline, prefixes = group.offline_work, group.prefixes
+        return GroupTotals(
+            self.preemptions + group.preemptions_total,
+            self.offline_yields + offline.yields_total,
+            self.offline_lost_tokens + offline.lost_tokens_total,
+            self.prefix_queries + prefixes.queried_tokens_total,
+            self.prefix_hits + prefixes.hit_tokens_total,
+            self.prefix_host_hits + prefixes.host_hit_tokens_total,
+        )
+
+
 class ReportTotals(NamedTuple):
-    """Since the start of the worker, but for groups that there are: those count for themselves."""
+    """Since the start of the worker."""
 
     steps: int
-    preemptions: int
     prompt_tokens: int  # of online prompts
     generation_tokens: int  # of online answers
     offline_tokens: int
-    offline_yields: int
-    offline_lost_tokens: int
-    prefix_queries: int = 0
-    prefix_hits: int = 0
+    closed: GroupTotals  # of groups that are no more
 
 
 class Parks(NamedTuple):
@@ -49,7 +67,7 @@ def load_of(
     """`groups`: those that the worker leads, the one in force last."""
     waiting_block_count = spare_block_count = running_count = waiting_count = max_running_count = 0
     offline_block_count = offline_running_count = offline_waiting_count = waiting_tokens = 0
-    preemptions_total = totals.preemptions
+    closed = totals.closed
     *leaving, scheduler = groups
     for one in groups:
         offline = one.offline
@@ -66,7 +84,7 @@ def load_of(
         offline_running_count += len(offline)
         offline_block_count += one.offline_block_count
         offline_waiting_count += one.line.offline_count
-        preemptions_total += one.preemptions_total
+        closed = closed.plus(one)
     for one in leaving:
         max_running_count += one.running_count
         spare_block_count += max(0, one.free_block_count)
@@ -83,9 +101,11 @@ def load_of(
         waiting_block_count=waiting_block_count,
         running_count=running_count,
         waiting_count=waiting_count,
+        longest_token_count=0 if longest is None else longest.token_count,
+        longest_limit_tokens=0 if longest is None else longest.limit_tokens,
         max_running_count=max_running_count + scheduler.place_count,
         steps_total=totals.steps,
-        preemptions_total=preemptions_total,
+        preemptions_total=closed.preemptions,
         prompt_tokens_total=totals.prompt_tokens,
         generation_tokens_total=totals.generation_tokens,
         step_age_s=step_age_s,
@@ -101,16 +121,15 @@ def load_of(
         offline_waiting_count=offline_waiting_count,
         offline_wanted_tokens=0 if draining or parks.parked else scheduler.offline_wanted_tokens,
         offline_tokens_total=totals.offline_tokens,
-        offline_yields_total=totals.offline_yields + sum(one.offline_work.yields_total for one in groups),
+        offline_yields_total=closed.offline_yields,
+        offline_lost_tokens_total=closed.offline_lost_tokens,
         uncomputed_token_count=sum(one.uncomputed_tokens for one in groups) + waiting_tokens,
         prefixes_kept_s=max(0.0, scheduler.prefixes.at_s - scheduler.prefixes.kept_since_s),
         retained_block_count=scheduler.prefixes.retained_count,
-        prefix_queries_total=totals.prefix_queries + sum(one.prefixes.queried_tokens_total for one in groups),
-        prefix_hits_total=totals.prefix_hits + sum(one.prefixes.hit_tokens_total for one in groups),
-        offline_lost_tokens_total=totals.offline_lost_tokens
-        + sum(one.offline_work.lost_tokens_total for one in groups),
-        longest_token_count=0 if longest is None else longest.token_count,
-        longest_limit_tokens=0 if longest is None else longest.limit_tokens,
+        prefix_queries_total=closed.prefix_queries,
+        prefix_hits_total=closed.prefix_hits,
+        prefix_host_hits_total=closed.prefix_host_hits,
+        host_block_count=len(scheduler.swap.prefixes),
         busiest_caller_count=scheduler.busiest_caller_count,
         parked=parks.parked,
         wake_s=parks.wake_s,

@@ -15,10 +15,11 @@ the block when the victim has landed.
 """
 
 import bisect
+import math
 from collections.abc import Container
 from dataclasses import replace
 
-from services.worker.core.batch import SequenceId
+from services.worker.core.batch import BlockKey, SequenceId
 from services.worker.core.batch_former import Plan
 from services.worker.core.blocks import blocks_for
 from services.worker.core.counts import GroupCounts
@@ -53,7 +54,7 @@ class Scheduler(GroupCounts):
         """Whether the next plan lets nothing in and puts nothing off, if no block is lacking: everything runs on."""
         if self.stage_count > 1 or not self.running or self.suspended or self.swap.enabled:
             return False
-        if self.line.offline_count or len(self.swap) or self.offline:
+        if self.line.offline_count or len(self.swap) or self.offline or self._keeps_on_host:
             return False
         head = self._head()
         if head is None:
@@ -109,9 +110,30 @@ class Scheduler(GroupCounts):
             sequence.note(at_s, "its KV comes back")
             return
         self.line.remove(sequence)
-        shared_count = self.prefixes.take(sequence)
+        first, keys = self._brought(sequence)
+        shared_count = self.prefixes.take(sequence, len(keys))
         self.reserved_block_count -= shared_count
-        self._run(sequence, need, at_s, f"{need - shared_count} of {free_count} free blocks, {shared_count} shared")
+        why = f"{need - shared_count} of {free_count} free blocks, {shared_count} shared"
+        if not keys:
+            self._run(sequence, need, at_s, why)
+            return
+        self._reserve(sequence, need)
+        sequence.move(SequenceState.SWAPPED, at_s, f"{why}; {len(keys)} come from host memory")
+        self.swap.bring(sequence, first, keys)
+        if sequence.preempted:
+            self.turned.append(sequence)
+
+    def _brought(self, sequence: Sequence) -> tuple[int, tuple[BlockKey, ...]]:
+        """Its first block on the host alone, and the keys of those that come back from there when it is let in: none
+        if they are computed sooner.
+        """
+        if not len(self.swap.prefixes) or sequence.rank == OFFLINE_RANK:
+            return 0, ()
+        first, size = len(self.prefixes.match(sequence)), self.block_tokens
+        keys = self.prefixes.on_host(sequence, first)
+        cost = self.policies.harvest.cost()
+        computing_s = cost.own_s(first * size, len(keys) * size) if keys and cost is not None else math.inf
+        return first, keys if self.swap.brings_within(len(keys), computing_s, busy=bool(self.running)) else ()
 
     def _cost(self, sequence: Sequence, without: list[Sequence] | None = None) -> int:
         """Blocks that it needs and no other sequence holds; those `without` are about to hold none."""
@@ -153,7 +175,8 @@ class Scheduler(GroupCounts):
             yielding = self._claim(sequence, yielding, completed_step_id)
             if not yielding:
                 return None
-        return None if begins and self.prefixes.is_being_computed(sequence, self.online) else yielding
+        coming = [*self.online, *self.swap.returning] if len(self.swap) else self.online
+        return None if begins and self.prefixes.is_being_computed(sequence, coming) else yielding
 
     def _claim(self, sequence: Sequence, offline: list[Sequence], completed_step_id: int) -> list[Sequence]:
         """With online sequences of a caller that holds much more than this one's: as few as it needs, or none."""
@@ -235,7 +258,7 @@ class Scheduler(GroupCounts):
                 self.swap.drop_mirror(sequence)
                 self._unreserve(sequence, kept=kept)
             case SequenceState.SWAPPED:
-                self._unreserve(sequence, kept=False)
+                self._unreserve(sequence, kept=kept and self.swap.brings(sequence))
                 self.swap.forget(sequence)
             case _:
                 self.suspended.let_go(sequence)
@@ -303,7 +326,14 @@ class Scheduler(GroupCounts):
             swaps = self.swap.order(left, busy=online_busy)
         if offline and busy:
             swaps = self.swap.mirror(swaps, [s for s in reversed(offline) if s.state is SequenceState.RUNNING])
+        if busy and self._keeps_on_host:
+            swaps = self.swap.keep(swaps, self.prefixes)
         return plan if swaps is NOTHING else replace(plan, swaps=swaps)
+
+    @property
+    def _keeps_on_host(self) -> bool:
+        """Whether there are retained blocks to be copied, and host memory for them."""
+        return self.swap.has_space and self.prefixes.wants_copies
 
     def _fill(self, plan: Plan, offline: list[Sequence], completed_step_id: int, in_flight_count: int) -> None:
         """Offline sequences go along, as far as the batch has room for them."""

@@ -29,6 +29,7 @@ _MOVES = frozenset(
         (SequenceState.WAITING, SequenceState.RUNNING),  # admitted
         (SequenceState.RUNNING, SequenceState.WAITING),  # preempted
         (SequenceState.RUNNING, SequenceState.SUSPENDED),
+        (SequenceState.WAITING, SequenceState.SWAPPED),  # admitted, while KV of its prompt comes from host memory
         (SequenceState.WAITING, SequenceState.SUSPENDED),  # adopted while its KV travels
         (SequenceState.SUSPENDED, SequenceState.RUNNING),  # its KV is complete
         (SequenceState.SUSPENDED, SequenceState.WAITING),  # its KV is lost

@@ -13,6 +13,8 @@ An offline sequence is copied while it runs: its full blocks, which nothing writ
 checkpoint). When it yields it is away at once, and what was not copied is computed anew when it is back. Its mirror
 stays good then. Mirrors take what is left of the host: online sequences come first.
 
+What of a prompt is on the host alone (`core.host_prefixes`) comes back the same way, when it is let in.
+
 What is in here when the group changes loses what was copied.
 """
 
@@ -21,12 +23,14 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from ballast.common.errors import InvariantViolation
-from services.worker.core.batch import Batch, SequenceId, SwapCopy
+from services.worker.core.batch import Batch, BlockKey, SequenceId, SwapCopy
 from services.worker.core.blocks import BlockBook, blocks_for
 from services.worker.core.events import BlockCopy
+from services.worker.core.host_prefixes import HostPrefixes
 from services.worker.core.line import OFFLINE_RANK, order
+from services.worker.core.prefixes import PrefixIndex
 from services.worker.core.sequence import Sequence, SequenceState
-from services.worker.policy.swapping import CopyPace, copy_budget
+from services.worker.policy.swapping import CopyPace, bringing_s, copy_budget
 
 
 class Phase(Enum):
@@ -36,13 +40,15 @@ class Phase(Enum):
 
 
 class _Entry:
-    __slots__ = ("block_count", "copied_count", "phase", "sequence")
+    __slots__ = ("block_count", "copied_count", "first", "keys", "phase", "sequence")
 
-    def __init__(self, sequence: Sequence, block_count: int) -> None:
+    def __init__(self, sequence: Sequence, block_count: int, first: int = 0, keys: tuple[BlockKey, ...] = ()) -> None:
         self.sequence = sequence
         self.block_count = block_count  # of its KV
         self.copied_count = 0  # in this direction
         self.phase = Phase.LEAVING
+        self.first = first  # block of its table that the first of these is
+        self.keys = keys  # not empty: they are copies of what others have computed, and come back for the first time
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,7 @@ class SwapSpace:
         self._block_tokens = block_tokens
         self._fixed_blocks = fixed_blocks
         self._host = BlockBook(block_count, block_tokens)
+        self.prefixes = HostPrefixes(self._host, block_tokens)
         self._entries: dict[SequenceId, _Entry] = {}
         self._mirrors: dict[SequenceId, int] = {}  # of offline sequences that run: full blocks on the host
         self._pace = CopyPace()
@@ -87,6 +94,7 @@ class SwapSpace:
     def limit(self, block_count: int) -> bool:
         """There may be so many blocks in use from now on. False: there are more, and those in here lose their KV."""
         self._limit = min(block_count, self._host.block_count)
+        self.prefixes.make_room(self._host.used_count - self._limit)
         return self._host.used_count <= self._limit
 
     @property
@@ -95,8 +103,12 @@ class SwapSpace:
 
     @property
     def used_block_count(self) -> int:
-        """Blocks in use on the host."""
-        return self._host.used_count
+        """Blocks in use on the host, but for copies of what is retained."""
+        return self._host.used_count - len(self.prefixes)
+
+    @property
+    def has_space(self) -> bool:
+        return self._limit > 0
 
     @property
     def budget_blocks(self) -> int:
@@ -145,6 +157,7 @@ class SwapSpace:
             return False
         room = self._limit - self._host.used_count + sum(self._mirrors.values())
         room += sum(self._entries[s.sequence_id].block_count for s in self.offline_away)
+        room += self.prefixes.removable_count
         return 0 < blocks_for(sequence.computed_tokens, self._block_tokens) <= room
 
     def leave(self, sequence: Sequence) -> list[Sequence]:
@@ -156,7 +169,10 @@ class SwapSpace:
         return lost
 
     def _free(self, block_count: int) -> list[Sequence]:
-        """Room for an online sequence: mirrors go first, then offline ones that are away, the newest before others."""
+        """Room for an online sequence: copies of what is retained go first, then mirrors, then offline ones that are
+        away, the newest before others.
+        """
+        self.prefixes.make_room(block_count - self._limit + self._host.used_count)
         for sequence_id, mirrored in list(self._mirrors.items()):
             if (missing := block_count - self._limit + self._host.used_count) <= 0:
                 break
@@ -177,8 +193,10 @@ class SwapSpace:
 
     def forget(self, sequence: Sequence) -> None:
         """It has ended, or lost its KV. A copy under way does no harm: nothing uses its blocks before the next step."""
-        del self._entries[sequence.sequence_id]
+        entry = self._entries.pop(sequence.sequence_id)
         self._host.release(sequence.sequence_id)
+        if entry.keys:
+            self.prefixes.done(entry.keys)
 
     def stay_away(self, sequence: Sequence) -> None:
         """It was coming back. What the host has of it is complete."""
@@ -197,6 +215,8 @@ class SwapSpace:
                 entry = self._entries.pop(sequence.sequence_id)
                 self._mirrors[sequence.sequence_id] = entry.block_count
             else:
+                if self.brings(sequence):
+                    sequence.computed_tokens = sequence.dispatched_tokens
                 self.forget(sequence)
         return [entry.sequence for entry in left], back
 
@@ -215,14 +235,56 @@ class SwapSpace:
                 count = min(budget, count) if limited else count
                 if entry.phase is not phase or count <= 0:
                     continue
-                host_blocks = self._host.table(sequence_id)[first : first + count]
-                tokens = entry.sequence.computed_tokens
-                copies.append(SwapCopy(sequence_id, phase is Phase.LEAVING, first, tokens, host_blocks))
+                host_blocks, tokens = (
+                    self._host.table(sequence_id)[first : first + count],
+                    entry.sequence.computed_tokens,
+                )
+                if entry.keys:
+                    host_blocks = self.prefixes.blocks(entry.keys[first : first + count])
+                    tokens = entry.sequence.dispatched_tokens
+                copies.append(SwapCopy(sequence_id, phase is Phase.LEAVING, entry.first + first, tokens, host_blocks))
                 if phase is Phase.RETURNING:
                     back.append(entry.sequence)
                 entry.copied_count += count
                 budget -= count
         return SwapOrders(left, tuple(back), tuple(copies))
+
+    # ---------------------------------------------------------------- what is retained
+
+    def brings_within(self, block_count: int, seconds: float, *, busy: bool) -> bool:
+        """Whether so many blocks come from the host sooner; `busy`: beside steps that are taken anyway."""
+        return block_count > 0 and bringing_s(self._pace, block_count, busy=busy) < seconds
+
+    def bring(self, sequence: Sequence, first: int, keys: tuple[BlockKey, ...]) -> None:
+        """Copies of these blocks come into its table, from block `first` on."""
+        entry = self._entries[sequence.sequence_id] = _Entry(sequence, len(keys), first, keys)
+        entry.phase = Phase.RETURNING
+        sequence.dispatched_tokens = (first + len(keys)) * self._block_tokens  # counted as computed from now on
+        self.prefixes.read(keys)
+
+    def brings(self, sequence: Sequence) -> bool:
+        """Whether it is one of those."""
+        return bool(self._entries[sequence.sequence_id].keys)
+
+    def keep(self, orders: SwapOrders, index: PrefixIndex) -> SwapOrders:
+        """Copies of retained blocks are added to those of a step that computes, as many as hide behind it."""
+        budget = self.budget_blocks - orders.block_count
+        room = self._limit - self._host.used_count + self.prefixes.removable_count
+        if room <= 0:
+            index.keep_no_copies()
+            return orders
+        chosen = index.take_to_copy(min(budget, room))
+        if not chosen:
+            return orders
+        self.prefixes.make_room(len(chosen) - self._limit + self._host.used_count)
+        host_blocks, numbers = self.prefixes.copy(chosen), tuple([number for number, _ in chosen])
+        return replace(orders, copies=(*orders.copies, SwapCopy(0, True, 0, 0, host_blocks, numbers)))
+
+    def landed(self, orders: SwapOrders, *, good: bool) -> None:
+        """The step has been run on all stages. Not `good`: it failed on one."""
+        for copy in orders.copies:
+            if copy.numbers:
+                self.prefixes.landed(copy.numbers, good=good)
 
     # ---------------------------------------------------------------- mirrors
 
@@ -256,7 +318,10 @@ class SwapSpace:
         return replace(orders, copies=tuple(copies)) if len(copies) > len(orders.copies) else orders
 
     def _room(self, block_count: int, later: list[Sequence]) -> int:
-        """Blocks of the host for a mirror, so many at most. Those of who yields `later` make room for it."""
+        """Blocks of the host for a mirror, so many at most. Copies of what is retained, and mirrors of who yields
+        `later`, make room for it.
+        """
+        self.prefixes.make_room(block_count - self._limit + self._host.used_count)
         for sequence in reversed(later):
             missing = block_count - self._limit + self._host.used_count
             if missing <= 0:
@@ -292,8 +357,11 @@ class SwapSpace:
             self._trim(sequence_id, 0)
 
     def measured(self, step_s: float, block_count: int, copy_s: float) -> None:
-        """A step that copied so many blocks."""
-        self._pace = self._pace.after(step_s, block_count, copy_s)
+        """A step that copied so many blocks. Where none swaps online, those that copied none may never be asked for one
+        by one (`core.plain`), and are not looked at.
+        """
+        if block_count or self.enabled:
+            self._pace = self._pace.after(step_s, block_count, copy_s)
 
     # ---------------------------------------------------------------- inspector
 
@@ -302,8 +370,9 @@ class SwapSpace:
         (I3 for host memory); mirrors to the `offline` sequences that run.
         """
         self._host.check()
-        if sorted(self._host.sequence_ids) != sorted([*self._entries, *self._mirrors]):
-            swapped = [*self._entries, *self._mirrors]
+        self.prefixes.check()
+        own = [i for i, entry in self._entries.items() if not entry.keys]
+        if sorted(self._host.sequence_ids) != sorted(swapped := [*own, *self._mirrors, *self.prefixes.book_ids]):
             raise InvariantViolation(f"host blocks of {self._host.sequence_ids}, swapped or mirrored are {swapped}")
         mirrored = {s.sequence_id: s for s in offline if s.sequence_id in self._mirrors}
         for sequence_id, block_count in self._mirrors.items():
@@ -318,7 +387,10 @@ class SwapSpace:
             if sequence.state is not SequenceState.SWAPPED:
                 raise InvariantViolation(f"{sequence.name} is in the swap space", sequence.story())
             needed = blocks_for(sequence.computed_tokens, self._block_tokens)
-            if not 0 < needed == entry.block_count == len(self._host.table(sequence_id)):
+            held_count = len(self._host.table(sequence_id))
+            if entry.keys:
+                needed, held_count = sequence.dispatched_tokens // self._block_tokens - entry.first, len(entry.keys)
+            if not 0 < needed == entry.block_count == held_count:
                 raise InvariantViolation(f"{sequence.name} miscounts its host blocks", sequence.story())
             if (entry.phase is Phase.AWAY) != (sequence.reserved_block_count == 0):
                 raise InvariantViolation(f"{sequence.name} is {entry.phase.value}", sequence.story())
@@ -330,7 +402,10 @@ def block_copies(batch: Batch, book: BlockBook) -> tuple[BlockCopy, ...]:
     """The copies beside a batch on a stage whose `book` has applied it. Sequences that return get their blocks."""
     copies: list[BlockCopy] = []
     for copy in batch.copies:
-        table = book.table(copy.sequence_id) if copy.out else book.hold(copy.sequence_id, copy.token_count)
-        device_blocks = table[copy.first : copy.first + len(copy.host_blocks)]
+        if copy.numbers:
+            device_blocks = book.numbered(copy.numbers)
+        else:
+            table = book.table(copy.sequence_id) if copy.out else book.hold(copy.sequence_id, copy.token_count)
+            device_blocks = table[copy.first : copy.first + len(copy.host_blocks)]
         copies.append(BlockCopy(copy.out, device_blocks, copy.host_blocks))
     return tuple(copies)

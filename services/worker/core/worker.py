@@ -58,7 +58,7 @@ from services.worker.core.intake import fault_of, with_seed
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.line import OFFLINE_RANK
 from services.worker.core.plain import PlainSteps, foresee, take
-from services.worker.core.report import IN_SERVICE, Parks, ReportTotals, load_of
+from services.worker.core.report import IN_SERVICE, GroupTotals, Parks, ReportTotals, load_of
 from services.worker.core.request_table import RequestTable, Stream
 from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.policy.harvest import Harvest
@@ -106,7 +106,8 @@ class WorkerCore:
             self._new_group_scheduler(block_count, book)
         ]  # the leaving one, if any; the one in force
         self._last_formed: GroupScheduler | None = None
-        self._preemptions_total = self._stale_groups_total = 0  # of groups that have been closed
+        self._closed = GroupTotals()  # groups
+        self._stale_groups_total = 0  # of these
         self._outbox = request_table.outbox
         self._draining = False
         self._progress_at_s = 0.0  # last completed step, or end of the last idle time
@@ -114,8 +115,6 @@ class WorkerCore:
         self._prompt_tokens_total = 0
         self._generation_tokens_total = 0
         self._offline_tokens_total = 0  # of prompts and answers
-        self._offline_yields_total = self._offline_lost_tokens_total = 0  # of groups that have been closed
-        self._prefix_queries_total = self._prefix_hits_total = 0  # likewise
         self._stale_events_total = 0
 
     # ---------------------------------------------------------------- the one door
@@ -243,11 +242,7 @@ class WorkerCore:
             raise InvariantViolation(
                 f"a group_scheduler is closed with {len(group_scheduler.sequences)} sequences in it"
             )
-        self._preemptions_total += group_scheduler.scheduler.preemptions_total
-        self._offline_yields_total += group_scheduler.scheduler.offline_work.yields_total
-        self._offline_lost_tokens_total += group_scheduler.scheduler.offline_work.lost_tokens_total
-        self._prefix_queries_total += group_scheduler.scheduler.prefixes.queried_tokens_total
-        self._prefix_hits_total += group_scheduler.scheduler.prefixes.hit_tokens_total
+        self._closed = self._closed.plus(group_scheduler.scheduler)
         self._stale_groups_total += group_scheduler.stale_total
         del self._group_schedulers[0]
 
@@ -343,7 +338,7 @@ class WorkerCore:
     def totals(self) -> Totals:
         return Totals(
             self._steps_total,
-            self._preemptions_total
+            self._closed.preemptions
             + sum(group_scheduler.scheduler.preemptions_total for group_scheduler in self._group_schedulers),
             self._prompt_tokens_total,
             self._generation_tokens_total,
@@ -361,14 +356,10 @@ class WorkerCore:
         """`newest_epoch`: of a transition that this worker has heard of."""
         totals = ReportTotals(
             self._steps_total,
-            self._preemptions_total,
             self._prompt_tokens_total,
             self._generation_tokens_total,
             self._offline_tokens_total,
-            self._offline_yields_total,
-            self._offline_lost_tokens_total,
-            self._prefix_queries_total,
-            self._prefix_hits_total,
+            self._closed,
         )
         step_age_s = max(0.0, at_s - self._progress_at_s) if self._is_busy else 0.0
         groups = [group_scheduler.scheduler for group_scheduler in self._group_schedulers]
@@ -548,6 +539,7 @@ class WorkerCore:
 
     def _step_failed(self, group_scheduler: GroupScheduler, event: StepFailed) -> None:
         in_flight_batch = group_scheduler.batches_in_flight.complete(event.step_id)
+        group_scheduler.scheduler.swap.landed(in_flight_batch.swaps, good=False)
         self._count_step(event.at_s)
         for sequence, _, _ in in_flight_batch.shares:
             if sequence.state is not SequenceState.ENDED:

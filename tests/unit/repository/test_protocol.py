@@ -25,6 +25,7 @@ HASHES = {
     4: "8542307c23b2efbe",
     5: "492a6792f88c55e6",
     6: "f96145a6c6676a83",
+    7: "f9dee233e4bfb178",
 }  # number -> of what was said then; those of old numbers stay
 
 

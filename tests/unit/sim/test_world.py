@@ -114,6 +114,26 @@ def test_steps_taken_together_tell_the_same_story(policy: str, stop_after_s: flo
     assert loads[0] == loads[1]
 
 
+@pytest.mark.parametrize("host_bytes", [0, 64 << 30])
+def test_so_do_they_where_prompts_begin_alike(host_bytes: int) -> None:
+    arrivals = [
+        arrival._replace(hash_ids=(place % 25, 100 + place % 25, 1000 + place), hash_tokens=512)
+        for place, arrival in enumerate(burst(burst_per_s=12.0))
+    ]
+    made = options("recompute", check_every=0)
+    worker = replace(made.rules.worker, prefix_caching=True, swap_space_bytes=host_bytes, swaps_online=False)
+    made = replace(made, rules=replace(made.rules, worker=worker))
+    worlds = [World(replace(made, fast_forwards=fast_forwards), arrivals) for fast_forwards in (True, False)]
+    together, one_by_one = (world.run() for world in worlds)
+    assert replace(together, predicted=[]) == replace(one_by_one, predicted=[])
+    loads = [
+        [replace(i.load(), step_age_s=0.0, prefixes_kept_s=0.0) for i in world.instances.values()] for world in worlds
+    ]
+    assert loads[0] == loads[1]
+    assert sum(load.prefix_hits_total for load in loads[0]) > 0.1 * sum(load.prefix_queries_total for load in loads[0])
+    assert bool(host_bytes) == any(load.prefix_host_hits_total for load in loads[0])
+
+
 def test_steps_are_taken_together_where_nothing_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
     plain = WorkerCore.take_plain_steps

@@ -1,5 +1,6 @@
 """Numbered blocks of a lone worker: what is found, what is told, and what goes first."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +8,19 @@ import pytest
 from ballast.common.ids import WorkerId
 from ballast.common.marks import marks_of
 from ballast.common.sampling import PriorityClass
-from services.worker.core.events import Command, Emit, Event, HandOver, RoleChanged, RoomWanted, SequenceKey
+from services.worker.core.batch import Batch, NamedBlocks, TakenBlocks
+from services.worker.core.blocks import BlockBook
+from services.worker.core.events import (
+    Aborted,
+    Command,
+    Emit,
+    Event,
+    HandOver,
+    KvLost,
+    RoleChanged,
+    RoomWanted,
+    SequenceKey,
+)
 from services.worker.core.prefixes import PrefixIndex
 from tests.support.worker_core import MEMORY, VOCAB_SIZE, Driver, greedy, limits
 
@@ -200,3 +213,45 @@ def test_nothing_is_named_or_told_without_caching() -> None:
         assert run(driver, tokens(16)) == 0
     assert all(not (e.batch.named or e.batch.taken or e.batch.forgotten) for e in driver.executed)
     assert driver.core.group_scheduler.book.used_count == 0
+
+
+def test_one_that_ends_in_a_step_that_fails_leaves_nothing_either() -> None:
+    driver = driver_of()
+    aborted = driver.submit(tokens(17))
+    driver.want_batch()
+    driver.feed(Aborted(driver.at_s, aborted))
+    driver.fail_step()
+    assert run(driver, tokens(17)) == 0
+
+
+def test_keys_say_of_which_model_they_are() -> None:
+    chains = list[list[bytes]]()
+    for seed in (b"a model", b"with an adapter"):
+        driver = Driver(replace(limits(prefix_caching=True), prefix_seed=seed), 20)
+        driver.open(1)
+        driver.submit(tokens(17))
+        chains.append(driver.core.group_scheduler.scheduler.running[0].block_keys)
+    assert not {*chains[0]} & {*chains[1]}
+
+
+def test_kv_that_is_lost_is_not_found() -> None:
+    driver = driver_of()
+    driver.submit(tokens(17), greedy(8))
+    driver.step()
+    (sequence,) = driver.core.group_scheduler.scheduler.running
+    driver.feed(KvLost(driver.at_s, sequence.sequence_id))
+    driver.run_to_end()
+    assert sum(len(s.token_ids) for e in driver.executed for s in e.batch.slices if s.first_position < 17) == 17 + 18
+
+
+def test_a_block_that_two_have_is_moved_once() -> None:
+    book = BlockBook(8, 4)
+    book.hold(1, 12)
+    book.hold(2, 8)
+    book.apply(Batch(2, (1,), (), (), named=(NamedBlocks(2, 0, 1, 2),), taken=(TakenBlocks(3, ((1, 2),)),)))
+    moves = book.compaction_plan(3)
+    assert len(moves) == len({source for source, _ in moves}) == 2
+    book.compacted(moves)
+    book.shrink(3)
+    book.check()
+    assert book.table(2) == book.table(3)
