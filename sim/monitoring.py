@@ -54,7 +54,7 @@ class MonitorNode:
             Candidacy(clock, state, self.process, "monitor", LEADERSHIP_TTL_S, self._lead)
         else:
             self._lead(lead_for_ever(state, "monitor", name))
-        clock.every(tick_interval_s, b"monitor looks around", self._look_around, first_s=site.delays.state_s)
+        clock.every(tick_interval_s / 2, b"monitor looks around", self._look_around, first_s=site.delays.state_s)
         clock.every(tick_interval_s, b"monitor ticks", lambda: self.process.run_due("tick", self._tick))
 
     def _lead(self, token: int | None) -> None:

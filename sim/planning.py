@@ -27,12 +27,14 @@ from services.planner.policy.migrate import MigrationRules, Move, is_round_due, 
 from services.planner.shell.balancing import INTERVAL_S, WITHIN_S
 from services.planner.shell.reaching import SOON_S, reach_now
 from services.worker.core import plan as wp
-from services.worker.pipeline.planner_side import Transitions
+from services.worker.pipeline.planner_side import HOLD_S, NOT_PREPARED, NOT_TAKEN_UP, Transitions
 from sim.monitoring import LEADERSHIP_TTL_S, MonitorNode
 from sim.process import Process
 from sim.state import Candidacy, Site, lead_for_ever
 
 _CALL_TIMEOUT_S = 2.0
+_HELD = {p.Call.PREPARE: NOT_PREPARED, p.Call.COMMIT: NOT_TAKEN_UP}  # answers that wait for a member to be further
+_LOOK_S = 0.001  # between two looks whether it is
 _LOOK_UP_S = 0.5  # between two looks whether another monitor leads
 
 
@@ -112,7 +114,7 @@ class PlannerNode:
             case p.WriteLayout():
                 self._ask_state("write", partial(self._write, command), partial(self._settled, command, None))
             case p.WriteJournal():
-                self._ask_state("journal", partial(self._note, command), partial(self._noted, command, None))
+                self._ask_state("journal", partial(self._note, command), partial(self._settled, command, None))
             case p.SetTimer(at_s):
                 self._set_timer(at_s)
             case p.FollowMonitor():
@@ -162,17 +164,11 @@ class PlannerNode:
     def _write(self, command: p.WriteLayout) -> p.Event:
         return self._settled(command, self._state.write(command))
 
-    def _settled(self, command: p.WriteLayout, outcome: p.WriteOutcome | None) -> p.Event:
-        given = outcome or p.WriteOutcome.UNAVAILABLE
-        return p.WriteSettled(self._clock.now_s, command.cause_id, command.layout.epoch, command.token, given)
+    def _settled(self, command: p.Write, outcome: p.WriteOutcome | None) -> p.Event:
+        return p.WriteSettled(self._clock.now_s, command.cause_id, command, outcome or p.WriteOutcome.UNAVAILABLE)
 
     def _note(self, command: p.WriteJournal) -> p.Event:
-        return self._noted(command, self._state.write_journal(command))
-
-    def _noted(self, command: p.WriteJournal, outcome: p.WriteOutcome | None) -> p.Event:
-        journal, given = command.journal, outcome or p.WriteOutcome.UNAVAILABLE
-        now_s = self._clock.now_s
-        return p.JournalSettled(now_s, command.cause_id, journal.epoch, journal.stage, command.token, given)
+        return self._settled(command, self._state.write_journal(command))
 
     def _set_timer(self, at_s: float) -> None:
         self._timer += 1
@@ -349,7 +345,9 @@ class PlannerNode:
         self._clock.after(self._delays.rpc_s, b"planner probes", answered)
 
     def _call(self, command: p.CallMember) -> None:
-        """The member's engine hears of it at its next step boundary; the answer is how far it is now."""
+        """The member's engine hears of it at its next step boundary; the answer is how far it is, and waits
+        for a moment until it is ready, as a worker's does.
+        """
         worker_id = command.member.worker_id
         key = (worker_id, command.call)
         if key in self._calls:
@@ -376,7 +374,7 @@ class PlannerNode:
             if peer.paused:
                 self._clock.after(_CALL_TIMEOUT_S, label, give_up)
                 return
-            self._clock.after(self._delays.rpc_s, label, lambda: answer(said))
+            self._hold(peer, command, said, self._clock.now_s + HOLD_S, label, answer)
 
         def answer(said: MemberSaid | None) -> None:
             def hear() -> None:
@@ -396,6 +394,26 @@ class PlannerNode:
                 self._calls.discard(key)
 
         self._clock.after(self._delays.rpc_s, label, arrive)
+
+    def _hold(
+        self,
+        peer: Peer,
+        command: p.CallMember,
+        said: MemberSaid | None,
+        until_s: float,
+        label: bytes,
+        answer: Callable[[MemberSaid | None], None],
+    ) -> None:
+        """Answers, once the member is further or the moment is over."""
+        if said is None or said.phase not in _HELD.get(command.call, ()) or self._clock.now_s >= until_s:
+            self._clock.after(self._delays.rpc_s, label, lambda: answer(said))
+            return
+
+        def look() -> None:
+            now = None if peer.crashed else self._status(peer, command)
+            self._hold(peer, command, now, until_s, label, answer)
+
+        self._clock.after(_LOOK_S, label, look)
 
     def _member_said(self, key: tuple[WorkerId, p.Call], command: p.CallMember, said: MemberSaid | None) -> None:
         self._calls.discard(key)
@@ -424,7 +442,11 @@ class PlannerNode:
                 self._candidacy.floor = max(self._candidacy.floor, error.want)
                 return None
             return MemberSaid(now_s, worker_id, Phase.FAILED, str(error)) if command.call is p.Call.PREPARE else None
-        phase, why, progress = door.said(epoch)
+        return self._status(peer, command)
+
+    def _status(self, peer: Peer, command: p.CallMember) -> MemberSaid:
+        worker_id, now_s = command.member.worker_id, self._clock.now_s
+        phase, why, progress = peer.transitions.said(command.journal.epoch)
         return MemberSaid(now_s, worker_id, phase, why, None if progress is None else replace(progress))
 
 

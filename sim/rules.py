@@ -36,5 +36,5 @@ class ClusterRules:
     worker: WorkerRules
     migrations: MigrationRules
     monitor_tick_s: float
-    backlog_interval_s: float = field(default=0.2)  # as dispatchers tell of theirs
+    backlog_interval_s: float = field(default=0.05)  # as dispatchers tell of theirs
     coordinated: bool = True  # what pipelines send overtakes bulk data; else it waits for all that is ahead of it

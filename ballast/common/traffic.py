@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import zip_longest
 
-from ballast.common.cost import CostModel
+from ballast.common.cost import Chunk, CostModel
 
+_LEAST_STEP_S, _MOST_STEP_S = 1e-6, 60.0  # whatever the model and the machine are
 _MOST = 1 << 50  # of any number that somebody writes: thousands of them add up to less than an int64
 RECENT_S, MINUTE_S, WINDOW_S = 10.0, 60.0, 300.0
 # Waits for first tokens are counted up to these, and beyond the last: a quarter apart, 20 ms to 8 minutes.
@@ -54,6 +55,15 @@ class Traffic:
     @property
     def is_idle(self) -> bool:
         return not (self.queued_count or self.minute_count or self.ended_count or self.calm_per_s or self.long.count)
+
+    def is_believable(self, max_model_len: int) -> bool:
+        """False: prompts or answers are longer on average than the model allows."""
+        told = (
+            (self.queued_tokens, self.queued_count),
+            (self.minute_tokens, self.minute_count),
+            (self.ended_tokens, self.ended_count),
+        )
+        return all(tokens <= max_model_len * count for tokens, count in told)
 
     def prompt_quantile(self, share: float) -> float | None:
         """The tokens that this share of the last minute's prompts does not exceed; None where there were no prompts."""
@@ -194,3 +204,9 @@ class Pace:
     cost: CostModel
     layer_count: int
     max_batch_tokens: int
+
+    @property
+    def is_believable(self) -> bool:
+        """False: a step of one token takes a minute, or no time at all."""
+        one_s = self.cost.chunk_cost_s(Chunk(0, 1))
+        return self.layer_count > 0 and _LEAST_STEP_S <= one_s <= _MOST_STEP_S

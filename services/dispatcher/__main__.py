@@ -55,6 +55,7 @@ T = TypeVar("T")
 
 _NAME = "dispatcher"
 _PLANNER_LOOKUP_S = 2.0
+_LAYOUT_POLL_S = 1.0
 _CONNECTION_AGE_S = 300.0  # after which clients see dispatchers that have been added under the same name
 _CLOSE_GRACE_S = 1.0  # for the last responses to reach their clients
 
@@ -190,7 +191,7 @@ async def _serve(
     try:
         async with _running(
             shell.run(),
-            keep_up(lambda: store.watch_layout(settings.layout_poll_s, on_layout, on_reach), "layout"),
+            keep_up(lambda: store.watch_layout(_LAYOUT_POLL_S, on_layout, on_reach), "layout"),
             keep_up(lambda: store.listen(servicer.taken), "announcements"),
             keep_up(lambda: store.register(address), "registration"),
             keep_up(lambda: store.share_traffic(traffic), "traffic"),
@@ -243,17 +244,12 @@ def build_shell(
             replay_limit=settings.replay_limit,
             no_worker_timeout_s=settings.no_worker_timeout_s,
             long_wait_s=settings.long_wait_s,
-            move_wait_s=settings.move_wait_s,
         ),
         PlacementRules(
             order=Order(settings.queue_order),
-            large_patience_s=settings.large_patience_s,
-            recall_after_s=settings.recall_after_s,
             prefix_marks=settings.prefix_marks,
         ),
         RoutingRules(
-            worker_queue_count=settings.worker_queue_count,
-            large_fraction=settings.large_fraction,
             growth_tokens=settings.growth_tokens,
         ),
     )
@@ -264,7 +260,6 @@ def build_shell(
         metrics=DispatcherMetrics(core, REGISTRY),
         chronicle=Chronicle(core, keep_count=settings.request_history_count, log_each=settings.access_log),
         on_bug=life.report_bug,
-        connect_timeout_s=settings.connect_timeout_s,
         client_stall_timeout_s=settings.client_stall_timeout_s,
         dial=dial,
     )

@@ -14,22 +14,19 @@ class DispatcherSettings(ServiceSettings):
     summary: ClassVar[str] = "Accepts requests, keeps the backlog, picks workers and relays tokens."
     developer: ClassVar[frozenset[str]] = frozenset(
         {
-            "worker_queue_count",
-            "large_fraction",
-            "large_patience_s",
             "prefix_marks",
-            "recall_after_s",
             "growth_tokens",
-            "move_wait_s",
-            "layout_poll_s",
-            "connect_timeout_s",
+            "max_deadline_s",
+            "max_request_bytes",
+            "max_calls_per_connection",
+            "replay_limit",
+            "request_history_count",
+            "client_stall_timeout_s",
+            "no_worker_timeout_s",
+            "resume",
         }
     )
-    short_flags: ClassVar[Mapping[str, str]] = {
-        "no-worker-timeout-s": "no-worker-timeout",
-        "client-stall-timeout-s": "client-stall-timeout",
-        "shutdown-timeout-s": "shutdown-timeout",
-    }
+    short_flags: ClassVar[Mapping[str, str]] = {"shutdown-timeout-s": "shutdown-timeout"}
 
     # Where it listens and whom it knows.
     port: int = Field(50051, ge=0, le=65535)
@@ -80,14 +77,6 @@ class DispatcherSettings(ServiceSettings):
     queue_order: Literal["first-come", "shortest-first", "deadline"] = "first-come"
     """Which request of a class goes first when several wait. Shortest first: the fewest tokens to compute, so that most
     wait less where computing is short, and long prompts the longest. Deadline: the earliest."""
-    worker_queue_count: int = Field(2, ge=1)
-    """Requests that may wait at a worker whose memory is full."""
-    large_fraction: float = Field(0.25, gt=0, le=1)
-    """Share of a worker's KV blocks above which a request counts as large and lets others overtake."""
-    large_patience_s: float = Field(2.0, ge=0)
-    """Seconds for which others may overtake a large request."""
-    recall_after_s: float = Field(0.1, ge=0)
-    """Seconds that a request waits at a full worker before it is taken back for one that has room."""
     prefix_marks: int = Field(1 << 17, ge=0, le=1 << 24)
     """Beginnings of prompts, in pieces of 256 tokens, of which it remembers where their KV is, to send others like them
     there; 0: none."""
@@ -97,8 +86,6 @@ class DispatcherSettings(ServiceSettings):
     """How often a request is started anew after its worker was lost."""
     resume: bool = True
     """Let clients go on here with requests whose dispatcher has died, and elsewhere with those of this one."""
-    move_wait_s: float = Field(5.0, gt=0)
-    """Seconds a moved request waits for the stream to its new worker, which keeps it for 10 s."""
 
     # What it tells.
     access_log: bool = True
@@ -107,12 +94,6 @@ class DispatcherSettings(ServiceSettings):
     """Ended requests that `ballast why` can tell of."""
     otlp_traces_endpoint: str | None = Field(None, pattern=r"^https?://")
     """Collector for traces of requests: http://HOST:4318, OTLP over HTTP. Default: no traces."""
-
-    # How it watches.
-    layout_poll_s: float = Field(1.0, gt=0)
-    """Seconds between two looks at the layout of the cluster."""
-    connect_timeout_s: float = Field(5.0, gt=0)
-    """Seconds to connect to a worker."""
 
     shutdown_timeout_s: float = Field(30.0, ge=0)
     """Seconds that running requests get to finish when the dispatcher is stopped."""

@@ -51,7 +51,7 @@ _REQUEST = f"{KEY_PREFIX}request:"
 _REGISTRATION_TTL_S = 10
 _REGISTRATION_INTERVAL_S = 3.0
 _RESUMABLE_S = 45  # after the registration of a dispatcher that has died
-_BACKLOG_INTERVAL_S = 0.2
+BACKLOG_INTERVAL_S = 0.05  # a burst that waits here is known to nobody else
 _CLAIM_TIMEOUT_S = 0.5  # a first token waits no longer for a state server that does not answer
 _RELEASE_BATCH = 256
 _SERIAL = re.compile("[0-9]{1,19}")
@@ -225,7 +225,7 @@ class DispatcherStore:
                     told = False
             except Unavailable:
                 pass  # the monitor stops counting it by itself
-            await asyncio.sleep(_BACKLOG_INTERVAL_S)
+            await asyncio.sleep(BACKLOG_INTERVAL_S)
 
     # --------------------------------------------------------------------------------------------- request ids
 

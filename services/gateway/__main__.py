@@ -29,6 +29,7 @@ from tools.dashboard.app import build_app as build_page
 from tools.dashboard.watched import Watched
 
 _NAME = "gateway"
+_MODEL_REFRESH_S = 10.0  # after which facts about the model are asked for anew
 
 
 async def main(life: Lifecycle) -> None:
@@ -42,8 +43,6 @@ async def main(life: Lifecycle) -> None:
     try:
         client = AsyncClient(
             settings.dispatchers,
-            connect_timeout_s=settings.connect_timeout_s,
-            call_timeout_s=settings.call_timeout_s,
             resume_s=settings.resume_s,
             token="",  # not BALLAST_TOKEN of whoever started it: that would let everybody in
             ca_file=None if settings.tls_dir is None else settings.tls_dir / CA,
@@ -54,7 +53,7 @@ async def main(life: Lifecycle) -> None:
         await running.enter_async_context(client)
         names = tuple(name.strip() for name in (settings.served_model_name or "").split(",") if name.strip())
         metrics = GatewayMetrics(REGISTRY)
-        model = ServedModel(client, names, settings.model_refresh_s)
+        model = ServedModel(client, names, _MODEL_REFRESH_S)
         tool_format = None if settings.tool_call_parser == "auto" else ToolFormat(settings.tool_call_parser)
         reasoning = ReasoningParser(settings.reasoning_parser)
         exposition = MetricsServer("", 0, service=_NAME, instance=gateway_id).shown  # on the port of all else

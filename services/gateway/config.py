@@ -11,17 +11,8 @@ from ballast.service.security import GuardedSettings
 class GatewaySettings(GuardedSettings):
     service: ClassVar[str] = "gateway"
     summary: ClassVar[str] = "Serves OpenAI's and Anthropic's HTTP interfaces on top of dispatchers."
-    developer: ClassVar[frozenset[str]] = frozenset(
-        {
-            "call_timeout_s",
-            "connect_timeout_s",
-            "model_refresh_s",
-        }
-    )
-    short_flags: ClassVar[Mapping[str, str]] = {
-        "client-stall-timeout-s": "client-stall-timeout",
-        "shutdown-timeout-s": "shutdown-timeout",
-    }
+    developer: ClassVar[frozenset[str]] = frozenset({"max_choices", "body_timeout_s", "client_stall_timeout_s"})
+    short_flags: ClassVar[Mapping[str, str]] = {"shutdown-timeout-s": "shutdown-timeout"}
 
     # Where it listens and whom it knows.
     port: int = Field(8000, ge=0, le=65535)
@@ -63,14 +54,8 @@ class GatewaySettings(GuardedSettings):
     """Seconds after which a client that reads nothing is given up."""
 
     # How it asks.
-    connect_timeout_s: float = Field(5.0, gt=0)
-    """Seconds to connect to a dispatcher."""
-    call_timeout_s: float = Field(10.0, gt=0)
-    """Seconds for everything but generating."""
     resume_s: float = Field(30.0, ge=0)
     """Seconds to find another dispatcher that goes on with a request whose own has died; 0: it fails."""
-    model_refresh_s: float = Field(10.0, gt=0)
-    """Seconds after which facts about the model are asked for anew."""
 
     otlp_traces_endpoint: str | None = Field(None, pattern=r"^https?://")
     """Collector for spans of requests: http://HOST:4318, OTLP over HTTP. Default: none."""

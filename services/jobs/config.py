@@ -12,6 +12,17 @@ from ballast.service.security import ServiceSettings
 class JobsSettings(ServiceSettings):
     service: ClassVar[str] = "jobs"
     summary: ClassVar[str] = "Keeps batches of requests and has gateways answer them, line by line."
+    developer: ClassVar[frozenset[str]] = frozenset(
+        {
+            "shutdown_timeout_s",
+            "max_window_s",
+            "line_timeout_s",
+            "max_lines",
+            "max_line_bytes",
+            "max_key_lines",
+            "max_key_batches",
+        }
+    )
 
     port: int = Field(default=50054, ge=0, le=65535)
     """Port to listen on; 0: any free one. Gateways are told of it by --jobs."""

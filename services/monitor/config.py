@@ -1,7 +1,6 @@
 """Settings of the monitor. Numbers that nobody needs to change are constants, where they are used."""
 
 import secrets
-from collections.abc import Mapping
 from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
@@ -14,7 +13,7 @@ _APART_FRACTION = 0.1  # the two thresholds, else a drop and its restore would c
 class MonitorSettings(ServiceSettings):
     service: ClassVar[str] = "monitor"
     summary: ClassVar[str] = "Says which instances are there and how loaded they are."
-    short_flags: ClassVar[Mapping[str, str]] = {"shutdown-timeout-s": "shutdown-timeout"}
+    developer: ClassVar[frozenset[str]] = frozenset({"relief_threshold_fraction", "shutdown_timeout_s"})
 
     port: int = Field(default=50052, ge=0, le=65535)
     """Port to listen on; 0: any free one."""

@@ -20,17 +20,7 @@ from ballast.service.refusals import Refusals
 from ballast.service.security import require_worker
 from ballastpb.monitor.v1 import monitor_pb2 as pb
 from ballastpb.monitor.v1 import monitor_pb2_grpc
-from services.monitor.core.messages import (
-    Announced,
-    Change,
-    InstanceDraining,
-    InstanceLost,
-    InstanceUp,
-    LoadReported,
-    Raised,
-    SnapshotEnd,
-    StreamEnded,
-)
+from services.monitor.core import messages as m
 from services.monitor.policy.demand import GroupDemand
 from services.monitor.policy.pressure import LongRequest, Overload, Relief, Signal
 from services.monitor.shell import MonitorShell, ReportStream, Row
@@ -57,7 +47,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
         def ended() -> None:
             self._shell.forget_stream(stream)
             cause_id = self._shell.next_cause("stream")
-            self._shell.feed(StreamEnded(time.monotonic(), cause_id, stream.stream_id, said_goodbye))
+            self._shell.feed(m.StreamEnded(time.monotonic(), cause_id, stream.stream_id, said_goodbye))
 
         when_done(context, ended)
         instance: Instance | None = None
@@ -91,13 +81,13 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
                 require_worker(request.announce.worker_id)
                 instance = INSTANCE.record(request.announce)
                 self._check_place(place, instance)
-                self._shell.feed(Announced(at_s, cause_id, stream.stream_id, instance, place))
+                self._shell.feed(m.Announced(at_s, cause_id, stream.stream_id, instance, place))
             case "load" if instance is not None:
                 load = codec.LOAD.record(request.load)
                 pace = codec.PACE.record(request.pace) if request.HasField("pace") else None
                 self._check_load(load, instance)
                 self._check_place(place, instance)
-                self._shell.feed(LoadReported(at_s, cause_id, stream.stream_id, load, place, pace))
+                self._shell.feed(m.LoadReported(at_s, cause_id, stream.stream_id, load, place, pace))
             case other:
                 raise InvalidRequest("message", f"expected Announce first, then LoadReports; got {other}")
         return instance
@@ -180,10 +170,10 @@ _EVENT = Choice(
     pb.WatchEventsResponse,
     "event",
     {
-        "instance_up": Mapper(InstanceUp, pb.InstanceUp),
-        "instance_lost": Mapper(InstanceLost, pb.InstanceLost),
-        "instance_draining": Mapper(InstanceDraining, pb.InstanceDraining),
-        "snapshot_end": Mapper(SnapshotEnd, pb.SnapshotEnd),
+        "instance_up": Mapper(m.InstanceUp, pb.InstanceUp),
+        "instance_lost": Mapper(m.InstanceLost, pb.InstanceLost),
+        "instance_draining": Mapper(m.InstanceDraining, pb.InstanceDraining),
+        "snapshot_end": Mapper(m.SnapshotEnd, pb.SnapshotEnd),
         "overload": Mapper(Overload, pb.Overload, given=("groups",)),
         "relief": Mapper(Relief, pb.Relief, given=("groups",)),
         "long_request": Mapper(LongRequest, pb.LongRequest, given=("groups",)),
@@ -191,8 +181,8 @@ _EVENT = Choice(
 )
 
 
-def _change_to_proto(change: Change, cause_id: str) -> pb.WatchEventsResponse:
-    if not isinstance(change, Raised):
+def _change_to_proto(change: m.Change, cause_id: str) -> pb.WatchEventsResponse:
+    if not isinstance(change, m.Raised):
         return _EVENT.message(change, cause_id=cause_id)
     groups = list(map(_group_to_proto, change.groups))
     return _EVENT.message(_within_int64(change.signal), inner={"groups": groups}, cause_id=cause_id)

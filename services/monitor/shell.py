@@ -404,7 +404,7 @@ class MonitorShell:
         self.feed(RegistryLoaded(time.monotonic(), self.next_cause("registry"), incarnations, wholes))
 
     async def _look_around(self) -> None:
-        """Reads layout and backlogs once per tick while this monitor is the active one."""
+        """Reads layout and backlogs twice per tick while this monitor is the active one."""
         while True:
             if self.core.active:
                 try:
@@ -413,7 +413,7 @@ class MonitorShell:
                     pass  # the core sees that it has not been told for long
                 else:
                     self.feed(SurroundingsRead(time.monotonic(), self.next_cause("state"), layout, backlogs))
-            await asyncio.sleep(self._tick_s)
+            await asyncio.sleep(self._tick_s / 2)
 
     async def _forget_backlogs(self, dispatcher_ids: tuple[DispatcherId, ...]) -> None:
         with contextlib.suppress(Unavailable):  # asked again with the next look

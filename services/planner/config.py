@@ -1,7 +1,6 @@
 """Settings of the planner. Numbers that nobody needs to change are constants, where they are used."""
 
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -14,8 +13,9 @@ from ballast.service.security import ServiceSettings
 class PlannerSettings(ServiceSettings):
     service: ClassVar[str] = "planner"
     summary: ClassVar[str] = "Decides which instances serve together."
-    developer: ClassVar[frozenset[str]] = frozenset({"migrate_below_tokens", "migrate_above_tokens"})
-    short_flags: ClassVar[Mapping[str, str]] = {"shutdown-timeout-s": "shutdown-timeout"}
+    developer: ClassVar[frozenset[str]] = frozenset(
+        {"migrate_below_tokens", "migrate_above_tokens", "restore_timeout_s", "shutdown_timeout_s"}
+    )
 
     port: int = Field(default=50053, ge=0, le=65535)
     """Port to listen on; 0: any free one."""

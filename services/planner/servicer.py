@@ -13,19 +13,12 @@ from ballast.rpc.deadline import remaining_s
 from ballast.rpc.server import when_done
 from ballastpb.planner.v1 import planner_pb2 as pb
 from ballastpb.planner.v1 import planner_pb2_grpc
+from services.planner.core import messages as p
 from services.planner.core.change_requests import explain_now
-from services.planner.core.messages import (
-    AnswerChange,
-    ChangeRequest,
-    DropRequested,
-    RestoreRequested,
-    StandingRequested,
-)
 from services.planner.core.prediction_log import Predicted
 from services.planner.core.record import TransitionRecord
 from services.planner.core.stages import Stage
 from services.planner.core.survey import NoSurvey
-from services.planner.policy.drop import Method
 from services.planner.shell.planner import PlannerShell
 
 _LONGEST_HOLD_S = 7 * 86400.0
@@ -84,7 +77,7 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
             raise InvalidRequest("worker_id", "must not be empty")
         cause_id = f"{self._shell.planner_id}/{request.request_id}"
         worker_id = WorkerId(request.worker_id)
-        event = StandingRequested(time.monotonic(), cause_id, request.request_id, worker_id, away)
+        event = p.StandingRequested(time.monotonic(), cause_id, request.request_id, worker_id, away)
         return (await self._change(event, context)).epoch
 
     # ------------------------------------------------------------ transitions
@@ -93,14 +86,13 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
         self, request: pb.ExplainPlanRequest, context: _Context
     ) -> pb.ExplainPlanResponse:
         required = _required(request)
-        method = _method(request.method)
         core = self._shell.core
         if not core.active:
             raise NotActive(self._shell.planner_id)
         load, kept_out = await self._shell.load(), self._kept_out()
         try:
             targets = core.conductor.rules.planning.targets
-            told = explain_now(core.layout, core.layout_model, load.without(dict(kept_out)), required, method, targets)
+            told = explain_now(core.layout, core.layout_model, load.without(dict(kept_out)), required, targets)
         except NoSurvey as reason:
             raise NotPossible(str(reason)) from reason
         return pb.ExplainPlanResponse(
@@ -119,14 +111,12 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
     ) -> pb.DropResponse:
         names = tuple(WorkerId(name) for name in request.worker_ids)
         required = _required(request)
-        if names and (required is not None or request.method):
-            raise InvalidRequest("worker_ids", "exclude required_bytes and method: they say all")
+        if names and required is not None:
+            raise InvalidRequest("worker_ids", "exclude required_bytes: they say all")
         at_s, cause_id = time.monotonic(), f"{self._shell.planner_id}/{request.request_id}"
         if not 0.0 <= request.hold_s <= _LONGEST_HOLD_S:
             raise InvalidRequest("hold_s", f"must be between 0 and {_LONGEST_HOLD_S:g}, got {request.hold_s:g}")
-        event = DropRequested(
-            at_s, cause_id, request.request_id, required, _method(request.method), names, request.hold_s
-        )
+        event = p.DropRequested(at_s, cause_id, request.request_id, required, names, request.hold_s)
         answer = await self._change(event, context)
         return pb.DropResponse(epoch=answer.epoch, lines=answer.lines)
 
@@ -134,7 +124,7 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
         self, request: pb.RestoreRequest, context: _Context
     ) -> pb.RestoreResponse:
         cause_id = f"{self._shell.planner_id}/{request.request_id}"
-        answer = await self._change(RestoreRequested(time.monotonic(), cause_id, request.request_id), context)
+        answer = await self._change(p.RestoreRequested(time.monotonic(), cause_id, request.request_id), context)
         return pb.RestoreResponse(epoch=answer.epoch)
 
     async def ListTransitions(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -153,7 +143,7 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
     def _kept_out(self) -> list[tuple[str, str]]:
         return list(self._shell.core.kept_out.why(time.monotonic()).items())
 
-    async def _change(self, event: ChangeRequest | StandingRequested, context: _Context) -> AnswerChange:
+    async def _change(self, event: p.ChangeRequest | p.StandingRequested, context: _Context) -> p.AnswerChange:
         if not event.request_id:
             raise InvalidRequest("request_id", "must not be empty; any unique name will do")
         return await self._shell.change(event, self._timeout_s(context))
@@ -169,13 +159,6 @@ def _required(request: pb.ExplainPlanRequest | pb.DropRequest) -> int | None:
     if request.required_bytes < 1:
         raise InvalidRequest("required_bytes", f"must be positive, got {request.required_bytes}")
     return request.required_bytes
-
-
-def _method(name: str) -> Method:
-    try:
-        return Method(name or Method.AUTO)
-    except ValueError:
-        raise InvalidRequest("method", f"{name!r} is not known; known are {', '.join(Method)}") from None
 
 
 def _predicted_to_proto(predicted: Predicted, now_s: float) -> pb.Prediction:

@@ -24,6 +24,8 @@ class WorkerSettings(ServiceSettings):
             "self_profile_s",
             "report_interval_s",
             "link_bytes_per_s",
+            "max_num_queued_tokens",
+            "step_timeout_s",
         }
     )
     short_flags: ClassVar[Mapping[str, str]] = {"shutdown-timeout-s": "shutdown-timeout"}

@@ -472,7 +472,7 @@ class WorkerShell:
 
     def _on_failed_step(self, batch: Batch, why: str) -> list[Command]:
         """The step's requests end with an error. Their dispatchers replay each of them, the innocent ones as well as
-        the one that is to blame, `--replay-limit` times at most: so it fells no more than so many steps. A worker ends
+        the one that is to blame, `replay_limit` times at most: so it fells no more than so many steps. A worker ends
         when steps fail in a row, as the cause is likely to be its own then.
         """
         get_logger().error("engine step failed", step_id=batch.step_id, sequences=len(batch.slices), why=why)

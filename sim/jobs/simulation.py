@@ -119,16 +119,11 @@ def production_rules(worker: WorkerSize) -> ClusterRules:
                 max_offline_queued_count=dispatcher["max_offline_queued"],
                 replay_limit=dispatcher["replay_limit"],
                 no_worker_timeout_s=dispatcher["no_worker_timeout_s"],
-                move_wait_s=dispatcher["move_wait_s"],
             ),
             PlacementRules(
                 order=Order(dispatcher["queue_order"]),
-                large_patience_s=dispatcher["large_patience_s"],
-                recall_after_s=dispatcher["recall_after_s"],
             ),
             RoutingRules(
-                worker_queue_count=dispatcher["worker_queue_count"],
-                large_fraction=dispatcher["large_fraction"],
                 growth_tokens=dispatcher["growth_tokens"],
             ),
         ),

@@ -285,7 +285,7 @@ async def to_the_end(call: "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.Gene
 
 
 async def test_a_client_that_does_not_read_is_given_up_and_told() -> None:
-    async with Arena(FAST, flags=["--client-stall-timeout", "2"]) as arena:
+    async with Arena(FAST, flags=["--dev", "client_stall_timeout_s=2"]) as arena:
         stub = arena.dispatcher.narrow_stub()
         stalled = stub.Generate(request(max_tokens=90_000, request_id="stalled", logprobs=20))
         await until(lambda: "stalled" in [name for name, _ in arena.worker.aborted], "the client to be given up")
@@ -300,7 +300,7 @@ async def test_a_client_that_does_not_read_is_given_up_and_told() -> None:
 
 async def test_a_client_that_wants_all_at_once_is_not_given_up_while_its_answer_is_made() -> None:
     slow = TimedSettings(step_s=0.05, max_model_len=1000)
-    async with Arena(slow, flags=["--client-stall-timeout", "0.5"]) as arena:
+    async with Arena(slow, flags=["--dev", "client_stall_timeout_s=0.5"]) as arena:
         stub = arena.dispatcher.narrow_stub()
         [response] = [r async for r in stub.Generate(request(max_tokens=60, collect=True))]
         assert len(response.token_ids) == 60

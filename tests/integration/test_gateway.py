@@ -390,7 +390,7 @@ def test_a_thousand_who_leave_in_the_middle_leave_nothing_behind(running: Runnin
 
 def test_overload_says_when_to_come_again_and_a_lost_cluster_ends_streams_with_an_error(model: Path) -> None:
     flags: Any = {
-        "dispatcher": ["--max-num-queued-reqs", "1", "--no-worker-timeout", "1"],
+        "dispatcher": ["--max-num-queued-reqs", "1", "--dev", "no_worker_timeout_s=1"],
         "worker": ["--max-num-seqs", "1"],
     }
 

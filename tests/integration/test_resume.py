@@ -175,7 +175,7 @@ async def test_the_state_server_may_be_away_too() -> None:
 
 async def test_where_it_is_switched_off_the_client_is_told_what_to_do() -> None:
     async with (
-        Arena(TimedSettings(), dispatchers=2, flags=["--resume", "false"]) as arena,
+        Arena(TimedSettings(), dispatchers=2, flags=["--dev", "resume=false"]) as arena,
         client_of(*arena.dispatchers) as client,
     ):
         [going] = await begun(client, [[1, 2]], 400)

@@ -15,21 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ballast.common.errors import Overloaded
 from ballast.common.ids import RequestId
 from ballast.common.sampling import FinishReason, PriorityClass
-from services.dispatcher.core.events import (
-    AbortOnWorker,
-    Connect,
-    Deliver,
-    Disconnect,
-    DrainRequested,
-    Ending,
-    Fail,
-    Finish,
-    Place,
-    Refuse,
-    Tick,
-    TimeIsUp,
-    Withdrawn,
-)
+from services.dispatcher.core import events as d
 from services.dispatcher.core.limits import Limits
 from services.dispatcher.core.placement import PlacementRules
 from services.dispatcher.policy.freeness import RoutingRules, WorkerKey
@@ -50,9 +36,9 @@ class PlayedWorker:
     """What a worker knows: its requests in order of arrival, and the last handle it has read."""
 
     key: WorkerKey
-    requests: dict[int, Place] = field(default_factory=dict[int, Place])
+    requests: dict[int, d.Place] = field(default_factory=dict[int, d.Place])
     generated: dict[int, int] = field(default_factory=dict[int, int])  # handle -> tokens so far
-    unread: list[Place] = field(default_factory=list[Place])
+    unread: list[d.Place] = field(default_factory=list[d.Place])
     seen_handle: int = 0
     asked_back: set[int] = field(default_factory=set[int])  # handles
     preempted: set[int] = field(default_factory=set[int])  # handles, some of what is no more among them
@@ -94,12 +80,12 @@ class DispatcherMachine(RuleBasedStateMachine):
     def take(self, answer: Answer) -> Answer:
         for command in answer.commands:
             match command:
-                case Connect(worker=worker):
+                case d.Connect(worker=worker):
                     self.linked.add(worker)
-                case Disconnect(worker=worker):
+                case d.Disconnect(worker=worker):
                     self.linked.remove(worker)
                     self.workers.pop(worker, None)
-                case Place():
+                case d.Place():
                     worker = self.workers[command.worker]  # a KeyError: placed where nobody listens
                     if command.expects_handover:
                         assert command.request.request_id in self.moved_at_s
@@ -109,7 +95,7 @@ class DispatcherMachine(RuleBasedStateMachine):
                     assert len(command.output_token_ids) == self.tokens[command.request.request_id]
                     assert command.delivered_text_chars == len(command.output_token_ids)
                     worker.unread.append(command)
-                case AbortOnWorker(worker=key_, handle=handle):
+                case d.AbortOnWorker(worker=key_, handle=handle):
                     worker = self.workers.get(key_)
                     book = self.story.core.fleet.get(key_)
                     if worker is not None and book is not None and handle in book.placed:
@@ -118,16 +104,16 @@ class DispatcherMachine(RuleBasedStateMachine):
                     elif worker is not None:
                         worker.requests.pop(handle, None)
                         worker.unread = [place for place in worker.unread if place.handle != handle]
-                case Deliver(request_id=request_id, token_ids=token_ids):
+                case d.Deliver(request_id=request_id, token_ids=token_ids):
                     assert not self.ended[request_id]
                     expected = range(self.tokens[request_id], self.tokens[request_id] + len(token_ids))
                     assert list(token_ids) == list(expected)
                     self.tokens[request_id] += len(token_ids)
-                case Finish(request_id=request_id) | Fail(request_id=request_id):
+                case d.Finish(request_id=request_id) | d.Fail(request_id=request_id):
                     self.ended[request_id] += 1
                     assert request_id in self.accepted
                     assert command.facts.completion_token_count == self.tokens[request_id]
-                case Refuse(error=error):
+                case d.Refuse(error=error):
                     if isinstance(error, Overloaded):
                         assert 0.1 <= error.retry_after_s <= 30.0
         return answer
@@ -168,7 +154,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             answer=range(answered or 0),
             taken_over=answered is not None,
         )
-        if answer.of(Refuse):
+        if answer.of(d.Refuse):
             self.accepted.remove(name)
         self.take(answer)
 
@@ -176,7 +162,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.accepted)
     def withdraw(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.accepted)))
-        self.take(self.story.handle(Withdrawn(self.story.now_s, RequestId(name), "gone")))
+        self.take(self.story.handle(d.Withdrawn(self.story.now_s, RequestId(name), "gone")))
         assert self.ended[name] == 1
 
     # ------------------------------------------------------------------ workers
@@ -245,25 +231,25 @@ class DispatcherMachine(RuleBasedStateMachine):
         if len(subset) > 1 and data.draw(st.booleans()):
             subset = {data.draw(st.sampled_from(sorted(subset)))}
         tokens: dict[int, list[int]] = {}
-        endings: list[Ending] = []
+        endings: list[d.Ending] = []
         for handle in sorted(subset):
             begin = worker.generated[handle]
             if what in ("tokens", "finish") or (what == "move" and data.draw(st.booleans())):
                 tokens[handle] = list(range(begin, begin + 1 + handle % 3))
                 worker.generated[handle] += len(tokens[handle])
             if what == "finish":
-                endings.append(Ending(handle, FinishReason.STOP))
+                endings.append(d.Ending(handle, FinishReason.STOP))
             elif what == "refuse" and begin == len(worker.requests[handle].output_token_ids):
-                endings.append(Ending(handle, None, refused=True))
+                endings.append(d.Ending(handle, None, refused=True))
             elif what == "move":
-                endings.append(Ending(handle, None, moved_to=data.draw(st.sampled_from((*NAMES, "unheard-of")))))
+                endings.append(d.Ending(handle, None, moved_to=data.draw(st.sampled_from((*NAMES, "unheard-of")))))
                 self.moved_at_s[worker.requests[handle].request.request_id] = self.story.now_s
             elif what == "error":
-                endings.append(Ending(handle, FinishReason.ERROR, error="engine", invalid=handle % 2 == 0))
+                endings.append(d.Ending(handle, FinishReason.ERROR, error="engine", invalid=handle % 2 == 0))
         ended = {ending.handle for ending in endings}
         given_back = sorted(worker.asked_back & worker.requests.keys() - ended)
         self.given_back += len(given_back)
-        endings += [Ending(handle, FinishReason.CANCELLED) for handle in given_back]
+        endings += [d.Ending(handle, FinishReason.CANCELLED) for handle in given_back]
         for ending in endings:
             del worker.requests[ending.handle]
         worker.asked_back &= {place.handle for place in worker.unread}
@@ -296,7 +282,7 @@ class DispatcherMachine(RuleBasedStateMachine):
                 seen_handle=worker.seen_handle,
                 incarnation=worker.key.incarnation,
             )
-            assert not [place for place in self.take(answer).of(Place) if place.expects_handover]
+            assert not [place for place in self.take(answer).of(d.Place) if place.expects_handover]
 
     @property
     def busy(self) -> list[WorkerKey]:
@@ -377,7 +363,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             preempted=[handle],
             incarnation=worker.key.incarnation,
         )
-        assert not answer.of(Deliver)
+        assert not answer.of(d.Deliver)
         assert self.story.core.relay.stale_count == before + 2
 
     # ------------------------------------------------------------------ time
@@ -385,7 +371,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule(pass_s=st.sampled_from([0.01, 0.3, 1.0, 4.0]))
     def tick(self, pass_s: float) -> None:
         self.story.now_s += pass_s
-        self.take(self.story.handle(Tick(self.story.now_s)))
+        self.take(self.story.handle(d.Tick(self.story.now_s)))
         for name, tracked in self.story.core.requests.items():
             assert tracked.request.deadline_at_s > self.story.now_s, f"{name} has outlived its deadline"
             assert not tracked.moving or self.moved_at_s[name] + LIMITS.move_wait_s > self.story.now_s, f"{name} waits"
@@ -419,8 +405,8 @@ class DispatcherMachine(RuleBasedStateMachine):
             assert set(book.preempted) == worker.preempted & worker.requests.keys()
 
     def teardown(self) -> None:
-        self.take(self.story.handle(DrainRequested(self.story.now_s)))
-        self.take(self.story.handle(TimeIsUp(self.story.now_s)))
+        self.take(self.story.handle(d.DrainRequested(self.story.now_s)))
+        self.take(self.story.handle(d.TimeIsUp(self.story.now_s)))
         assert not self.story.core.requests
         assert self.story.core.recall_count == self.given_back
         assert set(self.ended.elements()) == self.accepted

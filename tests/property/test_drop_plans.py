@@ -1,23 +1,17 @@
-"""Drop plans over arbitrary clusters: complete, contiguous, honest about memory, no worse than brute force."""
+"""Drop plans over arbitrary clusters: complete, contiguous, honest about memory, no worse a split than brute force."""
 
 import itertools
 import random
-from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ballast.common.ids import WorkerId
-from services.planner.policy.cost import factors, weights
-from services.planner.policy.drop import DropPlan, Method, plan
+from services.planner.policy.drop import DropPlan, by_need
 from services.planner.policy.restore import plan_restore
 from services.planner.policy.snapshot import GroupState, InstanceState, Snapshot
 from services.planner.policy.split import Candidate, Splitter, SplitTolerance
-from services.planner.policy.units import Units
-from tests.support.drop_plans import acceptable_splits, after, group, kept_bytes, least_cost, model, parameter_bytes
-
-METHODS = st.sampled_from(list(Method))
+from tests.support.drop_plans import acceptable_splits, after, group, kept_bytes, model, parameter_bytes
 
 
 @st.composite
@@ -58,7 +52,7 @@ def check_plan(snapshot: Snapshot, done: DropPlan) -> Snapshot:
     }
     assert parameter_bytes(snapshot) - parameter_bytes(then) == done.freed_bytes
     assert done.freed_bytes == sum(m.freed_bytes for g in done.groups for m in g.members)
-    assert done.shortfall_bytes == max(0, done.needed_bytes - done.freed_bytes)
+    assert done.shortfall_bytes == max(0, done.needed_bytes - done.usable_bytes)
     shape = snapshot.model
     held_before = {m.worker_id: set(m.held_layers) for g in snapshot.groups for m in g.members}
     budgets = {m.worker_id: m.budget_bytes for g in snapshot.groups for m in g.members}
@@ -96,63 +90,26 @@ def check_exchange(snapshot: Snapshot, then: Snapshot, done: DropPlan) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(clusters(), st.integers(0, 60_000), METHODS, st.booleans())
-def test_every_plan_is_sound(snapshot: Snapshot, needed_bytes: int, method: Method, count_usable: bool) -> None:
-    done = plan(snapshot, needed_bytes, method, count_usable=count_usable)
-    if count_usable:
-        assert done.shortfall_bytes == max(0, needed_bytes - done.usable_bytes)
-        done = replace(done, shortfall_bytes=max(0, needed_bytes - done.freed_bytes))
-    then = check_plan(snapshot, done)
-    again = plan(then, needed_bytes // 2, method)  # pipelines are merged further
-    check_plan(then, again)
+@given(clusters(), st.integers(0, 60_000), st.sampled_from([0.0, 0.65]))
+def test_every_plan_is_sound(snapshot: Snapshot, needed_bytes: int, tolerable_shortfall: float) -> None:
+    then = check_plan(snapshot, by_need(snapshot, needed_bytes, tolerable_shortfall=tolerable_shortfall))
+    check_plan(then, by_need(then, needed_bytes // 2))  # pipelines are merged further
 
 
 @settings(max_examples=100, deadline=None)
-@given(clusters(), st.integers(0, 60_000), METHODS, st.randoms(use_true_random=False))
-def test_the_order_of_the_input_does_not_matter(
-    snapshot: Snapshot, needed_bytes: int, method: Method, rng: random.Random
-) -> None:
+@given(clusters(), st.integers(0, 60_000), st.randoms(use_true_random=False))
+def test_the_order_of_the_input_does_not_matter(snapshot: Snapshot, needed_bytes: int, rng: random.Random) -> None:
     shuffled = list(snapshot.groups)
     rng.shuffle(shuffled)
-    assert plan(Snapshot(snapshot.model, tuple(shuffled)), needed_bytes, method) == plan(snapshot, needed_bytes, method)
+    assert by_need(Snapshot(snapshot.model, tuple(shuffled)), needed_bytes) == by_need(snapshot, needed_bytes)
 
 
 @settings(max_examples=100, deadline=None)
 @given(clusters(), st.integers(0, 40_000), st.integers(0, 20_000))
-def test_a_larger_need_never_frees_less_with_figure_6(snapshot: Snapshot, needed_bytes: int, more_bytes: int) -> None:
-    little = plan(snapshot, needed_bytes, Method.FIGURE6)
-    much = plan(snapshot, needed_bytes + more_bytes, Method.FIGURE6)
-    assert little.freed_bytes <= much.freed_bytes
-    assert little.cost_after <= much.cost_after
-
-
-@settings(max_examples=100, deadline=None)
-@given(clusters(), st.integers(0, 40_000), st.integers(0, 20_000))
-def test_a_larger_need_never_frees_less_on_full_copies(snapshot: Snapshot, needed_bytes: int, more_bytes: int) -> None:
-    single = Snapshot(snapshot.model, tuple(g for g in snapshot.groups if len(g.members) == 1))
-    little, much = plan(single, needed_bytes), plan(single, needed_bytes + more_bytes)
-    assert little.freed_bytes <= much.freed_bytes
-    assert little.cost_after <= much.cost_after * (1 + 1e-9)
-    assert little.is_optimal
-    most = plan(single, 10**9)
-    assert little.shortfall_bytes == max(0, needed_bytes - most.freed_bytes)
-
-
-@settings(max_examples=60, deadline=None)
-@given(clusters(max_groups=6), st.integers(1, 40_000))
-def test_no_partition_costs_less(snapshot: Snapshot, needed_bytes: int) -> None:
-    done = plan(snapshot, needed_bytes)
-    groups = sorted(snapshot.groups, key=lambda g: g.group_id)
-    stages = [len(g.members) for g in groups]
-    units = Units(stages, weights(groups), factors(sum(stages)), snapshot.model.layer_count)
-    merged = [g for g in done.groups if len(g.merged) > 1]
-    group_count = len(groups) - sum(len(g.merged) - 1 for g in merged)
-    best = least_cost(units, group_count)
-    assert best is not None
-    assert done.cost_bound is not None
-    assert done.cost_bound <= best / 1000 * (1 + 1e-9)
-    if done.method is Method.EXACT:
-        assert done.cost_after == pytest.approx(best / 1000)
+def test_a_larger_need_is_met_by_no_fewer_bytes(snapshot: Snapshot, needed_bytes: int, more_bytes: int) -> None:
+    little, much = by_need(snapshot, needed_bytes), by_need(snapshot, needed_bytes + more_bytes)
+    assert min(little.usable_bytes, needed_bytes) <= much.usable_bytes
+    assert little.shortfall_bytes <= much.shortfall_bytes
 
 
 @settings(max_examples=60, deadline=None)
@@ -170,7 +127,7 @@ def test_no_split_sends_less(snapshot: Snapshot) -> None:
 @settings(max_examples=100, deadline=None)
 @given(clusters(), st.integers(0, 60_000))
 def test_a_restore_pulls_what_is_missing_and_no_more(snapshot: Snapshot, needed_bytes: int) -> None:
-    then = after(snapshot, plan(snapshot, needed_bytes))
+    then = after(snapshot, by_need(snapshot, needed_bytes))
     restore = plan_restore(then)
     holders = {m.worker_id: set(m.held_layers) for g in then.groups for m in g.members}
     pipelines = {g.group_id: g for g in then.groups if len(g.members) > 1}

@@ -158,7 +158,7 @@ class PlannerMachine(RuleBasedStateMachine):
                 case p.LoadLayout():
                     self.loads += 1
                 case p.WriteLayout():
-                    assert command.token == self.core.token
+                    assert command.token == self.core.store.token
                     self.write = command
                 case p.AnswerDrain(request_id, epoch):
                     assert epoch <= self.core.layout.epoch
@@ -188,7 +188,7 @@ class PlannerMachine(RuleBasedStateMachine):
         write, self.write = self.write, None
         assert write is not None
         outcome = p.WriteOutcome.WRITTEN
-        if fenced or write.token != self.core.token:
+        if fenced or write.token != self.core.store.token:
             outcome = p.WriteOutcome.FENCED
         elif (self.stored.layout.epoch if self.stored else None) != write.expected_epoch:
             outcome = p.WriteOutcome.CONFLICT
@@ -200,7 +200,7 @@ class PlannerMachine(RuleBasedStateMachine):
                 self.newest[member.worker_id] = member.incarnation
         if answer_is_lost:
             outcome = p.WriteOutcome.UNAVAILABLE
-        self.tell(p.WriteSettled(self.now_s, "c", write.layout.epoch, write.token, outcome))
+        self.tell(p.WriteSettled(self.now_s, "c", write, outcome))
 
     @rule()
     def the_store_is_emptied(self) -> None:

@@ -7,23 +7,8 @@ import pytest
 
 from ballast.common.cost import CostModel
 from ballast.common.sampling import FinishReason, PriorityClass
+from services.dispatcher.core import events as d
 from services.dispatcher.core.dispatcher import DispatcherCore
-from services.dispatcher.core.events import (
-    AbortOnWorker,
-    Command,
-    Deliver,
-    Ending,
-    Fail,
-    Finish,
-    Place,
-    Refuse,
-    StepReceived,
-    Submitted,
-    Tick,
-    Withdrawn,
-    WorkerConnected,
-    WorkerLost,
-)
 from services.dispatcher.core.limits import Limits
 from services.worker.policy.harvest import Harvest
 from tests.support.dispatcher_core import MODEL, Story, key, load, request
@@ -50,21 +35,24 @@ class Played:
     def core(self) -> DispatcherCore:
         return self.story.core
 
-    def take(self, commands: list[Command]) -> None:
+    def take(self, commands: list[d.Command]) -> None:
         for command in commands:
             match command:
-                case Place(worker=worker, request=placed):
+                case d.Place(worker=worker, request=placed):
                     self.on[placed.request_id] = worker.worker_id
                     if not placed.priority.offline:
                         self.told.append(("place", placed.request_id, worker.worker_id, command.attempt))
                 case (
-                    Deliver(request_id=name) | Finish(request_id=name) | Fail(request_id=name) | Refuse(request_id=name)
+                    d.Deliver(request_id=name)
+                    | d.Finish(request_id=name)
+                    | d.Fail(request_id=name)
+                    | d.Refuse(request_id=name)
                 ):
-                    if not isinstance(command, Deliver):
+                    if not isinstance(command, d.Deliver):
                         self.on.pop(name, None)
                     if name.startswith("online"):
                         self.told.append((type(command).__name__, name))
-                case AbortOnWorker(worker=worker_key, handle=handle):  # handles count offline requests, too
+                case d.AbortOnWorker(worker=worker_key, handle=handle):  # handles count offline requests, too
                     worker = self.core.fleet.get(worker_key)
                     asked_back = None if worker is None else worker.placed.get(handle)
                     if asked_back is not None and not asked_back.offline:
@@ -87,7 +75,7 @@ def _events(rng: random.Random, played: Played, step: int) -> None:
     extra = random.Random(rng.random())
     if choice < 0.4:
         wanted = request(f"online{step}", prompt=prompt, priority=priority)
-        played.take([*core.handle(Submitted(story.now_s, wanted))])
+        played.take([*core.handle(d.Submitted(story.now_s, wanted))])
     elif choice < 0.85:
         report = load(
             used_block_count=blocks, waiting_count=waiting, waiting_block_count=waiting, running_count=running
@@ -95,14 +83,14 @@ def _events(rng: random.Random, played: Played, step: int) -> None:
         mine = played.online_at(name)
         chosen = mine[: int(picked * (len(mine) + 1))]
         given = [(story.handle_of(one), tokens) for one in chosen]
-        endings: list[Ending] = []
+        endings: list[d.Ending] = []
         if chosen and picked > 0.6:
-            endings = [Ending(story.handle_of(chosen[-1]), finish_reason=_STOP)]
+            endings = [d.Ending(story.handle_of(chosen[-1]), finish_reason=_STOP)]
         if played.offline:
             report = dataclasses.replace(report, offline_wanted_tokens=extra.choice((0, 50, 500)))
             theirs = [one for one, at in played.on.items() if at == name and one.startswith("offline")]
             given += [(story.handle_of(one), 1) for one in theirs if extra.random() < 0.5]
-            endings += [Ending(story.handle_of(one), _STOP) for one in theirs if extra.random() < 0.2]
+            endings += [d.Ending(story.handle_of(one), _STOP) for one in theirs if extra.random() < 0.2]
         worker = core.fleet.get(key(name))
         waits = [story.handle_of(one) for one in mine if picked > 0.5 and one not in chosen]
         runs = [story.handle_of(one) for one in mine if picked < 0.2 and one not in chosen]
@@ -111,7 +99,7 @@ def _events(rng: random.Random, played: Played, step: int) -> None:
             ended = {ending.handle for ending in endings}
             waits += [handle for handle in rest if handle not in ended and extra.random() < 0.5]
         if worker is not None and worker.connected:
-            event = StepReceived(
+            event = d.StepReceived(
                 story.now_s,
                 key(name),
                 [handle for handle, _ in given],
@@ -128,21 +116,21 @@ def _events(rng: random.Random, played: Played, step: int) -> None:
             played.take([*core.handle(event)])
     elif choice < 0.9:
         played.on = {one: at for one, at in played.on.items() if at != name}
-        played.take([*core.handle(WorkerLost(story.now_s, key(name), "gone"))])
-        played.take([*core.handle(WorkerConnected(story.now_s, key(name), MODEL, load(), max_waiting_count=100))])
+        played.take([*core.handle(d.WorkerLost(story.now_s, key(name), "gone"))])
+        played.take([*core.handle(d.WorkerConnected(story.now_s, key(name), MODEL, load(), max_waiting_count=100))])
     elif choice < 0.95:
         open_ = [one for one in core.requests if one.startswith("online")]
         if open_:
-            played.take([*core.handle(Withdrawn(story.now_s, open_[int(picked * len(open_))], "gone"))])
+            played.take([*core.handle(d.Withdrawn(story.now_s, open_[int(picked * len(open_))], "gone"))])
     else:
-        played.take([*core.handle(Tick(story.now_s))])
+        played.take([*core.handle(d.Tick(story.now_s))])
     if played.offline:
         for number in range(extra.randrange(4)):
             offline = request(f"offline{step}-{number}", prompt=extra.choice((5, 200, 900)), priority=BATCH)
-            played.take([*core.handle(Submitted(story.now_s, offline))])
+            played.take([*core.handle(d.Submitted(story.now_s, offline))])
         gone = [one for one in core.requests if one.startswith("offline")]
         if gone and extra.random() < 0.2:
-            played.take([*core.handle(Withdrawn(story.now_s, extra.choice(gone), "gone"))])
+            played.take([*core.handle(d.Withdrawn(story.now_s, extra.choice(gone), "gone"))])
     core.check()
 
 

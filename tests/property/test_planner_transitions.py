@@ -144,11 +144,7 @@ class TransitionMachine(RuleBasedStateMachine):
         outcome = self.carry_out(write)
         if answer_is_lost:
             outcome = p.WriteOutcome.UNAVAILABLE
-        if isinstance(write, p.WriteLayout):
-            self.tell(p.WriteSettled(self.now_s, "c", write.layout.epoch, write.token, outcome))
-        else:
-            journal = write.journal
-            self.tell(p.JournalSettled(self.now_s, "c", journal.epoch, journal.stage, write.token, outcome))
+        self.tell(p.WriteSettled(self.now_s, "c", write, outcome))
 
     def carry_out(self, write: p.WriteLayout | p.WriteJournal) -> p.WriteOutcome:
         """The rules of the real scripts."""

@@ -1,10 +1,25 @@
 """The ranking that dispatchers keep chooses as the plain rule over all workers does, whatever has changed before."""
 
+from collections.abc import Sequence
+
 import hypothesis.strategies as st
 from hypothesis import given
 
 from ballast.common.ids import Incarnation, WorkerId
-from services.dispatcher.policy.freeness import Need, RoutingRules, WorkerKey, WorkerView, choose, has_place
+from services.dispatcher.policy.freeness import (
+    Hits,
+    Need,
+    RoutingRules,
+    Shape,
+    WorkerKey,
+    WorkerView,
+    blocks_for,
+    freeness,
+    has_place,
+    may_queue,
+    place_of,
+    runs_at_once,
+)
 from services.dispatcher.policy.ranking import Ranking
 
 views = st.builds(
@@ -36,6 +51,36 @@ keys = st.builds(WorkerKey, st.sampled_from([WorkerId(f"w{i}") for i in range(7)
 hits = st.just(dict[WorkerKey, int]()) | st.dictionaries(keys, st.sampled_from((256, 512)), max_size=4)
 asks = st.lists(st.tuples(needs, hits), max_size=3)
 changes = st.lists(st.tuples(views, st.booleans(), asks), min_size=1, max_size=25)
+
+
+def choose(
+    views: Sequence[WorkerView], need: Need, rules: RoutingRules, hits: Hits, *, may_queue_large: bool
+) -> WorkerView | None:
+    """The rule in its plain form, by a look at every worker: None keeps the request in the backlog."""
+    freest: dict[Shape, WorkerView] = {}  # of each shape, of those where it runs at once and can grow
+    tight: dict[Shape, WorkerView] = {}  # where it runs at once
+    queue: WorkerView | None = None
+    holders: tuple[list[WorkerView], list[WorkerView]] = [], []  # those that have a part of it, likewise
+    for view in views:
+        block_count = blocks_for(need.tokens, view.block_tokens)
+        if view.draining or block_count > view.block_count:
+            continue
+        with_growth = min(view.block_count, blocks_for(need.tokens + need.growth_tokens, view.block_tokens))
+        shape = view.shape
+        if runs_at_once(view, with_growth):
+            freest[shape] = _freer(freest.get(shape), view)
+            holders[0].extend([view] * (view.worker in hits))
+        if runs_at_once(view, block_count):
+            tight[shape] = _freer(tight.get(shape), view)
+            holders[1].extend([view] * (view.worker in hits))
+        elif may_queue(view, rules) and (may_queue_large or block_count <= rules.large_fraction * view.block_count):
+            queue = _freer(queue, view)
+    found = [*freest.values(), *holders[0]] if freest else [*tight.values(), *holders[1]]
+    return min(found, key=lambda view: place_of(view, need, hits), default=queue)
+
+
+def _freer(one: WorkerView | None, other: WorkerView) -> WorkerView:
+    return other if one is None else min(one, other, key=lambda view: (-freeness(view), view.worker))
 
 
 @given(changes, rules, st.booleans())

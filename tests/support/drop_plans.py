@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ballast.common.ids import GroupId, WorkerId
-from services.planner.policy.drop import DropPlan, Method, plan
+from services.planner.policy.drop import DropPlan, by_need
 from services.planner.policy.merged import GroupPlan
 from services.planner.policy.restore import plan_restore
 from services.planner.policy.snapshot import GroupState, InstanceState, ModelShape, Snapshot
 from services.planner.policy.split import Candidate, SplitTolerance, Stage
-from services.planner.policy.units import Partition, Units
 
 
 def model(layer_count: int = 8, **changes: object) -> ModelShape:
@@ -72,30 +71,6 @@ def parameter_bytes(snapshot: Snapshot) -> int:
     return sum(snapshot.model.occupied_bytes(m.held_layers) for g in snapshot.groups for m in g.members)
 
 
-def partitions(items: Sequence[int]) -> Iterator[Partition]:
-    """All of them: Bell numbers, so at most nine or ten items."""
-    if not items:
-        yield []
-        return
-    for smaller in partitions(items[1:]):
-        yield [[items[0]], *smaller]
-        for i, members in enumerate(smaller):
-            yield [*smaller[:i], [items[0], *members], *smaller[i + 1 :]]
-
-
-def least_cost(units: Units, group_count: int) -> float | None:
-    """Brute force over all partitions into so many groups."""
-    return min(
-        (
-            units.cost(partition)
-            for partition in partitions(range(len(units.stages)))
-            if len(partition) == group_count
-            and all(sum(units.stages[i] for i in members) <= units.max_stages for members in partition)
-        ),
-        default=None,
-    )
-
-
 def all_splits(candidates: Sequence[Candidate], shape: ModelShape) -> Iterator[list[Stage]]:
     """Every order and every cut in which each member executes something, and only what it holds."""
     for order in itertools.permutations(candidates):
@@ -149,7 +124,7 @@ def history(seed: int) -> str:
         shape = model(rng.randint(3, 12))
         snapshot = singles(rng.randint(2, 20), shape, [rng.randint(0, 40) for _ in range(2)])
         for _ in range(3):
-            done = plan(snapshot, rng.randint(0, 6) * shape.copy_bytes, rng.choice(list(Method)))
+            done = by_need(snapshot, rng.randint(0, 6) * shape.copy_bytes)
             digest.update(repr(done).encode())
             snapshot = after(snapshot, done)
             digest.update(repr(plan_restore(snapshot)).encode())

@@ -8,34 +8,10 @@ from ballast.common.layout import Group, Layout, Place, group_of
 from ballast.common.load import LoadReport, MemoryReport
 from ballast.common.traffic import Pace, Traffic
 from ballast.common.transition import Phase, Status
+from services.planner.core import messages as p
+from services.planner.core.change_requests import Planning
 from services.planner.core.conductor import ConductorRules
 from services.planner.core.machine import PlannerCore, PlannerRules
-from services.planner.core.messages import (
-    Call,
-    CallMember,
-    ClusterLoad,
-    Command,
-    DropRequested,
-    Event,
-    InstanceLost,
-    InstanceUp,
-    JournalSettled,
-    LayoutLoaded,
-    LeadershipChanged,
-    LoadLayout,
-    LoadsRead,
-    MemberAnswered,
-    ReadLoads,
-    SetTimer,
-    SnapshotBegan,
-    SnapshotEnded,
-    StoredLayout,
-    TimerFired,
-    WriteJournal,
-    WriteLayout,
-    WriteOutcome,
-    WriteSettled,
-)
 from services.planner.core.stages import Stage
 from services.planner.core.transition import MemberSaid
 from tests.support.reporting_worker import load_report, model_info
@@ -50,29 +26,31 @@ PACE = Pace(CostModel(attention_s=0.0, token_s=1e-4, chunk_s=0.01, shared_s=0.01
 
 
 class Planner:
-    """A core, checked after each event, on a store that does as asked, and members that answer as told."""
+    """A core, checked after each event, on a store that does as asked, and members that answer as told. Unless rules
+    say otherwise overloads are met by need.
+    """
 
     def __init__(self, **rules: object) -> None:
-        transitions = ConductorRules(**rules)  # pyright: ignore[reportArgumentType]
+        transitions = ConductorRules(**{"planning": Planning(compares=False), **rules})  # pyright: ignore[reportArgumentType]
         self.core = PlannerCore(
             PlannerRules(coalesce_s=0.1, verify_interval_s=100.0, retry_s=0.5, max_drains=2, transitions=transitions)
         )
         self.now_s = 0.0
         self.timer_s: float | None = None
         self.token = 1_700_000_000_000
-        self.stored: StoredLayout | None = None
-        self.outcomes: list[WriteOutcome] = []  # of the next writes, instead of WRITTEN
+        self.stored: p.StoredLayout | None = None
+        self.outcomes: list[p.WriteOutcome] = []  # of the next writes, instead of WRITTEN
         self.journal: list[Stage] = []
         self.phases: dict[str, Phase] = {}  # what members answer; absent: they are silent
-        self.said: list[Command] = []
-        self.events: list[Event] = []
+        self.said: list[p.Command] = []
+        self.events: list[p.Event] = []
         self.answered = 0  # events that have been handled
         self.load: LoadReport | None = LOAD
-        self.traffic, self.pace = Traffic(), PACE  # nothing is known of what comes: no comparison
+        self.traffic, self.pace = Traffic(), PACE  # nothing is known of what comes
         self.fresh_traffic: Traffic | None = None  # of the dispatchers that speak; None: all do
         self.lives: dict[str, int] = {}
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: p.Event) -> None:
         """And what the store and the monitor answer to the commands that follow."""
         self.events.append(event)
         while len(self.events) > self.answered:
@@ -83,34 +61,32 @@ class Planner:
             for command in commands:
                 self.execute(command)
 
-    def execute(self, command: Command) -> None:
+    def execute(self, command: p.Command) -> None:
         match command:
-            case SetTimer(at_s):
+            case p.SetTimer(at_s):
                 self.timer_s = at_s
-            case LoadLayout():
-                self.events.append(LayoutLoaded(self.now_s, "c", self.stored))
-            case WriteLayout():
-                outcome = self.outcomes.pop(0) if self.outcomes else WriteOutcome.WRITTEN
-                if outcome is WriteOutcome.WRITTEN:
+            case p.LoadLayout():
+                self.events.append(p.LayoutLoaded(self.now_s, "c", self.stored))
+            case p.WriteLayout():
+                outcome = self.outcomes.pop(0) if self.outcomes else p.WriteOutcome.WRITTEN
+                if outcome is p.WriteOutcome.WRITTEN:
                     journal = self.stored.journal if self.stored else None
-                    self.stored = StoredLayout(command.layout, command.model, command.partial, journal)
-                self.events.append(WriteSettled(self.now_s, "c", command.layout.epoch, command.token, outcome))
-            case WriteJournal(journal):
-                outcome = self.outcomes.pop(0) if self.outcomes else WriteOutcome.WRITTEN
-                if outcome is WriteOutcome.WRITTEN:
+                    self.stored = p.StoredLayout(command.layout, command.model, command.partial, journal)
+                self.events.append(p.WriteSettled(self.now_s, "c", command, outcome))
+            case p.WriteJournal():
+                outcome = self.outcomes.pop(0) if self.outcomes else p.WriteOutcome.WRITTEN
+                if outcome is p.WriteOutcome.WRITTEN:
                     self.write(command)
-                self.events.append(
-                    JournalSettled(self.now_s, "c", journal.epoch, journal.stage, command.token, outcome)
-                )
-            case ReadLoads():
+                self.events.append(p.WriteSettled(self.now_s, "c", command, outcome))
+            case p.ReadLoads():
                 loads = {WorkerId(w): self.load for w in self.lives if self.load is not None}
                 failure = "" if loads else "no monitor"
-                load = ClusterLoad(loads, self.traffic, self.pace, fresh_traffic=self.fresh_traffic)
-                self.events.append(LoadsRead(self.now_s, "c", load, failure))
+                load = p.ClusterLoad(loads, self.traffic, self.pace, fresh_traffic=self.fresh_traffic)
+                self.events.append(p.LoadsRead(self.now_s, "c", load, failure))
             case _:
                 pass
 
-    def write(self, command: WriteJournal) -> None:
+    def write(self, command: p.WriteJournal) -> None:
         journal = command.journal
         assert self.stored is not None
         self.journal.append(journal.stage)
@@ -119,21 +95,21 @@ class Planner:
             self.stored = replace(self.stored, layout=journal.target, partial=command.partial)
 
     def lead(self) -> None:
-        self.tell(LeadershipChanged(self.now_s, "c", self.token))
+        self.tell(p.LeadershipChanged(self.now_s, "c", self.token))
 
     def start(self, *workers: str) -> None:
         self.lead()
-        self.tell(SnapshotBegan(self.now_s, "c"))
+        self.tell(p.SnapshotBegan(self.now_s, "c"))
         for worker in workers:
             self.up(worker)
-        self.tell(SnapshotEnded(self.now_s, "c"))
+        self.tell(p.SnapshotEnded(self.now_s, "c"))
         self.fire()
         self.said.clear()
 
     def up(self, worker: str) -> None:
         self.lives[worker] = self.lives.get(worker, 0) + 1
         life = Incarnation(self.lives[worker])
-        self.tell(InstanceUp(self.now_s, "c", WorkerId(worker), life, f"{worker}:1", MODEL, False, f"{worker}:2"))
+        self.tell(p.InstanceUp(self.now_s, "c", WorkerId(worker), life, f"{worker}:1", MODEL, False, f"{worker}:2"))
 
     def says(self, worker: str, group: Group | None = None, *, epoch: int | None = None) -> None:
         """The same life is announced once more, and says which group it is in: that of the layout, or `group`."""
@@ -142,16 +118,16 @@ class Planner:
         place = Place(self.core.layout.epoch if epoch is None else Epoch(epoch), group)
         life = Incarnation(self.lives[worker])
         address = f"{worker}:1"
-        self.tell(InstanceUp(self.now_s, "c", WorkerId(worker), life, address, MODEL, False, f"{worker}:2", place))
+        self.tell(p.InstanceUp(self.now_s, "c", WorkerId(worker), life, address, MODEL, False, f"{worker}:2", place))
 
     def lose(self, worker: str) -> None:
-        self.tell(InstanceLost(self.now_s, "c", WorkerId(worker), Incarnation(self.lives[worker]), "silent"))
+        self.tell(p.InstanceLost(self.now_s, "c", WorkerId(worker), Incarnation(self.lives[worker]), "silent"))
 
     def fire(self) -> None:
         assert self.timer_s is not None, "no timer is set"
         self.now_s = max(self.now_s, self.timer_s)
         self.timer_s = None
-        self.tell(TimerFired(self.now_s, "c"))
+        self.tell(p.TimerFired(self.now_s, "c"))
 
     def wait(self, seconds: float) -> None:
         until_s = self.now_s + seconds
@@ -163,7 +139,7 @@ class Planner:
         record = self.core.conductor.record
         for worker in workers:
             said = MemberSaid(self.now_s, WorkerId(worker), phase, why, status)
-            self.tell(MemberAnswered(self.now_s, "c", record.epoch if record else Epoch(0), said))
+            self.tell(p.MemberAnswered(self.now_s, "c", record.epoch if record else Epoch(0), said))
 
     def go_through(self, *workers: str) -> None:
         for phase in (Phase.PREPARED, Phase.EXCHANGING, Phase.DONE):
@@ -171,15 +147,15 @@ class Planner:
 
     def drop(self, *workers: str, request_id: str = "d1") -> None:
         names = tuple(WorkerId(w) for w in workers)
-        self.tell(DropRequested(self.now_s, "c", request_id, worker_ids=names))
+        self.tell(p.DropRequested(self.now_s, "c", request_id, worker_ids=names))
 
-    def told(self, kind: type[Command]) -> list[Command]:
+    def told(self, kind: type[p.Command]) -> list[p.Command]:
         found = [command for command in self.said if isinstance(command, kind)]
         self.said.clear()
         return found
 
-    def calls(self, call: Call) -> list[str]:
-        return [c.member.worker_id for c in self.said if isinstance(c, CallMember) and c.call is call]
+    def calls(self, call: p.Call) -> list[str]:
+        return [c.member.worker_id for c in self.said if isinstance(c, p.CallMember) and c.call is call]
 
     @property
     def shape(self) -> list[str]:

@@ -88,7 +88,7 @@ class Handover:
                 case p.LoadLayout() | p.WriteLayout() | p.WriteJournal() | p.ReadLoads():
                     one.operations.append(command)
                 case p.CallMember():
-                    one.calls[command.member.worker_id].append((command, one.core.token or 0))
+                    one.calls[command.member.worker_id].append((command, one.core.store.token or 0))
                 case p.ProbeInstance():
                     self.tell(seat, self._probed(command))
                 case _:
@@ -175,12 +175,12 @@ class Handover:
                 self.tell(seat, failed if lost else loaded)
             case p.ReadLoads():
                 self.tell(seat, p.LoadsRead(self.now_s, "c", p.ClusterLoad({A: LOAD, B: LOAD}), ""))
-            case p.WriteLayout(layout=layout, token=token):
+            case p.WriteLayout():
                 outcome = p.WriteOutcome.UNAVAILABLE if (done := self._write_layout(operation)) and lost else done
-                self.tell(seat, p.WriteSettled(self.now_s, "c", layout.epoch, token, outcome))
-            case p.WriteJournal(journal=journal, token=token):
+                self.tell(seat, p.WriteSettled(self.now_s, "c", operation, outcome))
+            case p.WriteJournal():
                 outcome = p.WriteOutcome.UNAVAILABLE if (done := self._write_journal(operation)) and lost else done
-                self.tell(seat, p.JournalSettled(self.now_s, "c", journal.epoch, journal.stage, token, outcome))
+                self.tell(seat, p.WriteSettled(self.now_s, "c", operation, outcome))
 
     def _write_layout(self, write: p.WriteLayout) -> p.WriteOutcome:
         if write.token != self.token:

@@ -110,7 +110,7 @@ async def _run(args: argparse.Namespace, model: Path, worker_flags: list[str], k
         monitors=args.monitors,
         planners=args.planners,
         flags={
-            "worker": [*worker_flags, *_STEP_TIMEOUT],
+            "worker": [*worker_flags, "--dev", "step_timeout_s=3"],
             "monitor": _STEP_TIMEOUT,
             "dispatcher": ["--shutdown-timeout-s", "2"],
         },

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 _TIMEOUT_S = 15.0
 _POLL_S = 0.1
-_METHODS = ("auto", "figure6", "exact", "search", "even", "memory-greedy", "usable")
 
 
 def add_parser(commands: Commands) -> None:
@@ -35,9 +34,8 @@ def add_parser(commands: Commands) -> None:
         description="What `ballast drop` with the same arguments would do. Changes nothing.",
     )
     plan.set_defaults(run=run_plan)
-    plan.add_argument("--explain", action="store_true", help="groups, layers and costs too, not only the outcome")
+    plan.add_argument("--explain", action="store_true", help="groups, layers and KV too, not only the outcome")
     plan.add_argument("--bytes", type=size, metavar="SIZE", help="KV memory to free: 1GiB (default: what demand lacks)")
-    plan.add_argument("--method", choices=_METHODS, default="auto", help="how groups are chosen (auto)")
     drop = commands.add_parser(
         "drop",
         help="drop replicated layers now, so that their memory becomes KV",
@@ -49,7 +47,6 @@ def add_parser(commands: Commands) -> None:
     what = drop.add_mutually_exclusive_group()
     what.add_argument("--bytes", type=size, metavar="SIZE", help="KV memory to free: 1GiB (default: what demand lacks)")
     what.add_argument("--workers", metavar="A,B", help="merge exactly these, in this order")
-    drop.add_argument("--method", choices=_METHODS, help="how groups are chosen (auto)")
     drop.add_argument("--hold", type=seconds, default=0.0, metavar="TIME", help="keep them away for 10m, 2h ...")
     restore = commands.add_parser(
         "restore", help="bring all dropped layers back now", description="Dissolves all pipelines, whatever the load."
@@ -67,7 +64,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    request = pb.ExplainPlanRequest(required_bytes=args.bytes, method=args.method)
+    request = pb.ExplainPlanRequest(required_bytes=args.bytes)
     answer = _ask(args, lambda planner: planner.ExplainPlan(request, timeout=_TIMEOUT_S))
     if args.json:
         numbers = {name: getattr(answer, name) for name in ("required_bytes", "freed_bytes", "shortfall_bytes")}
@@ -90,7 +87,6 @@ def run_drop(args: argparse.Namespace) -> int:
     names: list[str] = args.workers.split(",") if args.workers else []
     request = pb.DropRequest(
         required_bytes=args.bytes,
-        method=args.method or "",
         worker_ids=names,
         request_id=_new_request_id(),
         hold_s=args.hold,

@@ -250,20 +250,16 @@ class ExplainPlanRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUIRED_BYTES_FIELD_NUMBER: _builtins.int
-    METHOD_FIELD_NUMBER: _builtins.int
     required_bytes: _builtins.int
     """KV memory to free; absent: what the monitor's demand asks for now."""
-    method: _builtins.str
-    """auto, figure6, exact or memory-greedy."""
     def __init__(
         self,
         *,
         required_bytes: _builtins.int | None = ...,
-        method: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_required_bytes", b"_required_bytes", "required_bytes", b"required_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_required_bytes", b"_required_bytes", "method", b"method", "required_bytes", b"required_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_required_bytes", b"_required_bytes", "required_bytes", b"required_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__required_bytes: _TypeAlias = _typing.Literal["required_bytes"]  # noqa: Y015
     _WhichOneofArgType__required_bytes: _TypeAlias = _typing.Literal["_required_bytes", b"_required_bytes"]  # noqa: Y015
@@ -317,13 +313,11 @@ class DropRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUIRED_BYTES_FIELD_NUMBER: _builtins.int
-    METHOD_FIELD_NUMBER: _builtins.int
     WORKER_IDS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     HOLD_S_FIELD_NUMBER: _builtins.int
     required_bytes: _builtins.int
     """Absent, without worker_ids: what demand lacks now; refused if it lacks nothing."""
-    method: _builtins.str
     request_id: _builtins.str
     hold_s: _builtins.float
     """For so long the planner does not bring the parameters back by itself; an operator's restore ends that."""
@@ -335,14 +329,13 @@ class DropRequest(_message.Message):
         self,
         *,
         required_bytes: _builtins.int | None = ...,
-        method: _builtins.str = ...,
         worker_ids: _abc.Iterable[_builtins.str] | None = ...,
         request_id: _builtins.str = ...,
         hold_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_required_bytes", b"_required_bytes", "required_bytes", b"required_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_required_bytes", b"_required_bytes", "hold_s", b"hold_s", "method", b"method", "request_id", b"request_id", "required_bytes", b"required_bytes", "worker_ids", b"worker_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_required_bytes", b"_required_bytes", "hold_s", b"hold_s", "request_id", b"request_id", "required_bytes", b"required_bytes", "worker_ids", b"worker_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__required_bytes: _TypeAlias = _typing.Literal["required_bytes"]  # noqa: Y015
     _WhichOneofArgType__required_bytes: _TypeAlias = _typing.Literal["_required_bytes", b"_required_bytes"]  # noqa: Y015

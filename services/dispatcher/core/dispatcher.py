@@ -26,31 +26,9 @@ from ballast.common.errors import (
 from ballast.common.ids import DispatcherId, RequestId, WorkerId
 from ballast.common.sampling import FinishReason
 from ballast.common.traffic import Traffic
+from services.dispatcher.core import events as d
 from services.dispatcher.core.backlog import Backlog
 from services.dispatcher.core.deadlines import Deadlines
-from services.dispatcher.core.events import (
-    AbortOnWorker,
-    Command,
-    Connect,
-    Disconnect,
-    DrainRequested,
-    Ending,
-    Event,
-    Fail,
-    Finish,
-    LayoutChanged,
-    ReachTold,
-    Refuse,
-    Request,
-    StepReceived,
-    Submitted,
-    Tick,
-    TimeIsUp,
-    UndrainRequested,
-    Withdrawn,
-    WorkerConnected,
-    WorkerLost,
-)
 from services.dispatcher.core.feed import Feed
 from services.dispatcher.core.fleet import Fleet, Worker
 from services.dispatcher.core.growth import Growth
@@ -129,63 +107,63 @@ class DispatcherCore:
         """Requests that have gone to a worker to which there is no stream yet."""
         return len(self._moves)
 
-    def handle(self, event: Event) -> Sequence[Command]:
+    def handle(self, event: d.Event) -> Sequence[d.Command]:
         commands = self._handle(event)
         if released := self.fleet.release_former():
-            return [*commands, *map(Disconnect, released)]
+            return [*commands, *map(d.Disconnect, released)]
         return commands
 
-    def _handle(self, event: Event) -> Sequence[Command]:
+    def _handle(self, event: d.Event) -> Sequence[d.Command]:
         match event:
-            case StepReceived():
+            case d.StepReceived():
                 return self._step(event)
-            case Submitted():
+            case d.Submitted():
                 return self._submit(event)
-            case Withdrawn():
+            case d.Withdrawn():
                 return self._withdraw(event)
-            case Tick():
+            case d.Tick():
                 return self._tick(event.at_s)
-            case WorkerConnected():
+            case d.WorkerConnected():
                 return self._connected(event)
-            case WorkerLost():
+            case d.WorkerLost():
                 worker = self.fleet.get(event.worker)
                 if worker is None or not worker.connected:
                     return []
                 return [*self._lose(worker, event.at_s, event.why), *self._dispatch(event.at_s)]
-            case LayoutChanged():
+            case d.LayoutChanged():
                 return self._adopt(event)
-            case ReachTold():
+            case d.ReachTold():
                 return self._hear_reach(event)
-            case DrainRequested(for_good=for_good):
+            case d.DrainRequested(for_good=for_good):
                 self.draining, self._for_good = True, self._for_good or for_good
                 return []
-            case UndrainRequested():
+            case d.UndrainRequested():
                 self.draining = self._for_good
                 return []
-            case TimeIsUp():
+            case d.TimeIsUp():
                 self.draining = self._for_good = True
                 gone = Unavailable(self._id, "is shutting down; the request can be repeated elsewhere", gone=True)
                 return [c for t in list(self.requests.values()) for c in self._fail(t, gone, event.at_s)]
 
     # --------------------------------------------------------------------------------------------- workers
 
-    def _adopt(self, event: LayoutChanged) -> list[Command]:
+    def _adopt(self, event: d.LayoutChanged) -> list[d.Command]:
         """Whatever differs is taken, whatever its epoch: the store reads the one current value, in order, and an
         epoch that is not higher means that the cluster's state was lost and has been made anew."""
         if event.layout == self.fleet.layout:
             return []
         new, gone = self.fleet.adopt(event.layout)
-        commands: list[Command] = []
+        commands: list[d.Command] = []
         for worker in gone:
-            commands.append(Disconnect(worker.key))
+            commands.append(d.Disconnect(worker.key))
             commands += self._lose(worker, event.at_s, "left the layout")
-        commands += [Connect(worker.key, worker.address) for worker in new]
+        commands += [d.Connect(worker.key, worker.address) for worker in new]
         for tracked in self._moves.take_stranded():
             self._resume_from_backlog(tracked, event.at_s)
         self._watch_usable(event.at_s)
         return commands + self._dispatch(event.at_s)
 
-    def _hear_reach(self, event: ReachTold) -> list[Command]:
+    def _hear_reach(self, event: d.ReachTold) -> list[d.Command]:
         """What stands among the others and is long goes where such ones wait."""
         self.long.reach = event.reach
         for tracked in [one for one in self.backlog if self.long.takes(one)]:
@@ -193,7 +171,7 @@ class DispatcherCore:
             self._line_up(tracked)
         return self._dispatch(event.at_s)
 
-    def _connected(self, event: WorkerConnected) -> list[Command]:
+    def _connected(self, event: d.WorkerConnected) -> list[d.Command]:
         worker = self.fleet.get(event.worker)
         if worker is None:
             return []
@@ -211,16 +189,16 @@ class DispatcherCore:
         self._watch_usable(event.at_s)
         return commands + self._dispatch(event.at_s)
 
-    def _lose(self, worker: Worker, at_s: float, why: str) -> list[Command]:
+    def _lose(self, worker: Worker, at_s: float, why: str) -> list[d.Command]:
         """Its requests go back to where they stood in the backlog, to be replayed elsewhere."""
-        commands: list[Command] = []
+        commands: list[d.Command] = []
         self._placement.prefixes.forget(worker.key)
         for tracked in worker.cut_off():
             commands += self._replay(tracked, at_s, f"worker {worker.key.worker_id}: {why}")
         self._watch_usable(at_s)
         return commands
 
-    def _replay(self, tracked: Tracked, at_s: float, why: str) -> list[Command]:
+    def _replay(self, tracked: Tracked, at_s: float, why: str) -> list[d.Command]:
         """`tracked` has been taken off its worker."""
         lost_from = tracked.worker.worker_id if tracked.worker is not None else ""
         tracked.note(at_s, What.LOST, lost_from, why)
@@ -252,7 +230,7 @@ class DispatcherCore:
             return self.feed
         return self.long if tracked.long else self.backlog
 
-    def _move(self, tracked: Tracked, worker_id: WorkerId, at_s: float) -> list[Command]:
+    def _move(self, tracked: Tracked, worker_id: WorkerId, at_s: float) -> list[d.Command]:
         """`tracked` has been taken off its worker, which has handed it over to `worker_id`."""
         tracked.worker, tracked.handle = None, 0
         tracked.idle_move_count += 1
@@ -283,16 +261,16 @@ class DispatcherCore:
 
     # --------------------------------------------------------------------------------------------- requests
 
-    def _submit(self, event: Submitted) -> list[Command]:
+    def _submit(self, event: d.Submitted) -> list[d.Command]:
         request, at_s = event.request, event.at_s
         refusal = self._refusal(event)
         if refusal is not None:
             self.endings["refused"] += 1
-            return [Refuse(request.request_id, refusal)]
+            return [d.Refuse(request.request_id, refusal)]
         tracked = self._tracked(request, at_s)
         self._watch_usable(at_s)
         tracked.long = self.long.takes(tracked)
-        commands: list[Command] = []
+        commands: list[d.Command] = []
         ahead_count = self._line_of(tracked).count_before(tracked)
         self._admit(tracked)
         # Those before it were looked at when something changed last; behind too many it would not be looked at itself.
@@ -305,12 +283,12 @@ class DispatcherCore:
             self._drop(tracked)
             self.accepted_count -= 1
             self.endings["refused"] += 1
-            commands.append(Refuse(request.request_id, overload))
+            commands.append(d.Refuse(request.request_id, overload))
         elif request.taken_over or request.output_token_ids:
             self.taken_over_count += 1
         return commands
 
-    def _tracked(self, request: Request, at_s: float) -> Tracked:
+    def _tracked(self, request: d.Request, at_s: float) -> Tracked:
         """What another dispatcher was serving stands before what has come here, in the order in which it comes."""
         serial = self._next_serial + (_FRONT if request.taken_over else 0)
         self._next_serial += 1
@@ -328,7 +306,7 @@ class DispatcherCore:
         self._deadlines.add(request.deadline_at_s, tracked.serial, request.request_id)
         self._line_of(tracked).add(tracked)
 
-    def _refusal(self, event: Submitted) -> BallastError | None:
+    def _refusal(self, event: d.Submitted) -> BallastError | None:
         request = event.request
         if self.draining:
             return Unavailable(self._id, "is draining; use another dispatcher")
@@ -350,15 +328,15 @@ class DispatcherCore:
             return long_too_full(newcomer, self.long, self.backlog, self.limits)
         return too_full(newcomer, self.backlog, self.limits, self._placement.drain_rate, at_s)
 
-    def _withdraw(self, event: Withdrawn) -> list[Command]:
+    def _withdraw(self, event: d.Withdrawn) -> list[d.Command]:
         tracked = self.requests.get(event.request_id)
         if tracked is None:
             return []
         place = self._pull if tracked.offline else self._dispatch
         return [*self._fail(tracked, Cancelled(event.why), event.at_s), *place(event.at_s)]
 
-    def _tick(self, at_s: float) -> list[Command]:
-        commands: list[Command] = []
+    def _tick(self, at_s: float) -> list[d.Command]:
+        commands: list[d.Command] = []
         for request_id in self._deadlines.due(at_s):
             tracked = self.requests[request_id]
             commands += self._fail(tracked, DeadlineExceeded("the deadline of the request has passed"), at_s)
@@ -373,14 +351,14 @@ class DispatcherCore:
                 commands += [c for tracked in overdue for c in self._fail(tracked, gone, at_s)]
         return commands + self._dispatch(at_s)
 
-    def _fail(self, tracked: Tracked, error: BallastError, at_s: float) -> list[Command]:
-        commands: list[Command] = []
+    def _fail(self, tracked: Tracked, error: BallastError, at_s: float) -> list[d.Command]:
+        commands: list[d.Command] = []
         if tracked.worker is not None:
-            commands.append(AbortOnWorker(tracked.worker, tracked.handle))
+            commands.append(d.AbortOnWorker(tracked.worker, tracked.handle))
         facts = tracked.facts(at_s)
         self._drop(tracked)
         self.endings[ENDING_OF.get(type(error), "error")] += 1
-        return [*commands, Fail(tracked.request.request_id, error, facts)]
+        return [*commands, d.Fail(tracked.request.request_id, error, facts)]
 
     def _drop(self, tracked: Tracked, *, ended: bool = False) -> None:
         """`ended`: its answer has come to its end."""
@@ -403,14 +381,14 @@ class DispatcherCore:
 
     # --------------------------------------------------------------------------------------------- steps
 
-    def _step(self, event: StepReceived) -> list[Command]:
+    def _step(self, event: d.StepReceived) -> list[d.Command]:
         worker = self.fleet.get(event.worker)
         if worker is None or not worker.connected:
             self.relay.stale_count += (
                 len(event.handles) + len(event.endings) + len(event.preempted) + len(event.resumed)
             )
             return []
-        commands: list[Command] = []
+        commands: list[d.Command] = []
         self.relay.deliver(worker, event, commands)
         if worker.preempted or event.preempted or event.resumed:
             self.relay.stale_count += worker.hear_who_waits(event)
@@ -439,7 +417,7 @@ class DispatcherCore:
             commands += self._pull(event.at_s)
         return commands
 
-    def _end(self, worker: Worker, tracked: Tracked, ending: Ending, at_s: float) -> list[Command]:
+    def _end(self, worker: Worker, tracked: Tracked, ending: d.Ending, at_s: float) -> list[d.Command]:
         """A worker's ending: the request's own, or a reason to try elsewhere."""
         request_id = tracked.request.request_id
         tracked.cached_token_count = max(tracked.cached_token_count, ending.cached_token_count)
@@ -455,7 +433,7 @@ class DispatcherCore:
                 self.endings[reason.value] += 1
                 if not tracked.offline:
                     self._traffic.ended(at_s, len(tracked.output_token_ids))
-                return [Finish(request_id, reason, ending.matched_stop, tracked.facts(at_s))]
+                return [d.Finish(request_id, reason, ending.matched_stop, tracked.facts(at_s))]
             case FinishReason.DEADLINE:
                 error: BallastError = DeadlineExceeded("the deadline of the request has passed")
             case FinishReason.ERROR if ending.invalid:
@@ -476,23 +454,23 @@ class DispatcherCore:
                 error = PeerViolation(f"worker {worker.key.worker_id}", "ended a request that nobody cancelled")
         self._drop(tracked)
         self.endings[ENDING_OF.get(type(error), "error")] += 1
-        return [Fail(request_id, error, tracked.facts(at_s))]
+        return [d.Fail(request_id, error, tracked.facts(at_s))]
 
     # --------------------------------------------------------------------------------------------- placing
 
-    def _dispatch(self, at_s: float) -> list[Command]:
+    def _dispatch(self, at_s: float) -> list[d.Command]:
         commands = self._settle(self._placement.run(at_s), at_s)
         if len(self.long):
             for tracked, error in list(self.long.overdue(at_s)):
                 commands += self._fail(tracked, error, at_s)
         return [*commands, *self._pull(at_s)] if len(self.feed) else commands
 
-    def _pull(self, at_s: float) -> list[Command]:
+    def _pull(self, at_s: float) -> list[d.Command]:
         """Offline requests go where they are wanted."""
         return self._settle(self._placement.pull(at_s), at_s)
 
-    def _settle(self, outcome: Outcome, at_s: float) -> list[Command]:
-        commands: list[Command] = [*outcome.placed]
+    def _settle(self, outcome: Outcome, at_s: float) -> list[d.Command]:
+        commands: list[d.Command] = [*outcome.placed]
         for tracked in outcome.hopeless:
             why = f"{tracked.token_count} tokens need more KV blocks than any worker has"
             error: BallastError = InvalidRequest("prompt", why)
@@ -503,7 +481,7 @@ class DispatcherCore:
             commands += self._fail(tracked, error, at_s)
         return commands
 
-    def contenders(self, request: Request, at_s: float) -> list[WorkerKey]:
+    def contenders(self, request: d.Request, at_s: float) -> list[WorkerKey]:
         """One of these gets the request if it comes now and nobody waits; nobody does if there are none.
 
         For whoever knows of loads that the dispatcher has not heard of, in which less is free and all else is as it

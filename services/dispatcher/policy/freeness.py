@@ -27,7 +27,7 @@ counts as virtual usage of one worker, which takes nothing more until the reques
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -125,39 +125,6 @@ def blocks_for(tokens: int, block_tokens: int) -> int:
 def has_place(view: WorkerView, rules: RoutingRules) -> bool:
     """Whether the worker could take any request at all, however small."""
     return runs_at_once(view, 1) or may_queue(view, rules)
-
-
-def choose(
-    views: Sequence[WorkerView], need: Need, rules: RoutingRules, hits: Hits = NO_HITS, *, may_queue_large: bool
-) -> WorkerView | None:
-    """The worker that gets the request now; None to keep it in the backlog. Ties go to the smallest id.
-
-    The rule in its plain form. Dispatchers follow it by `policy.ranking.Ranking`, which has to choose the same.
-    """
-    freest: dict[Shape, WorkerView] = {}  # of each shape, of those where it runs at once and can grow
-    tight: dict[Shape, WorkerView] = {}  # where it runs at once
-    queue: WorkerView | None = None
-    holders: tuple[list[WorkerView], list[WorkerView]] = [], []  # those that have a part of it, likewise
-    for view in views:
-        block_count = blocks_for(need.tokens, view.block_tokens)
-        if view.draining or block_count > view.block_count:
-            continue
-        with_growth = min(view.block_count, blocks_for(need.tokens + need.growth_tokens, view.block_tokens))
-        shape = view.shape
-        if runs_at_once(view, with_growth):
-            freest[shape] = _freer(freest.get(shape), view)
-            holders[0].extend([view] * (view.worker in hits))
-        if runs_at_once(view, block_count):
-            tight[shape] = _freer(tight.get(shape), view)
-            holders[1].extend([view] * (view.worker in hits))
-        elif may_queue(view, rules) and (may_queue_large or block_count <= rules.large_fraction * view.block_count):
-            queue = _freer(queue, view)
-    found = [*freest.values(), *holders[0]] if freest else [*tight.values(), *holders[1]]
-    return min(found, key=lambda view: place_of(view, need, hits), default=queue)
-
-
-def _freer(one: WorkerView | None, other: WorkerView) -> WorkerView:
-    return other if one is None else min(one, other, key=lambda view: (-freeness(view), view.worker))
 
 
 class Place(NamedTuple):

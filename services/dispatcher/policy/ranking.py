@@ -1,4 +1,4 @@
-"""The same choice as `freeness.choose`, over workers that change one at a time.
+"""The choice of a worker by the rules of `freeness`, over workers that change one at a time.
 
 Workers of one shape (blocks, and tokens of a block) differ for a request only in what is free and how free they are.
 So each shape keeps its workers in the order of freeness, and knows the most blocks that are free on any of them: who
@@ -103,7 +103,7 @@ class Ranking:
             del self._shapes[view.shape]
 
     def choose(self, need: Need, hits: Hits = NO_HITS, *, may_queue_large: bool) -> WorkerKey | None:
-        """The same choice as `freeness.choose` among all views."""
+        """The worker that gets the request now; None to keep it in the backlog. Ties go to the smallest id."""
         if (at_once := self.at_once(need, hits)) is not None:
             return at_once
         best: _Place | None = None

@@ -13,27 +13,8 @@ from ballast.common.model import ModelInfo
 from ballast.rpc.channel import Dial, open_channel
 from ballast.service.logs import get_logger
 from ballast.service.tasks import Work, keep_up, note_failure
+from services.dispatcher.core import events as d
 from services.dispatcher.core.dispatcher import DispatcherCore
-from services.dispatcher.core.events import (
-    AbortOnWorker,
-    Command,
-    Connect,
-    Deliver,
-    Disconnect,
-    DrainRequested,
-    Event,
-    Fail,
-    Finish,
-    Place,
-    Refuse,
-    Request,
-    StepReceived,
-    Submitted,
-    Tick,
-    TimeIsUp,
-    UndrainRequested,
-    Withdrawn,
-)
 from services.dispatcher.policy.freeness import WorkerKey
 from services.dispatcher.shell.chronicle import Chronicle
 from services.dispatcher.shell.clients import ClientEnding, ClientStream, Pacer
@@ -57,7 +38,6 @@ class DispatcherShell:
         metrics: DispatcherMetrics,
         chronicle: Chronicle,
         on_bug: Callable[[InvariantViolation], None],
-        connect_timeout_s: float,
         client_stall_timeout_s: float,
         dial: Dial = open_channel,
     ) -> None:
@@ -69,7 +49,6 @@ class DispatcherShell:
         self._clock = clock
         self._metrics = metrics
         self._on_bug = on_bug
-        self._connect_timeout_s = connect_timeout_s
         self._client_stall_timeout_s = client_stall_timeout_s
         self._clients: dict[RequestId, ClientStream] = {}
         self._links: dict[WorkerKey, tuple[WorkerLink, asyncio.Task[None]]] = {}
@@ -78,16 +57,16 @@ class DispatcherShell:
         self._timer_at_s = math.inf
         self._idle = asyncio.Event()
         self._pacer = Pacer()
-        self._story: deque[Event] = deque(maxlen=_STORY_EVENTS)
-        self._execute: Mapping[type[Command], Callable[..., None]] = {
-            Deliver: self._deliver,
-            Finish: self._end,
-            Fail: self._end,
-            Refuse: self._end,
-            Place: self._place,
-            AbortOnWorker: self._abort,
-            Connect: self._connect,
-            Disconnect: self._disconnect,
+        self._story: deque[d.Event] = deque(maxlen=_STORY_EVENTS)
+        self._execute: Mapping[type[d.Command], Callable[..., None]] = {
+            d.Deliver: self._deliver,
+            d.Finish: self._end,
+            d.Fail: self._end,
+            d.Refuse: self._end,
+            d.Place: self._place,
+            d.AbortOnWorker: self._abort,
+            d.Connect: self._connect,
+            d.Disconnect: self._disconnect,
         }
 
     @property
@@ -120,7 +99,7 @@ class DispatcherShell:
                 if self._timer is not None:
                     self._timer.cancel()
 
-    def feed(self, event: Event) -> None:
+    def feed(self, event: d.Event) -> None:
         """Not async: nothing can come between a decision and what it orders."""
         self._story.append(event)
         try:
@@ -147,16 +126,16 @@ class DispatcherShell:
 
     # --------------------------------------------------------------------------------------------- clients
 
-    def open(self, request: Request) -> ClientStream:
+    def open(self, request: d.Request) -> ClientStream:
         """Submits; a refusal comes as the stream's ending."""
         stream = ClientStream(request.request_id, self._pacer)
         twin = self._clients.get(request.request_id)
         self._clients[request.request_id] = stream
         self._idle.clear()
         at_s = self._clock.now_s()
-        self.feed(Submitted(at_s, request))
+        self.feed(d.Submitted(at_s, request))
         self.chronicle.opened(request.request_id, at_s)
-        if isinstance(stream.ending, Refuse):
+        if isinstance(stream.ending, d.Refuse):
             self.turned_away(request.request_id, stream.ending.error, request)
         if twin is not None and twin.ending is None:
             self._clients[request.request_id] = twin  # the newcomer has been refused
@@ -173,10 +152,10 @@ class DispatcherShell:
     def withdraw(self, request_id: RequestId, why: str) -> bool:
         """False if there is no such request."""
         found = request_id in self.core.requests
-        self.feed(Withdrawn(self._clock.now_s(), request_id, why))
+        self.feed(d.Withdrawn(self._clock.now_s(), request_id, why))
         return found
 
-    def turned_away(self, request_id: RequestId, error: BallastError, request: Request | None) -> None:
+    def turned_away(self, request_id: RequestId, error: BallastError, request: d.Request | None) -> None:
         """Told of a request that is never accepted; without `request` it was wrong in itself."""
         if request is None:
             self._metrics.invalid_count += 1
@@ -184,12 +163,12 @@ class DispatcherShell:
 
     def drain(self, *, for_good: bool = False) -> None:
         """`for_good`: the process is going to end, so `undrain` does not take it back."""
-        self.feed(DrainRequested(self._clock.now_s(), for_good))
+        self.feed(d.DrainRequested(self._clock.now_s(), for_good))
         self.ready_changed.set()
 
     def undrain(self) -> bool:
         """Whether requests are taken again."""
-        self.feed(UndrainRequested(self._clock.now_s()))
+        self.feed(d.UndrainRequested(self._clock.now_s()))
         self.ready_changed.set()
         return not self.core.draining
 
@@ -202,7 +181,7 @@ class DispatcherShell:
                     await self._idle.wait()
         except TimeoutError:
             get_logger().warning("giving up requests", count=len(self.core.requests), waited_s=timeout_s)
-            self.feed(TimeIsUp(self._clock.now_s()))
+            self.feed(d.TimeIsUp(self._clock.now_s()))
 
     async def _sweep(self) -> None:
         while True:
@@ -220,7 +199,7 @@ class DispatcherShell:
 
     # --------------------------------------------------------------------------------------------- commands
 
-    def _deliver(self, command: Deliver) -> None:
+    def _deliver(self, command: d.Deliver) -> None:
         stream = self._clients.get(command.request_id)
         if stream is not None:
             stream.push(command.token_ids, command.text, command.logprobs, self._story[-1].at_s)
@@ -229,39 +208,38 @@ class DispatcherShell:
         stream = self._clients.get(command.request_id)
         if stream is not None:
             stream.end(command, self._story[-1].at_s)
-        if not isinstance(command, Refuse):
+        if not isinstance(command, d.Refuse):
             self._metrics.observe(command.facts)
             self.chronicle.ended(command, self._story[-1].at_s)
 
-    def _place(self, command: Place) -> None:
+    def _place(self, command: d.Place) -> None:
         self._links[command.worker][0].place(command)
 
-    def _abort(self, command: AbortOnWorker) -> None:
+    def _abort(self, command: d.AbortOnWorker) -> None:
         link = self._links.get(command.worker)
         if link is not None:
             link[0].abort(command.handle)
 
-    def _connect(self, command: Connect) -> None:
+    def _connect(self, command: d.Connect) -> None:
         link = WorkerLink(
             command.worker,
             command.address,
             identity=self._identity,
             clock=self._clock,
             feed=self._feed_from_link,
-            connect_timeout_s=self._connect_timeout_s,
             dial=self._dial,
         )
         task = self._tasks.keep(link.run, "link to a worker")
         self._links[command.worker] = (link, task)
 
-    def _disconnect(self, command: Disconnect) -> None:
+    def _disconnect(self, command: d.Disconnect) -> None:
         _, task = self._links.pop(command.worker)
         task.cancel()
         self.ready_changed.set()
 
-    def _feed_from_link(self, event: Event) -> None:
+    def _feed_from_link(self, event: d.Event) -> None:
         self.feed(event)
-        if not isinstance(event, StepReceived):
+        if not isinstance(event, d.StepReceived):
             self.ready_changed.set()
 
     # --------------------------------------------------------------------------------------------- timer
@@ -278,4 +256,4 @@ class DispatcherShell:
 
     def _on_timer(self) -> None:
         self._timer, self._timer_at_s = None, math.inf
-        self.feed(Tick(self._clock.now_s()))
+        self.feed(d.Tick(self._clock.now_s()))

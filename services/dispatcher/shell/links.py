@@ -25,7 +25,7 @@ from services.dispatcher.core.events import Ending, Event, Place, StepReceived, 
 from services.dispatcher.policy.freeness import WorkerKey
 
 _ENDING = Mapper(Ending, pb.Ending)
-_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 2.0
+_CONNECT_TIMEOUT_S, _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 5.0, 0.05, 2.0
 
 AttachCall = grpc.aio.StreamStreamCall[pb.AttachRequest, pb.AttachResponse]
 
@@ -49,7 +49,6 @@ class WorkerLink:
         identity: Identity,
         clock: Clock,
         feed: Callable[[Event], None],
-        connect_timeout_s: float,
         dial: Dial,
     ) -> None:
         self._dial = dial
@@ -58,7 +57,6 @@ class WorkerLink:
         self._identity = identity
         self._clock = clock
         self._feed = feed
-        self._connect_timeout_s = connect_timeout_s
         self._outgoing: deque[pb.AttachRequest] = deque()  # bounded by what the core places on one worker
         self._wake = asyncio.Event()
         self._log = get_logger().bind(worker_id=worker.worker_id, worker_incarnation=worker.incarnation)
@@ -114,11 +112,11 @@ class WorkerLink:
             worker_incarnation=self._worker.incarnation,
         )
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 await call.write(pb.AttachRequest(hello=hello))
                 first = await call.read()
         except TimeoutError as error:
-            why = f"no welcome within {self._connect_timeout_s:g} s"
+            why = f"no welcome within {_CONNECT_TIMEOUT_S:g} s"
             raise Unavailable(self._worker.worker_id, why) from error
         if not isinstance(first, pb.AttachResponse) or not first.HasField("welcome"):
             raise PeerViolation(self._worker.worker_id, "answered Hello with something else than Welcome")

@@ -23,37 +23,10 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Incarnation, WorkerId
 from ballast.common.load import LoadReport
 from ballast.common.traffic import Pace, Traffic
+from services.monitor.core import messages as m
 from services.monitor.core.backlogs import Backlogs
 from services.monitor.core.entry import Entry
 from services.monitor.core.groups import Groups
-from services.monitor.core.messages import (
-    Announced,
-    Change,
-    CloseReason,
-    CloseStream,
-    Command,
-    ConnectionRefused,
-    DismissWatchers,
-    Event,
-    ForgetBacklogs,
-    InstanceDraining,
-    InstanceLost,
-    InstanceUp,
-    LeadershipChanged,
-    LoadRegistry,
-    LoadReported,
-    ProbeAddress,
-    Publish,
-    Raised,
-    RegistryLoaded,
-    SnapshotEnd,
-    StreamEnded,
-    StreamId,
-    SurroundingsRead,
-    Ticked,
-    WholeMemory,
-    WriteRegistry,
-)
 from services.monitor.policy.demand import ClusterDemand, GroupDemand, backlog_bytes, sum_demand
 from services.monitor.policy.pressure import TREND_WINDOW_S, LongRequest, Pressure, PressureRules
 
@@ -109,10 +82,12 @@ class MonitorCore:
     groups: Groups = field(default_factory=Groups)
     pressure: Pressure = field(init=False)
     _backlogs: Backlogs = field(init=False)
-    _wholes: dict[tuple[WorkerId, Incarnation], WholeMemory] = field(  # by the monitor before, of whom has not come yet
-        default_factory=dict[tuple[WorkerId, Incarnation], WholeMemory]
+    _wholes: dict[tuple[WorkerId, Incarnation], m.WholeMemory] = (
+        field(  # by the monitor before, of whom has not come yet
+            default_factory=dict[tuple[WorkerId, Incarnation], m.WholeMemory]
+        )
     )
-    _streams: dict[StreamId, WorkerId] = field(default_factory=dict[StreamId, WorkerId])
+    _streams: dict[m.StreamId, WorkerId] = field(default_factory=dict[m.StreamId, WorkerId])
     # Newest life known of each worker, those heard of last at the end.
     _newest: OrderedDict[WorkerId, Incarnation] = field(default_factory=OrderedDict[WorkerId, Incarnation])
     _active_since_s: float = 0.0
@@ -135,46 +110,46 @@ class MonitorCore:
     def active(self) -> bool:
         return self.token is not None
 
-    def snapshot(self) -> list[Change]:
+    def snapshot(self) -> list[m.Change]:
         """What a new watcher is told before anything else."""
-        ups: list[Change] = [entry.up for _, entry in sorted(self.entries.items()) if not entry.stuck]
-        return [*ups, SnapshotEnd()] if self.warm else ups
+        ups: list[m.Change] = [entry.up for _, entry in sorted(self.entries.items()) if not entry.stuck]
+        return [*ups, m.SnapshotEnd()] if self.warm else ups
 
-    def handle(self, event: Event) -> list[Command]:
+    def handle(self, event: m.Event) -> list[m.Command]:
         match event:
-            case Announced():
+            case m.Announced():
                 return self._announced(event)
-            case LoadReported():
+            case m.LoadReported():
                 return self._load_reported(event)
-            case StreamEnded():
+            case m.StreamEnded():
                 return self._stream_ended(event)
-            case ConnectionRefused():
+            case m.ConnectionRefused():
                 entry = self.entries.get(event.worker_id)
                 if entry is None or entry.instance.incarnation != event.incarnation or entry.stream_id is not None:
                     return []
                 return self._lose(event.worker_id, "its process is gone: connection refused", event.cause_id)
-            case RegistryLoaded():
+            case m.RegistryLoaded():
                 return self._registry_loaded(event)
-            case SurroundingsRead():
+            case m.SurroundingsRead():
                 return self._surroundings_read(event)
-            case LeadershipChanged():
+            case m.LeadershipChanged():
                 return self._leadership_changed(event)
-            case Ticked():
+            case m.Ticked():
                 return self._ticked(event)
 
-    def _announced(self, event: Announced) -> list[Command]:
+    def _announced(self, event: m.Announced) -> list[m.Command]:
         instance, stream_id = event.instance, event.stream_id
         if not self.active:
-            return [CloseStream(stream_id, CloseReason.STANDBY)]
+            return [m.CloseStream(stream_id, m.CloseReason.STANDBY)]
         newest = self._newest.get(instance.worker_id, instance.incarnation)
         if instance.incarnation < newest:
-            return [CloseStream(stream_id, CloseReason.STALE, have=instance.incarnation, want=newest)]
-        commands: list[Command] = []
+            return [m.CloseStream(stream_id, m.CloseReason.STALE, have=instance.incarnation, want=newest)]
+        commands: list[m.Command] = []
         entry = self.entries.get(instance.worker_id)
         if entry is None and len(self.entries) >= self.rules.max_instances:
-            return [CloseStream(stream_id, CloseReason.FULL)]
+            return [m.CloseStream(stream_id, m.CloseReason.FULL)]
         if entry is not None and entry.stream_id not in (None, stream_id):
-            commands.append(self._close(entry, CloseReason.SUPERSEDED))
+            commands.append(self._close(entry, m.CloseReason.SUPERSEDED))
         if entry is not None and entry.instance.incarnation < instance.incarnation:
             commands += self._lose(instance.worker_id, "replaced by a newer life of the worker", event.cause_id)
             entry = None
@@ -182,16 +157,16 @@ class MonitorCore:
             entry = Entry(instance, event.at_s, stream_id, deque(maxlen=self.rules.history_length))
             entry.whole = self._wholes.pop((instance.worker_id, instance.incarnation), None)
             self.entries[instance.worker_id] = entry
-            commands.append(Publish(InstanceUp(instance, draining=False, place=event.place), event.cause_id))
+            commands.append(m.Publish(m.InstanceUp(instance, draining=False, place=event.place), event.cause_id))
         elif entry.instance != instance or entry.place != event.place:
-            commands.append(Publish(replace(entry.up, instance=instance, place=event.place), event.cause_id))
+            commands.append(m.Publish(replace(entry.up, instance=instance, place=event.place), event.cause_id))
         entry.instance, entry.stream_id, entry.heard_at_s = instance, stream_id, event.at_s
         entry.place = event.place
         self._streams[stream_id] = instance.worker_id
         self._remember(instance.worker_id, instance.incarnation)
         return commands
 
-    def _load_reported(self, event: LoadReported) -> list[Command]:
+    def _load_reported(self, event: m.LoadReported) -> list[m.Command]:
         worker_id = self._streams.get(event.stream_id)
         if worker_id is None:  # of a stream that was closed meanwhile
             return []
@@ -201,32 +176,36 @@ class MonitorCore:
         commands = self._look_at_step(event, entry) + self._look_at_jump(event, before)
         parks = event.load.parked != (before is not None and before.parked)
         if event.place != place or parks:  # who plans goes by what instances say of themselves
-            commands.append(Publish(entry.up, event.cause_id))
+            commands.append(m.Publish(entry.up, event.cause_id))
         # Draining is for good: a life that drains takes nothing new again.
         if event.load.draining and not entry.draining:
             entry.draining = True
-            commands.append(Publish(InstanceDraining(worker_id, entry.instance.incarnation), event.cause_id))
+            commands.append(m.Publish(m.InstanceDraining(worker_id, entry.instance.incarnation), event.cause_id))
         return commands
 
-    def _look_at_step(self, event: LoadReported, entry: Entry) -> list[Command]:
+    def _look_at_step(self, event: m.LoadReported, entry: Entry) -> list[m.Command]:
         stuck = event.load.step_age_s > self.rules.step_timeout_s
         if stuck == entry.stuck:
             return []
         entry.stuck = stuck
         instance = entry.instance
         if not stuck:
-            return [Publish(entry.up, event.cause_id)]
+            return [m.Publish(entry.up, event.cause_id)]
         why = f"its engine hangs: a step has lasted {event.load.step_age_s:.1f} s"
-        return [Publish(InstanceLost(instance.worker_id, instance.incarnation, why), event.cause_id)]
+        return [m.Publish(m.InstanceLost(instance.worker_id, instance.incarnation, why), event.cause_id)]
 
-    def _look_at_jump(self, event: LoadReported, before: LoadReport | None) -> list[Command]:
+    def _look_at_jump(self, event: m.LoadReported, before: LoadReport | None) -> list[m.Command]:
         """A burst fills the memory in the time between a few ticks: not waited for."""
         jumped = before is not None and event.load.has_jumped(before)
-        if not (jumped and self.warm) or event.at_s - self._looked_at_s < LEAST_LOOK_S:
-            return []
-        return self._watch_pressure(event.at_s, event.cause_id)
+        return self._look_soon(event.at_s, event.cause_id) if jumped else []
 
-    def _stream_ended(self, event: StreamEnded) -> list[Command]:
+    def _look_soon(self, at_s: float, cause_id: str) -> list[m.Command]:
+        """Unless that was done a moment ago."""
+        if not self.warm or at_s - self._looked_at_s < LEAST_LOOK_S:
+            return []
+        return self._watch_pressure(at_s, cause_id)
+
+    def _stream_ended(self, event: m.StreamEnded) -> list[m.Command]:
         worker_id = self._streams.pop(event.stream_id, None)
         if worker_id is None:
             return []
@@ -234,10 +213,10 @@ class MonitorCore:
         entry.stream_id = None
         if event.said_goodbye:
             return self._lose(worker_id, "it left", event.cause_id)
-        return [ProbeAddress(entry.instance, event.cause_id)]
+        return [m.ProbeAddress(entry.instance, event.cause_id)]
 
-    def _registry_loaded(self, event: RegistryLoaded) -> list[Command]:
-        commands: list[Command] = []
+    def _registry_loaded(self, event: m.RegistryLoaded) -> list[m.Command]:
+        commands: list[m.Command] = []
         for worker_id, incarnation, whole in event.wholes if self.active else ():
             entry = self.entries.get(worker_id)
             if entry is None:
@@ -251,23 +230,26 @@ class MonitorCore:
                 commands += self._lose(worker_id, "a newer life of the worker is known", event.cause_id)
         return commands
 
-    def _surroundings_read(self, event: SurroundingsRead) -> list[Command]:
+    def _surroundings_read(self, event: m.SurroundingsRead) -> list[m.Command]:
         if not self.active:
             return []
+        before = self._backlogs.total(event.at_s).token_count
         self.groups.adopt(event.at_s, event.layout)
         self._backlogs.read(event.at_s, event.backlogs)
         silent = self._backlogs.silent(event.at_s)
-        return [ForgetBacklogs(silent)] if silent else []
+        forget: list[m.Command] = [m.ForgetBacklogs(silent)] if silent else []
+        more = self._backlogs.total(event.at_s).token_count > before
+        return forget + (self._look_soon(event.at_s, event.cause_id) if more else [])
 
-    def _leadership_changed(self, event: LeadershipChanged) -> list[Command]:
+    def _leadership_changed(self, event: m.LeadershipChanged) -> list[m.Command]:
         was_active, self.token = self.active, event.token
         if self.active == was_active:
             return []
         if self.active:
             self._active_since_s = self._registry_at_s = event.at_s
             self.pressure.begin(event.at_s)
-            return [LoadRegistry()]
-        closed: list[Command] = [CloseStream(s, CloseReason.STANDBY) for s in sorted(self._streams)]
+            return [m.LoadRegistry()]
+        closed: list[m.Command] = [m.CloseStream(s, m.CloseReason.STANDBY) for s in sorted(self._streams)]
         self._streams.clear()
         self.entries.clear()
         self._forget.clear()
@@ -275,39 +257,39 @@ class MonitorCore:
         self._backlogs.clear()
         self.groups.clear()
         self.warm = False
-        return [*closed, DismissWatchers()]
+        return [*closed, m.DismissWatchers()]
 
-    def _ticked(self, event: Ticked) -> list[Command]:
+    def _ticked(self, event: m.Ticked) -> list[m.Command]:
         self._forgive_own_sleep(event.at_s)
         if not self.active:
             return []
-        commands: list[Command] = []
+        commands: list[m.Command] = []
         for worker_id in sorted(self.entries):
             silent_s = event.at_s - self.entries[worker_id].heard_at_s
             if silent_s > self.rules.lease_s:
                 commands += self._lose(worker_id, f"silent for {silent_s:.1f} s", event.cause_id, silent=True)
         if not self.warm and event.at_s - self._active_since_s >= self.rules.warmup_s:
             self.warm = True
-            commands.append(Publish(SnapshotEnd(), event.cause_id))
+            commands.append(m.Publish(m.SnapshotEnd(), event.cause_id))
         if self.warm:
             commands += self._watch_pressure(event.at_s, event.cause_id)
             if event.at_s - self._long_at_s >= LONG_S and (found := self._long_request(event.at_s)) is not None:
                 self._long_at_s = event.at_s
-                commands.append(Publish(Raised(found, ()), event.cause_id))
+                commands.append(m.Publish(m.Raised(found, ()), event.cause_id))
         if event.at_s - self._registry_at_s >= self.rules.registry_interval_s:
             self._registry_at_s = event.at_s
-            commands.append(WriteRegistry(tuple(sorted(set(self._forget) - set(self.entries)))))
+            commands.append(m.WriteRegistry(tuple(sorted(set(self._forget) - set(self.entries)))))
             self._forget.clear()
         return commands
 
-    def _watch_pressure(self, at_s: float, cause_id: str) -> list[Command]:
+    def _watch_pressure(self, at_s: float, cause_id: str) -> list[m.Command]:
         self._looked_at_s = at_s
         sample = self.cluster_demand(at_s)
         signals = self.pressure.observe(sample)
         if not signals:
             return []
         groups = self.group_demands(at_s)
-        return [Publish(Raised(signal, groups), cause_id) for signal in signals]
+        return [m.Publish(m.Raised(signal, groups), cause_id) for signal in signals]
 
     def _long_request(self, at_s: float) -> LongRequest | None:
         """One that waits comes before one that has room for a while yet."""
@@ -371,19 +353,19 @@ class MonitorCore:
             entry.heard_at_s = min(at_s, entry.heard_at_s + at_s - last_s)
         self._active_since_s += at_s - last_s
 
-    def _lose(self, worker_id: WorkerId, why: str, cause_id: str, *, silent: bool = False) -> list[Command]:
+    def _lose(self, worker_id: WorkerId, why: str, cause_id: str, *, silent: bool = False) -> list[m.Command]:
         entry = self.entries.pop(worker_id)
         self._forget.append(worker_id)
-        word = Publish(InstanceLost(worker_id, entry.instance.incarnation, why, silent), cause_id)
-        lost: list[Command] = [] if entry.stuck else [word]
-        return lost if entry.stream_id is None else [self._close(entry, CloseReason.SILENT), *lost]
+        word = m.Publish(m.InstanceLost(worker_id, entry.instance.incarnation, why, silent), cause_id)
+        lost: list[m.Command] = [] if entry.stuck else [word]
+        return lost if entry.stream_id is None else [self._close(entry, m.CloseReason.SILENT), *lost]
 
-    def _close(self, entry: Entry, why: CloseReason) -> CloseStream:
+    def _close(self, entry: Entry, why: m.CloseReason) -> m.CloseStream:
         if entry.stream_id is None:
             raise InvariantViolation(f"{entry.instance.worker_id} has no stream to close")
         stream_id, entry.stream_id = entry.stream_id, None
         del self._streams[stream_id]
-        return CloseStream(stream_id, why)
+        return m.CloseStream(stream_id, why)
 
     def _remember(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
         self._newest[worker_id] = max(incarnation, self._newest.get(worker_id, incarnation))

@@ -6,16 +6,16 @@ waits, so a burst counts in full at the moment it arrives and does not have to b
 - Overload: the forecast is above the threshold, and the workers' memory is nearly taken already, or will be in the time
   that a drop takes (armed): dropping earlier wins nothing and a pipeline costs something, and what waits in a backlog
   while workers have memory to spare waits for something else, which no memory buys. Demand above the threshold needs no
-  trend. Chance makes small clusters look short for a moment again and again, so the next sample has to agree, except
-  when a great deal is missing.
+  trend. Chance makes small clusters look short for a moment again and again: the planner, which compares what would
+  come of a drop, looks a second time where that is not clear.
 - Relief: parameters are dropped, and what is wanted, with its trend, and usage have been below some part of the
   un-dropped memory for a while: layers begin to come back, and groups wait by themselves for what more that wants.
   Where the next burst came soon after the last relief, the next one waits for as long as it would have taken to be
   spared that drop: staying dropped costs a little all the time, giving back in vain costs a burst its memory.
 - Between any two of these lies at least the dwell time, and a change of the merged groups, whoever made it, starts it
   anew: a load that oscillates over any threshold causes one transition per dwell time at most. A relief that has not
-  changed the groups yet is no transition: an overload takes it back at once and without a second look, for a restore
-  that is given up costs nobody anything. While KV is copied there is less memory than before and after; that lasts a
+  changed the groups yet is no transition: an overload takes it back at once, for a restore that is given up
+  costs nobody anything. While KV is copied there is less memory than before and after; that lasts a
   moment, so demand is an overload then if it exceeds what there will be.
 """
 
@@ -49,8 +49,6 @@ class PressureRules:
     # Less than the threshold: so large a share of the memory has to be taken, or waited for in the workers, before
     # anything is alarming. An early drop wins nothing, and a pipeline is slower.
     arming_below_fraction: float = 0.05
-    overload_after_s: float = 0.15  # the forecast has to stay above: the next sample agrees, whenever it was reported
-    overload_urgent_fraction: float = 1.25  # of the capacity: above it no chance is needed to explain the forecast
     # Of the forecast demand, freed in excess where the planner cannot compare: where only some groups are merged, new
     # requests all go where the room is, and wait for computing there.
     overload_margin_fraction: float = 0.25
@@ -119,7 +117,6 @@ class Pressure:
     quiet_until_s: float = -math.inf  # no transition is asked for before
     _changeable_from_s: float = -math.inf  # the same, but for the relief that was asked for last
     _relieving: bool = False  # a relief was asked for, and since then the groups have not changed
-    _alarming_since_s: float | None = None
     _low_since_s: float | None = None
     _given_back_s: float | None = None  # since when demand had been low before the last restore, if no drop followed
     _relief_after_s: float = 0.0  # it has to be low for so long at least before the next
@@ -136,21 +133,17 @@ class Pressure:
         self.quiet_until_s = self._changeable_from_s = at_s + self.rules.dwell_s
         self._relieving = False
         self._given_back_s, self._relief_after_s = None, 0.0
-        self._forget_durations()
-
-    def _forget_durations(self) -> None:
-        self._alarming_since_s = self._low_since_s = None
+        self._low_since_s = None
 
     def observe(self, sample: ClusterDemand) -> list[Signal]:
         self._append(sample)
         if sample.capacity_bytes <= 0:  # nobody serves: there is nothing to drop and nothing to restore
             self.forecast = None
-            self._forget_durations()
+            self._low_since_s = None
             return []
         self.forecast = forecast = self._look_ahead(sample)
         self._note(sample, forecast)
-        short = self._is_short(sample, forecast)
-        return self._transition(sample, forecast, short)
+        return self._transition(sample, forecast)
 
     def _append(self, sample: ClusterDemand) -> None:
         before = self.history[-1] if self.history else None
@@ -195,12 +188,6 @@ class Pressure:
         comes_back = self._relieving or not sample.merged
         return max(sample.capacity_bytes, sample.undropped_bytes) if comes_back else sample.capacity_bytes
 
-    def _is_short(self, sample: ClusterDemand, forecast: Forecast) -> bool:
-        if self._alarming_since_s is None:
-            return False
-        is_urgent = forecast.demand_bytes > self.rules.overload_urgent_fraction * forecast.capacity_bytes
-        return is_urgent or self._relieving or sample.at_s - self._alarming_since_s >= self.rules.overload_after_s
-
     def _is_alarming(self, sample: ClusterDemand, forecast: Forecast) -> bool:
         if sample.engaged_bytes < self.rules.overload_arming_fraction * self._settled_bytes(sample):
             return False
@@ -215,11 +202,10 @@ class Pressure:
         demand_bytes = max(sample.wanted_bytes + grown_bytes, sample.used_bytes)
         low = sample.complete and demand_bytes < rules.relief_threshold_fraction * sample.undropped_bytes
         self._low_since_s = _since(self._low_since_s, at_s, low)
-        self._alarming_since_s = _since(self._alarming_since_s, at_s, self._is_alarming(sample, forecast))
 
-    def _transition(self, sample: ClusterDemand, forecast: Forecast, short: bool) -> list[Signal]:
+    def _transition(self, sample: ClusterDemand, forecast: Forecast) -> list[Signal]:
         at_s, rules = sample.at_s, self.rules
-        if short and at_s >= self._changeable_from_s:
+        if self._is_alarming(sample, forecast) and at_s >= self._changeable_from_s:
             required = forecast.missing_bytes(rules.overload_threshold_fraction, rules.overload_margin_fraction)
             self.quiet_until_s = self._changeable_from_s = at_s + rules.dwell_s
             self._relieving = False

@@ -26,12 +26,16 @@ from services.planner.core.survey import (
 )
 from services.planner.core.transition import changed_members
 from services.planner.policy.compare import Comparison, Targets, compare, compare_long, compare_restore
-from services.planner.policy.drop import DropPlan, Method, plan, plan_of, plan_shallow
+from services.planner.policy.drop import by_need, plan_of
 from services.planner.policy.explain import explain, explain_restore
 from services.planner.policy.long_request import LongNeed, group_for, held_by
 from services.planner.policy.restore import RESTORE_USAGE_LIMIT, RestorePlan, plan_restore
 from services.planner.policy.snapshot import ModelShape, Snapshot, columns_of
 from services.planner.policy.split import is_unlike, kinds_of
+
+# A drop so many times as good as nothing, or better, is done at the first look; another one if a second look agrees.
+_CLEAR = 1.5
+_BLIND_S, _BLIND_NEED = 10.0, 0.25  # of the memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +55,9 @@ class DropRequest:
     cause_id: str
     request_id: str = ""  # who waits for an answer
     required_bytes: int | None = None
-    method: Method = Method.AUTO
     worker_ids: tuple[WorkerId, ...] = ()
     again: bool = False  # an overload that was looked at before
+    blind_s: float = 0.0  # so long its comparison has lacked what it is made from
     hold_s: float = 0.0  # once it has begun, for so long nothing comes back unless an operator says so
     long: LongNeed | None = None  # of a request that wants a larger group
 
@@ -97,6 +101,7 @@ class Rejected:
     shortfall_bytes: int = 0
     for_now: bool = False  # it is not worth it; that may change within moments
     compared: Comparison | None = None
+    blind: bool = False  # what a comparison is made from is not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +127,7 @@ def decide(
         if isinstance(change, DropRequest):
             return _drop(change, base, model, load, epoch, planning)
         surveyed = survey(base, model, load.workers, load.slowness, draining=True)
-        return _restore(change, base, surveyed, load, epoch, planning)
+        return _restore(change, base, model, surveyed, load, epoch, planning)
     except NoSurvey as reason:
         return Rejected(str(reason))
 
@@ -139,7 +144,6 @@ def explain_now(
     model: ModelInfo | None,
     load: ClusterLoad,
     required_bytes: int | None,
-    method: Method,
     targets: Targets,
 ) -> Explained:
     """What `ballast drop` would do now; first what is predicted of the layouts that an overload would choose from.
@@ -150,8 +154,8 @@ def explain_now(
     surveyed = survey(base, model, load.workers, load.slowness)
     snapshot = surveyed.snapshot
     needed = demand_bytes(snapshot) if required_bytes is None else required_bytes
-    found = _plan(snapshot, needed, method)
-    compared = _compared(surveyed, load, targets)
+    found = by_need(snapshot, needed)
+    compared = _compared(surveyed, load, model, targets)
     told = () if compared is None else ("an overload now would choose from (as predicted):", *compared.lines())
     target = dropped(base, found, Epoch(base.epoch + 1), "explained") if found.groups else base
     lines = (*told, *explain(found, snapshot.model))
@@ -172,21 +176,28 @@ def _drop(
     surveyed = survey(base, model, loads, load.slowness)
     snapshot = surveyed.snapshot
     if change.long is not None:
-        return _for_long(change, change.long, base, surveyed, load, epoch, planning)
+        return _for_long(change, change.long, base, model, surveyed, load, epoch, planning)
     needed = change.required_bytes
     if needed is None:
         needed = demand_bytes(snapshot)
         if not needed:
             return Rejected("demand fits into the KV memory there is: nothing lacks; say how much, or which workers")
-    compared = None if change.request_id or not planning.compares else _compared(surveyed, load, planning.targets)
+    by_comparison = planning.compares and not change.request_id
+    compared = _compared(surveyed, load, model, planning.targets) if by_comparison else None
     why = f"{change.by}: {human_bytes(needed)} of KV needed"
+    if compared is None and by_comparison and not _must_act_blind(change, snapshot, needed):
+        why = f"not known yet {_unknown(load, model)}: nothing is dropped before"
+        return Rejected(why, needed, for_now=True, blind=True)
     if compared is None:
         tolerable = 0.0 if change.request_id else planning.tolerable_shortfall
-        found = _plan(snapshot, needed, change.method, tolerable)
+        found = by_need(snapshot, needed, tolerable_shortfall=tolerable)
         lines = tuple(explain(found, snapshot.model))
     elif not compared.chosen.merges:
         why = "; ".join(("nothing that could be dropped is better", *compared.lines()))
         return Rejected(why, needed, for_now=True, compared=compared)
+    elif not change.again and compared.gain < _CLEAR:
+        why = "; ".join(("a little better would be a drop, if that is so at a second look", *compared.lines()))
+        return Rejected(why, needed, for_now=True)
     else:
         chosen = compared.chosen.candidate
         found = plan_of(snapshot, chosen.merges, needed, chosen.toward_memory)
@@ -204,6 +215,7 @@ def _for_long(
     change: DropRequest,
     need: LongNeed,
     base: Layout,
+    model: ModelInfo | None,
     surveyed: Survey,
     load: ClusterLoad,
     epoch: Epoch,
@@ -221,7 +233,7 @@ def _for_long(
         why = f"no group of the instances here has room for {need.need_tokens} tokens beside what runs there"
         return Rejected(why, for_now=True)
     compared = None
-    if planning.compares and load.pace is not None and load.traffic.known_s:
+    if planning.compares and load.pace is not None and not _unknown(load, model):
         targets = planning.targets
         compared = compare_long(snapshot, running_of(led), load.traffic, load.pace, made, need, targets)
         if compared.chosen is compared.candidates[0]:
@@ -251,11 +263,32 @@ def _by_hand(change: DropRequest, base: Layout, model: ModelInfo | None, load: C
     return Approved(TransitionKind.DROP, target, snapshot.model, lines)
 
 
+def _must_act_blind(change: DropRequest, snapshot: Snapshot, needed_bytes: int) -> bool:
+    """Where a great deal has lacked for long, to drop as much as that is better than to wait for what is not known."""
+    model = snapshot.model
+    capacity_bytes = sum(columns_of(snapshot.groups).blocks) * model.block_bytes * model.layer_count
+    return change.blind_s >= _BLIND_S and needed_bytes > _BLIND_NEED * capacity_bytes
+
+
+def _unknown(load: ClusterLoad, model: ModelInfo | None) -> str:
+    """What a comparison lacks; empty: nothing."""
+    if load.pace is None or not load.pace.is_believable:
+        return "how fast instances are"
+    traffic, longest = load.traffic, model.max_model_len if model is not None else 0
+    if not traffic.known_s or (longest and not traffic.is_believable(longest)):
+        return "what clients want"
+    return ""
+
+
 def _compared(
-    surveyed: Survey, load: ClusterLoad, targets: Targets, restored: Mapping[GroupId, Sequence[int]] | None = None
+    surveyed: Survey,
+    load: ClusterLoad,
+    model: ModelInfo | None,
+    targets: Targets,
+    restored: Mapping[GroupId, Sequence[int]] | None = None,
 ) -> Comparison | None:
-    """None: nobody knows how fast instances are, or what clients want. `restored`: see `compare_restore`."""
-    if load.pace is None or not load.traffic.known_s:
+    """None: see `_unknown`. `restored`: see `compare_restore`."""
+    if load.pace is None or _unknown(load, model):
         return None
     snapshot, led = surveyed
     running = running_of(led)
@@ -273,7 +306,13 @@ def _compared(
 
 
 def _restore(
-    change: RestoreRequest, base: Layout, surveyed: Survey, load: ClusterLoad, epoch: Epoch, planning: Planning
+    change: RestoreRequest,
+    base: Layout,
+    model: ModelInfo | None,
+    surveyed: Survey,
+    load: ClusterLoad,
+    epoch: Epoch,
+    planning: Planning,
 ) -> Approved | Rejected:
     snapshot, led = surveyed
     waiting = load.traffic.long
@@ -293,7 +332,9 @@ def _restore(
         return Rejected("; ".join(lines))
     compared = None
     if planning.compares and not change.whatever_the_load:
-        compared = _compared(surveyed, load, planning.targets, {d.group_id: d.block_counts for d in found.dissolutions})
+        compared = _compared(
+            surveyed, load, model, planning.targets, {d.group_id: d.block_counts for d in found.dissolutions}
+        )
         if compared is not None and compared.chosen is compared.candidates[0]:
             return Rejected("; ".join(("to give back would be worse", *compared.lines())), compared=compared)
     return Approved(
@@ -310,15 +351,6 @@ def _restore(
 def _sources(found: RestorePlan) -> dict[WorkerId, Sources]:
     names = sorted({pull.worker_id for d in found.dissolutions for pull in d.pulls})
     return {name: sources_of(found, name) for name in names}
-
-
-def _plan(snapshot: Snapshot, needed_bytes: int, method: Method, tolerable_shortfall: float = 0.0) -> DropPlan:
-    count_usable = method in (Method.AUTO, Method.USABLE)
-    if not tolerable_shortfall:
-        return plan(snapshot, needed_bytes, method, count_usable=count_usable)
-    return plan_shallow(
-        snapshot, needed_bytes, method, tolerable_shortfall=tolerable_shortfall, count_usable=count_usable
-    )
 
 
 def _shape(model: ModelInfo | None, loads: Loads) -> ModelShape | None:

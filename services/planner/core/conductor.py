@@ -15,6 +15,7 @@ from ballast.common.layout import Layout, Member
 from ballast.common.model import ModelInfo
 from ballast.common.overload import OverloadPolicy
 from ballast.common.transition import TransitionKind
+from services.planner.core import messages as p
 from services.planner.core.change_requests import (
     Approved,
     DesiredChange,
@@ -27,28 +28,6 @@ from services.planner.core.change_requests import (
     decide,
 )
 from services.planner.core.kept_out import KeptOut
-from services.planner.core.messages import (
-    AnswerChange,
-    Call,
-    CallMember,
-    ChangeRefusal,
-    ChangeRequest,
-    ClusterLoad,
-    Command,
-    DropRequested,
-    LoadsRead,
-    LongRequestRaised,
-    MemberAnswered,
-    NothingDone,
-    OverloadRaised,
-    PredictionSettled,
-    ReadLoads,
-    RefuseChange,
-    ReliefRaised,
-    Sized,
-    Sources,
-    TransitionMoved,
-)
 from services.planner.core.prediction_log import Predicted, PredictionLog
 from services.planner.core.record import TransitionRecord
 from services.planner.core.sizing import Sizing, SizingRules
@@ -68,7 +47,6 @@ from services.planner.core.transition import (
     SendCommit,
     SendPrepare,
     Tick,
-    WriteJournal,
 )
 from services.planner.core.transition import Command as Step
 from services.planner.core.transition import Event as StepEvent
@@ -130,14 +108,15 @@ class Conductor:
     sizing: Sizing = field(init=False)
     _change: DesiredChange | None = None
     _requested_at_s: float = 0.0
-    _load: ClusterLoad | None = None  # for the change
-    _sources: dict[WorkerId, Sources] = field(default_factory=dict[WorkerId, Sources])
+    _load: p.ClusterLoad | None = None  # for the change
+    _sources: dict[WorkerId, p.Sources] = field(default_factory=dict[WorkerId, p.Sources])
     _gives_way: bool = False  # the transition, while it is prepared, to what others want
     _requests: OrderedDict[str, _Request] = field(default_factory=OrderedDict[str, _Request])
     _own_at_s: float = 0.0  # no transition of the planner's own will before
     _again_at_s: float = math.inf  # an overload is looked at anew
     _again_bytes: int = 0  # what it lacked
     _again_until_s: float = -math.inf  # and no more from then on
+    _blind_s: tuple[float, float] | None = None  # when an overload was first and last refused for lack of knowledge
     _held_until_s: float = 0.0  # until then only an operator brings parameters back
     _dropped_at_s: dict[GroupId, float] = field(default_factory=dict[GroupId, float])
 
@@ -180,10 +159,10 @@ class Conductor:
 
     # ------------------------------------------------------------ who wants a change
 
-    def overload(self, event: OverloadRaised) -> list[Command]:
+    def overload(self, event: p.OverloadRaised) -> list[p.Command]:
         if self.rules.policy is not OverloadPolicy.DROP:
             why = f"the policy is {self.rules.policy}"
-            return [NothingDone("overload", why, event.required_bytes, event.cause_id)]
+            return [p.NothingDone("overload", why, event.required_bytes, event.cause_id)]
         if self._gives_memory_up:
             self._again_until_s, self._again_bytes = event.at_s + _LOOK_FOR_S, event.required_bytes
             if self._must_end and self.holds_layout:
@@ -194,7 +173,7 @@ class Conductor:
         self._again_until_s, self._again_bytes = event.at_s + _LOOK_FOR_S, event.required_bytes
         return self._take(DropRequest("overload", event.cause_id, required_bytes=event.required_bytes), event.at_s)
 
-    def long_request(self, event: LongRequestRaised) -> list[Command]:
+    def long_request(self, event: p.LongRequestRaised) -> list[p.Command]:
         """Said again each second: what is not possible now is looked at then. A restore that is only prepared may take
         away what it needs.
         """
@@ -221,22 +200,21 @@ class Conductor:
         journal = self.coordinator.journal
         return any(len(group.members) > 1 and group not in journal.target.groups for group in journal.base.groups)
 
-    def relief(self, event: ReliefRaised) -> list[Command]:
+    def relief(self, event: p.ReliefRaised) -> list[p.Command]:
         if self.busy or self._has_change or event.at_s < self._held_until_s:
             return []
         if self.rules.policy is not OverloadPolicy.DROP or not self.rules.restores:
             return []
         return self._take(RestoreRequest("relief", event.cause_id), event.at_s)
 
-    def requested(self, event: ChangeRequest) -> list[Command]:
+    def requested(self, event: p.ChangeRequest) -> list[p.Command]:
         change: DesiredChange
-        if isinstance(event, DropRequested):
+        if isinstance(event, p.DropRequested):
             change = DropRequest(
                 "operator",
                 event.cause_id,
                 event.request_id,
                 event.required_bytes,
-                event.method,
                 event.worker_ids,
                 hold_s=event.hold_s,
             )
@@ -247,13 +225,13 @@ class Conductor:
         if earlier is not None:
             if earlier.what != what:
                 why = f"request id {event.request_id!r} was given for another change"
-                return [RefuseChange(event.request_id, ChangeRefusal.ID_REUSED, why)]
-            return [] if earlier.epoch is None else [AnswerChange(event.request_id, earlier.epoch, earlier.lines)]
+                return [p.RefuseChange(event.request_id, p.ChangeRefusal.ID_REUSED, why)]
+            return [] if earlier.epoch is None else [p.AnswerChange(event.request_id, earlier.epoch, earlier.lines)]
         if self._has_change or (self.busy and not self._may_give_way):
-            return [RefuseChange(event.request_id, ChangeRefusal.BUSY, self._why_busy())]
+            return [p.RefuseChange(event.request_id, p.ChangeRefusal.BUSY, self._why_busy())]
         if isinstance(change, RestoreRequest) and self.rules.policy is OverloadPolicy.STATIC_PIPELINE:
             why = "pipelines are for good: the policy is static-pipeline"
-            return [RefuseChange(event.request_id, ChangeRefusal.NOT_POSSIBLE, why)]
+            return [p.RefuseChange(event.request_id, p.ChangeRefusal.NOT_POSSIBLE, why)]
         if isinstance(change, RestoreRequest):
             self._held_until_s = 0.0
         self._requests[event.request_id] = _Request(what)
@@ -272,7 +250,7 @@ class Conductor:
         """A restore of the planner's own is being prepared: what others want comes first."""
         return self.coordinator is not None and self._gives_way and self.coordinator.stage is Stage.PREPARING
 
-    def dissolve_draining(self, layout: Layout, at_s: float, cause_id: str) -> list[Command]:
+    def dissolve_draining(self, layout: Layout, at_s: float, cause_id: str) -> list[p.Command]:
         """A member that is to leave takes its group apart first."""
         groups = _draining(layout)
         if not groups or self.busy or self._has_change or at_s < self._own_at_s:
@@ -280,20 +258,20 @@ class Conductor:
         self._own_at_s = at_s + self.rules.retry_s
         return self._take(RestoreRequest("drain", cause_id, only=groups, whatever_the_load=True), at_s)
 
-    def _take(self, change: DesiredChange, at_s: float) -> list[Command]:
+    def _take(self, change: DesiredChange, at_s: float) -> list[p.Command]:
         self._change, self._requested_at_s, self._load, self._again_at_s = change, at_s, None, math.inf
-        return [ReadLoads(change.cause_id)]
+        return [p.ReadLoads(change.cause_id)]
 
     def _why_busy(self) -> str:
         if self.record is not None:
             return f"the transition to epoch {self.record.epoch} ({self.record.journal.kind}) is under way"
         return "another change is about to begin"
 
-    def loads_read(self, event: LoadsRead) -> list[Command]:
+    def loads_read(self, event: p.LoadsRead) -> list[p.Command]:
         if isinstance(self._change, SizeRequest) and event.failure:
             return self._looked(event.at_s)
         if self._change is not None and event.failure:
-            return self._deny(ChangeRefusal.NO_LOADS, Rejected(event.failure))
+            return self._deny(p.ChangeRefusal.NO_LOADS, Rejected(event.failure))
         if event.failure:
             return []
         if self._change is not None:
@@ -306,7 +284,7 @@ class Conductor:
     def wants_to_begin(self) -> bool:
         return not self.busy and self._change is not None and self._load is not None
 
-    def begin(self, context: LayoutContext, at_s: float, cause_id: str) -> list[Command]:
+    def begin(self, context: LayoutContext, at_s: float, cause_id: str) -> list[p.Command]:
         """The layout is at rest: carries out what is requested, if that can be."""
         change, load = self._change, self._load
         if change is None or load is None:
@@ -320,24 +298,33 @@ class Conductor:
             if why := context.kept_out.why_not_together(change.worker_ids):
                 return self._put_off(change, Rejected(why), context.layout, at_s)
             load = load if change.worker_ids else load.without(context.kept_out.why(at_s))
+            change = dataclasses.replace(change, blind_s=self._blind_for_s(at_s))
         approved = decide(change, context.layout, context.model, load, context.epoch, self.rules.planning)
         epoch = None if isinstance(approved, Rejected) else context.epoch
-        told: list[Command] = [] if epoch is None else _told(self.prediction_log.overtake(load.traffic, at_s))
+        told: list[p.Command] = [] if epoch is None else _told(self.prediction_log.overtake(load.traffic, at_s))
         if approved.compared is not None:
             self.prediction_log.note(approved.compared, load.traffic, at_s, epoch)
         if isinstance(approved, Rejected):
+            if approved.blind:
+                self._blind_s = (at_s - self._blind_for_s(at_s), at_s)
             return self._put_off(change, approved, context.layout, at_s)
         self._change = self._load = None
         if isinstance(change, DropRequest):
             self._held_until_s = max(self._held_until_s, at_s + change.hold_s)
         if approved.shortfall_bytes:
             why = "the plan frees less than is needed"
-            told.append(NothingDone(change.by, why, approved.shortfall_bytes, change.cause_id))
+            told.append(p.NothingDone(change.by, why, approved.shortfall_bytes, change.cause_id))
         if change.request_id:
             self._requests[change.request_id].lines = approved.lines
         return told + self._start(approved, context, at_s, change)
 
-    def _size(self, context: LayoutContext, load: ClusterLoad, at_s: float) -> list[Command]:
+    def _blind_for_s(self, at_s: float) -> float:
+        """So long overloads could not be compared, the last of them a moment ago."""
+        if self._blind_s is None or at_s - self._blind_s[1] > 2 * _LOOK_FOR_S:
+            return 0.0
+        return at_s - self._blind_s[0]
+
+    def _size(self, context: LayoutContext, load: p.ClusterLoad, at_s: float) -> list[p.Command]:
         """Who is to leave or to come back, if anybody is; nothing is prepared or given back meanwhile."""
         load, targets = load.without(context.kept_out.of_another_protocol()), self.rules.planning.targets
         away, compared = self.sizing.look(context.layout, context.model, load, targets, at_s)
@@ -346,16 +333,16 @@ class Conductor:
             return []
         if isinstance(self._change, SizeRequest):
             self._looked(at_s)
-        return [Sized(tuple(changed), tuple(compared.lines()), "size")]
+        return [p.Sized(tuple(changed), tuple(compared.lines()), "size")]
 
-    def _looked(self, at_s: float) -> list[Command]:
+    def _looked(self, at_s: float) -> list[p.Command]:
         self._change = self._load = None
         self.sizing.later(at_s)
         return []
 
-    def _put_off(self, change: DesiredChange, rejected: Rejected, layout: Layout, at_s: float) -> list[Command]:
+    def _put_off(self, change: DesiredChange, rejected: Rejected, layout: Layout, at_s: float) -> list[p.Command]:
         """Said once for each overload, however often it is looked at."""
-        told = self._deny(ChangeRefusal.NOT_POSSIBLE, rejected)
+        told = self._deny(p.ChangeRefusal.NOT_POSSIBLE, rejected)
         if not rejected.for_now:
             return told
         again_at_s = at_s + _LOOK_AGAIN_S + _LOOK_AGAIN_S_EACH * len(layout.groups)
@@ -363,7 +350,7 @@ class Conductor:
             self._again_at_s = again_at_s
         return [] if isinstance(change, DropRequest) and change.again else told
 
-    def begin_completion(self, context: LayoutContext, at_s: float, cause_id: str) -> list[Command]:
+    def begin_completion(self, context: LayoutContext, at_s: float, cause_id: str) -> list[p.Command]:
         """Those who serve nowhere for lack of layers get them."""
         if self.busy or not context.stranded or at_s < self._own_at_s:
             return []
@@ -372,7 +359,7 @@ class Conductor:
         approved = complete(context.layout, context.stranded, context.epoch, f"loss: {names} were left of a group")
         return self._start(approved, context, at_s, RestoreRequest("loss", cause_id))
 
-    def begin_pipelines(self, context: LayoutContext, at_s: float, cause_id: str) -> list[Command]:
+    def begin_pipelines(self, context: LayoutContext, at_s: float, cause_id: str) -> list[p.Command]:
         """Instances that serve alone become static pipelines, as far as they suffice for whole ones."""
         if self.rules.policy is not OverloadPolicy.STATIC_PIPELINE or self.busy or at_s < self._own_at_s:
             return []
@@ -385,7 +372,7 @@ class Conductor:
             Approved(TransitionKind.DROP, target, None, ()), context, at_s, DropRequest("policy", cause_id)
         )
 
-    def _start(self, approved: Approved, context: LayoutContext, at_s: float, change: DesiredChange) -> list[Command]:
+    def _start(self, approved: Approved, context: LayoutContext, at_s: float, change: DesiredChange) -> list[p.Command]:
         journal = Journal(approved.kind, context.layout, approved.target, Stage.PREPARING, approved.target.reason)
         self.coordinator = Coordinator(journal, at_s, self.rules.coordinator)
         self.record = TransitionRecord(journal, at_s, change.by, change.request_id, approved.shape)
@@ -397,18 +384,18 @@ class Conductor:
             self.record.dropped_at_s = min(since, default=None)
         return self._carry_out(self.coordinator.begin(), at_s, change.cause_id)
 
-    def _deny(self, refusal: ChangeRefusal, rejected: Rejected) -> list[Command]:
+    def _deny(self, refusal: p.ChangeRefusal, rejected: Rejected) -> list[p.Command]:
         change, self._change, self._load = self._change, None, None
         if change is None:
             raise InvariantViolation("nobody requested for what is rejected")
         if change.request_id:
             self._requests.pop(change.request_id, None)
-            return [RefuseChange(change.request_id, refusal, rejected.why)]
-        return [NothingDone(change.by, rejected.why, rejected.shortfall_bytes, change.cause_id)]
+            return [p.RefuseChange(change.request_id, refusal, rejected.why)]
+        return [p.NothingDone(change.by, rejected.why, rejected.shortfall_bytes, change.cause_id)]
 
     # ------------------------------------------------------------ go on
 
-    def journaled(self, journal: Journal, at_s: float, cause_id: str) -> list[Command]:
+    def journaled(self, journal: Journal, at_s: float, cause_id: str) -> list[p.Command]:
         self.newest = journal
         if self.to_write == journal:
             self.to_write = None
@@ -416,101 +403,101 @@ class Conductor:
             return []
         return self._steps(Journaled(at_s, journal.stage), at_s, cause_id)
 
-    def journal_refused(self, journal: Journal, at_s: float, cause_id: str) -> list[Command]:
+    def journal_refused(self, journal: Journal, at_s: float, cause_id: str) -> list[p.Command]:
         if self.to_write == journal:
             self.to_write = None
         return self._steps(JournalRefused(at_s, journal.stage, "the layout has changed meanwhile"), at_s, cause_id)
 
-    def member_answered(self, event: MemberAnswered) -> list[Command]:
+    def member_answered(self, event: p.MemberAnswered) -> list[p.Command]:
         if self.coordinator is None or self.coordinator.journal.epoch != event.epoch:
             return []
         return self._steps(event.said, event.at_s, event.cause_id)
 
-    def members_lost(self, lost: dict[WorkerId, str], at_s: float, cause_id: str) -> list[Command]:
-        commands: list[Command] = []
+    def members_lost(self, lost: dict[WorkerId, str], at_s: float, cause_id: str) -> list[p.Command]:
+        commands: list[p.Command] = []
         for worker_id, why in sorted(lost.items()):
             commands += self._steps(MemberLost(at_s, worker_id, why), at_s, cause_id)
         return commands
 
-    def give_way(self, layout: Layout, at_s: float, cause_id: str, *, changes: bool) -> list[Command]:
+    def give_way(self, layout: Layout, at_s: float, cause_id: str, *, changes: bool) -> list[p.Command]:
         """A restore of its own holds up nothing else: neither other changes, nor a member that is to leave."""
         if not self._may_give_way or not (changes or _draining(layout)):
             return []
         return self._steps(AbortWanted(at_s, "the layout has to change"), at_s, cause_id)
 
-    def make_way(self, why: str, at_s: float, cause_id: str) -> list[Command]:
+    def make_way(self, why: str, at_s: float, cause_id: str) -> list[p.Command]:
         """The layout has to change soon: a restore, which may take long, is put off."""
         if self.coordinator is None or self.coordinator.journal.kind is TransitionKind.DROP:
             return []
         return self._steps(AbortWanted(at_s, why), at_s, cause_id)
 
-    def tick(self, at_s: float, cause_id: str) -> list[Command]:
+    def tick(self, at_s: float, cause_id: str) -> list[p.Command]:
         if self._change is not None and at_s >= self._requested_at_s + self.rules.request_timeout_s:
             if isinstance(self._change, SizeRequest):
                 return self._looked(at_s)
-            return self._deny(ChangeRefusal.NOT_POSSIBLE, Rejected("the layout did not come to rest in time"))
+            return self._deny(p.ChangeRefusal.NOT_POSSIBLE, Rejected("the layout did not come to rest in time"))
         if self._change is None and not self.busy and at_s >= self._again_at_s:
             return self._take(DropRequest("overload", cause_id, required_bytes=self._again_bytes, again=True), at_s)
         if self._change is None and not self.busy and at_s >= self.sizing.look_at_s:
             return self._take(SizeRequest(cause_id), at_s)
-        asked: list[Command] = [ReadLoads(cause_id)] if self.prediction_log.asks(at_s) else []
+        asked: list[p.Command] = [p.ReadLoads(cause_id)] if self.prediction_log.asks(at_s) else []
         return asked + self._steps(Tick(at_s), at_s, cause_id)
 
-    def _steps(self, event: StepEvent, at_s: float, cause_id: str) -> list[Command]:
+    def _steps(self, event: StepEvent, at_s: float, cause_id: str) -> list[p.Command]:
         if self.coordinator is None:
             return []
         return self._carry_out(self.coordinator.handle(event), at_s, cause_id)
 
-    def _carry_out(self, steps: list[Step], at_s: float, cause_id: str) -> list[Command]:
+    def _carry_out(self, steps: list[Step], at_s: float, cause_id: str) -> list[p.Command]:
         if self.coordinator is None or self.record is None:
             raise InvariantViolation("steps without a transition")
         journal, record = self.coordinator.journal, self.record
-        commands: list[Command] = []
+        commands: list[p.Command] = []
         record.statuses = dict(self.coordinator.statuses)
         if journal.stage not in record.reached_at_s and self.to_write is None and self.newest == journal:
             record.journal = journal
             record.reached_at_s[journal.stage] = at_s
             if not journal.stage.over:
-                commands.append(TransitionMoved(record, cause_id))
+                commands.append(p.TransitionMoved(record, cause_id))
             commands += self._answer(journal)
         for step in steps:
             commands += self._carry_out_one(step, at_s, cause_id)
         return commands
 
-    def _answer(self, journal: Journal) -> list[Command]:
+    def _answer(self, journal: Journal) -> list[p.Command]:
         assert self.record is not None
         request = self._requests.get(self.record.request_id)
         if request is None or request.epoch is not None or journal.stage is not Stage.PREPARING:
             return []
         request.epoch = journal.epoch
-        return [AnswerChange(self.record.request_id, journal.epoch, request.lines)]
+        return [p.AnswerChange(self.record.request_id, journal.epoch, request.lines)]
 
-    def _carry_out_one(self, step: Step, at_s: float, cause_id: str) -> list[Command]:
+    def _carry_out_one(self, step: Step, at_s: float, cause_id: str) -> list[p.Command]:
         match step:
-            case WriteJournal(journal):
-                self.to_write = journal
+            case Journal():
+                self.to_write = step
                 return []
             case SendPrepare(worker_id):
                 sources = self._sources.get(worker_id, ())
-                return [self._call(Call.PREPARE, worker_id, cause_id, sources=sources)]
+                return [self._call(p.Call.PREPARE, worker_id, cause_id, sources=sources)]
             case SendCommit(worker_id):
-                return [self._call(Call.COMMIT, worker_id, cause_id)]
+                return [self._call(p.Call.COMMIT, worker_id, cause_id)]
             case SendAbort(worker_id, why):
-                return [self._call(Call.ABORT, worker_id, cause_id, why=why)]
+                return [self._call(p.Call.ABORT, worker_id, cause_id, why=why)]
             case Poll(worker_id):
-                return [self._call(Call.POLL, worker_id, cause_id)]
+                return [self._call(p.Call.POLL, worker_id, cause_id)]
             case Ended():
                 return self._ended(step, at_s, cause_id)
 
     def _call(
-        self, call: Call, worker_id: WorkerId, cause_id: str, *, sources: Sources = (), why: str = ""
-    ) -> CallMember:
+        self, call: p.Call, worker_id: WorkerId, cause_id: str, *, sources: p.Sources = (), why: str = ""
+    ) -> p.CallMember:
         assert self.coordinator is not None
         journal = self.coordinator.journal
         member = next(m for g in journal.target.groups for m in g.members if m.worker_id == worker_id)
-        return CallMember(call, member, journal, cause_id, sources, why)
+        return p.CallMember(call, member, journal, cause_id, sources, why)
 
-    def _ended(self, step: Ended, at_s: float, cause_id: str) -> list[Command]:
+    def _ended(self, step: Ended, at_s: float, cause_id: str) -> list[p.Command]:
         assert self.coordinator is not None
         assert self.record is not None
         record, journal = self.record, self.coordinator.journal
@@ -521,7 +508,7 @@ class Conductor:
             self._again_at_s = at_s
         given_up = tuple(sorted(self.coordinator.given_up))
         self.coordinator = self.record = None
-        commands: list[Command] = [TransitionMoved(record, cause_id)]
+        commands: list[p.Command] = [p.TransitionMoved(record, cause_id)]
         if journal.stage is Stage.DONE:
             self.failed = step.lost
             self._remember_drops(record, at_s)
@@ -532,7 +519,7 @@ class Conductor:
         request = self._requests.get(record.request_id)
         if request is not None and request.epoch is None:
             del self._requests[record.request_id]
-            commands.append(RefuseChange(record.request_id, ChangeRefusal.NOT_POSSIBLE, step.why))
+            commands.append(p.RefuseChange(record.request_id, p.ChangeRefusal.NOT_POSSIBLE, step.why))
         return commands
 
     def age_s(self, group_id: GroupId, at_s: float) -> float:
@@ -550,7 +537,7 @@ class Conductor:
 
     # ------------------------------------------------------------ leadership
 
-    def take_over(self, stored: Journal | None, at_s: float, cause_id: str) -> list[Command]:
+    def take_over(self, stored: Journal | None, at_s: float, cause_id: str) -> list[p.Command]:
         """Go on with what is stored; with what is remembered, if the state server has lost it."""
         journal = self._latest(stored, self.newest)
         self._give_up()
@@ -565,12 +552,12 @@ class Conductor:
         """A standby looks on."""
         self.newest = self._latest(stored, self.newest)
 
-    def stand_by(self) -> list[Command]:
+    def stand_by(self) -> list[p.Command]:
         waiting = [request_id for request_id, request in self._requests.items() if request.epoch is None]
         self._give_up()
         for request_id in waiting:
             del self._requests[request_id]
-        return [RefuseChange(request_id, ChangeRefusal.STANDBY, "") for request_id in waiting]
+        return [p.RefuseChange(request_id, p.ChangeRefusal.STANDBY, "") for request_id in waiting]
 
     def _give_up(self) -> None:
         self.coordinator = self.record = self.to_write = self._change = self._load = None
@@ -590,8 +577,8 @@ class Conductor:
             raise InvariantViolation(f"epoch {self.to_write.epoch} is journaled without a transition")
 
 
-def _told(settled: list[Predicted]) -> list[Command]:
-    return [PredictionSettled(one) for one in settled]
+def _told(settled: list[Predicted]) -> list[p.Command]:
+    return [p.PredictionSettled(one) for one in settled]
 
 
 def _draining(layout: Layout) -> tuple[GroupId, ...]:

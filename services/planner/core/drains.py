@@ -4,15 +4,8 @@ from dataclasses import dataclass, field
 
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Layout
+from services.planner.core import messages as p
 from services.planner.core.membership import Membership
-from services.planner.core.messages import (
-    AnswerDrain,
-    AskWorkerToDrain,
-    Command,
-    DrainRefusal,
-    DrainRequested,
-    RefuseDrain,
-)
 
 
 @dataclass(slots=True)
@@ -27,22 +20,22 @@ class Drains:
     limit: int
     _by_request: dict[str, Drain] = field(default_factory=dict[str, Drain])  # oldest first
 
-    def requested(self, event: DrainRequested, membership: Membership, *, all_known: bool) -> list[Command]:
+    def requested(self, event: p.DrainRequested, membership: Membership, *, all_known: bool) -> list[p.Command]:
         """Marks the worker as draining. A repeated request is answered like the first."""
         earlier = self._by_request.get(event.request_id)
         if earlier is not None:
             if earlier.worker_id != event.worker_id:
-                return [RefuseDrain(event.request_id, DrainRefusal.ID_REUSED)]
-            return [] if earlier.epoch is None else [AnswerDrain(event.request_id, earlier.epoch)]
+                return [p.RefuseDrain(event.request_id, p.DrainRefusal.ID_REUSED)]
+            return [] if earlier.epoch is None else [p.AnswerDrain(event.request_id, earlier.epoch)]
         known = membership.known.get(event.worker_id)
         if known is None:
-            why = DrainRefusal.NO_SUCH_WORKER if all_known else DrainRefusal.NOT_READY
-            return [RefuseDrain(event.request_id, why)]
+            why = p.DrainRefusal.NO_SUCH_WORKER if all_known else p.DrainRefusal.NOT_READY
+            return [p.RefuseDrain(event.request_id, why)]
         target = known.placeable
         if not self._add(event.request_id, target.worker_id, target.incarnation):
-            return [RefuseDrain(event.request_id, DrainRefusal.FULL)]
+            return [p.RefuseDrain(event.request_id, p.DrainRefusal.FULL)]
         membership.drain(target.worker_id, target.incarnation)
-        return [AskWorkerToDrain(target.worker_id, target.incarnation, target.address, event.cause_id)]
+        return [p.AskWorkerToDrain(target.worker_id, target.incarnation, target.address, event.cause_id)]
 
     def _add(self, request_id: str, worker_id: WorkerId, incarnation: Incarnation) -> bool:
         """False when as many as the limit are waiting. The oldest answered one makes room."""

@@ -1,12 +1,10 @@
 """The layout of the cluster and how it changes (pure; `handle` is the only door).
 
-One store operation is under way at a time. Every plan is written with a compare-and-set on the epoch that was read
-and with the fencing token of the lease; whatever the answer, the core ends up with what is stored: a conflict or an
-unknown outcome leads to a new read, a lost lease to standing by (I5). Joins that come together share an
-epoch; a loss is planned at once. While the state server is away the newest change is kept and written when it is back.
+Reading and writing it: `store_sync`. Joins that come together share an epoch; a loss is planned at once. While the
+state server is away the newest change is kept and written when it is back.
 
 An epoch never goes back and is never used twice: a state server that has lost the layout gets it again under the next
-epoch. The number of a write whose outcome is unknown counts as used. A new leader that finds the layout lost
+epoch. A new leader that finds the layout lost
 cannot know the last epochs of the one before: it waits for the monitor's snapshot and goes on from the number of
 seconds in its token, which no earlier leader can have reached. Only if all planners and the state server are lost at
 once do epochs begin anew; those of transitions go on from the highest that an instance has heard of. The groups are
@@ -23,6 +21,7 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, worker_ids
 from ballast.common.model import ModelInfo
+from services.planner.core import messages as p
 from services.planner.core.claims import newer, rebuild
 from services.planner.core.conductor import Conductor, ConductorRules, LayoutContext
 from services.planner.core.drains import Drains
@@ -30,51 +29,11 @@ from services.planner.core.evictions import Suspects
 from services.planner.core.inconsistent import Inconsistent
 from services.planner.core.kept_out import KeptOut
 from services.planner.core.membership import Membership, difference
-from services.planner.core.messages import (
-    AnswerDrain,
-    AskWorkerToDrain,
-    ChangeRefusal,
-    Command,
-    DrainRefusal,
-    DrainRequested,
-    DropRequested,
-    Event,
-    FollowMonitor,
-    IgnoreStale,
-    InstanceDraining,
-    InstanceLost,
-    InstanceProbed,
-    InstanceUp,
-    JournalSettled,
-    LayoutLoaded,
-    LeadershipChanged,
-    LeaveMonitor,
-    LoadFailed,
-    LoadLayout,
-    LoadsRead,
-    LongRequestRaised,
-    MemberAnswered,
-    OverloadRaised,
-    Publish,
-    RefuseChange,
-    RefuseDrain,
-    RejectInstance,
-    ReliefRaised,
-    RestoreRequested,
-    SetTimer,
-    SnapshotBegan,
-    SnapshotEnded,
-    StandingRequested,
-    TimerFired,
-    WriteJournal,
-    WriteLayout,
-    WriteOutcome,
-    WriteSettled,
-)
 from services.planner.core.reason import explain
 from services.planner.core.record import TransitionRecord
 from services.planner.core.stages import Stage
 from services.planner.core.standings import Standings
+from services.planner.core.store_sync import StoreSync
 from services.planner.core.transition import Journal
 from services.planner.policy.replicate import Partial, keep_pipelines
 
@@ -94,25 +53,15 @@ class PlannerRules:
 @dataclass(slots=True)
 class PlannerCore:
     rules: PlannerRules
-    token: int | None = None  # of the lease; None: standing by
     layout: Layout = NO_LAYOUT  # the newest known to be stored, now or before the state server lost it
     layout_model: ModelInfo | None = None  # that its instances serve
-    in_flight: Layout | None = None  # being written
-    _in_flight_partial: Partial = ()  # of that write
     membership: Membership = field(default_factory=Membership)
     partial: Partial = ()  # lives of workers that hold only some layers, as last written
     suspects: Suspects = field(default_factory=Suspects)  # the monitor hears nothing of them
     conductor: Conductor = field(init=False)
+    store: StoreSync = field(init=False)
     _drains: Drains = field(init=False)
     standings: Standings = field(init=False)
-    _journaling: Journal | None = None  # being written
-    _journal_at_s: float = 0.0  # when to try again
-    _stored_epoch: Epoch | None = None  # as last read or written; None: nothing is stored
-    _used_epoch: int = 0  # the highest that may have been written
-    _has_seen_last: bool = True  # no epoch was written that this planner does not know
-    _read: bool = False  # what is stored is known well enough to write upon
-    _reading: bool = False
-    _read_at_s: float = 0.0  # when to read next
     _plan_at_s: float = math.inf  # when to plan; inf: nothing has changed
     _timer_at_s: float = math.inf
     _why_lost: dict[WorkerId, str] = field(default_factory=dict[WorkerId, str])  # since the last layout
@@ -120,6 +69,7 @@ class PlannerCore:
     kept_out: KeptOut = field(init=False)
 
     def __post_init__(self) -> None:
+        self.store = StoreSync(self.rules.verify_interval_s, self.rules.retry_s)
         self._drains = Drains(self.rules.max_drains)
         self.inconsistent = Inconsistent(self.rules.disagree_s)
         self.kept_out, self.standings = KeptOut(self.membership), Standings(self.membership)
@@ -127,7 +77,12 @@ class PlannerCore:
 
     @property
     def active(self) -> bool:
-        return self.token is not None
+        return self.store.token is not None
+
+    @property
+    def in_flight(self) -> Layout | None:
+        """The layout that is being written."""
+        return self.store.writing.layout if isinstance(self.store.writing, p.WriteLayout) else None
 
     @property
     def layout_at_rest(self) -> Layout | None:
@@ -140,15 +95,13 @@ class PlannerCore:
 
         Only of what is known to be stored: a number that was given away and never stored may be another leader's.
         """
-        certain = (
-            self.active and self._read and not self._awaits_worker_reports() and self._stored_epoch == self.layout.epoch
-        )
+        certain = self._may_write and self.store.stored_epoch == self.layout.epoch
         if not certain or self.conductor.busy:
             return Epoch(0)
         newest = self.conductor.newest
         return max(self.layout.epoch, newest.epoch) if newest is not None and newest.stage.over else self.layout.epoch
 
-    def handle(self, event: Event) -> list[Command]:
+    def handle(self, event: p.Event) -> list[p.Command]:
         record = self.conductor.record
         commands = self._apply(event)
         if record is not None and not self.conductor.busy:
@@ -164,160 +117,119 @@ class PlannerCore:
         commands += self._reset_timer(event.at_s)
         return commands
 
-    def _apply(self, event: Event) -> list[Command]:
+    def _apply(self, event: p.Event) -> list[p.Command]:
         match event:
-            case LeadershipChanged():
+            case p.LeadershipChanged():
                 return self._leadership_changed(event)
-            case LayoutLoaded():
+            case p.LayoutLoaded():
                 return self._layout_loaded(event)
-            case LoadFailed():
-                self._reading, self._read_at_s = False, event.at_s + self.rules.retry_s
+            case p.LoadFailed():
+                self.store.load_failed(event.at_s)
                 return []
-            case WriteSettled():
+            case p.WriteSettled():
                 return self._write_settled(event)
-            case DrainRequested():
+            case p.DrainRequested():
                 return self._drain_requested(event)
-            case StandingRequested():
+            case p.StandingRequested():
                 return self._standing_requested(event)
-            case JournalSettled():
-                return self._journal_settled(event)
-            case DropRequested() | RestoreRequested():
+            case p.DropRequested() | p.RestoreRequested():
                 if not self.active:
-                    return [RefuseChange(event.request_id, ChangeRefusal.STANDBY, "")]
+                    return [p.RefuseChange(event.request_id, p.ChangeRefusal.STANDBY, "")]
                 return self.conductor.requested(event)
-            case LoadsRead():
+            case p.LoadsRead():
                 heard_of = (load.newest_epoch for load in event.load.workers.values())
-                self._used_epoch = max(self._used_epoch, *heard_of, 0)
+                self.store.use(max(heard_of, default=0))
                 return self.conductor.loads_read(event)
-            case MemberAnswered():
+            case p.MemberAnswered():
                 return self.conductor.member_answered(event)
-            case OverloadRaised():
+            case p.OverloadRaised():
                 return self.conductor.overload(event) if self.active else []
-            case LongRequestRaised():
+            case p.LongRequestRaised():
                 return self.conductor.long_request(event) if self.active else []
-            case ReliefRaised():
+            case p.ReliefRaised():
                 return self.conductor.relief(event) if self.active else []
-            case TimerFired():
+            case p.TimerFired():
                 self._timer_at_s = math.inf
                 self._evict_inconsistent(event.at_s)
                 return self.conductor.tick(event.at_s, event.cause_id)
-            case SnapshotBegan() | SnapshotEnded() | InstanceUp() | InstanceLost() | InstanceDraining():
+            case p.SnapshotBegan() | p.SnapshotEnded() | p.InstanceUp() | p.InstanceLost() | p.InstanceDraining():
                 # A late word of a monitor that a standby listened to in an earlier life as leader changes nothing.
                 return self._heard(event) if self.active else []
-            case InstanceProbed():
+            case p.InstanceProbed():
                 self.suspects.probed(event)
                 return []
 
     # ------------------------------------------------------------ leadership and store
 
-    def _leadership_changed(self, event: LeadershipChanged) -> list[Command]:
-        was_active, self.token = self.active, event.token
-        self._give_up_write()
-        self._read, self._read_at_s = False, event.at_s
-        self._has_seen_last = self._has_seen_last and self.active
-        self._journaling = None
-        refused: list[Command] = [*self.conductor.stand_by()]
+    def _leadership_changed(self, event: p.LeadershipChanged) -> list[p.Command]:
+        was_active = self.active
+        self.store.lead(event.token, event.at_s)
+        refused: list[p.Command] = [*self.conductor.stand_by()]
         if self.active:
             self._plan_at_s = event.at_s
-            return refused if was_active else [*refused, FollowMonitor()]
+            return refused if was_active else [*refused, p.FollowMonitor()]
         self.membership.clear()
         self.suspects.keep(set())
         self._why_lost.clear()
         self._plan_at_s = math.inf
-        refused += [RefuseDrain(request_id, DrainRefusal.STANDBY) for request_id in self._drains.give_up()]
+        refused += [p.RefuseDrain(request_id, p.DrainRefusal.STANDBY) for request_id in self._drains.give_up()]
         refused += self.standings.give_up()
-        return [*refused, LeaveMonitor()] if was_active else []
+        return [*refused, p.LeaveMonitor()] if was_active else []
 
-    def _layout_loaded(self, event: LayoutLoaded) -> list[Command]:
-        if not self._reading:
+    def _layout_loaded(self, event: p.LayoutLoaded) -> list[p.Command]:
+        if not self.store.reading:
             return []
-        self._reading, self._read_at_s = False, event.at_s + self.rules.verify_interval_s
-        stored, first = event.stored, not self._read
-        self._stored_epoch, self._read = (stored.layout.epoch if stored else None), True
-        commands: list[Command] = []
+        stored, first = event.stored, not self.store.is_read
+        self.store.loaded(stored, self.layout.epoch, event.at_s)
+        commands: list[p.Command] = []
         newer = stored is not None and stored.layout.epoch > self.layout.epoch
         if stored is not None and newer:
             self.layout, self.layout_model, self.partial = stored.layout, stored.model, stored.partial
-            commands.append(Publish(self.layout, event.cause_id))
+            commands.append(p.Publish(self.layout, event.cause_id))
         journal = stored.journal if stored is not None else None
-        self._used_epoch = max(self._used_epoch, journal.epoch if journal is not None else 0)
         if not self.active:
             self.conductor.observe(journal)
             return commands
         if first and not self.conductor.busy:
             commands += self.conductor.take_over(journal, event.at_s, event.cause_id)
             commands += self._tell_lost(event)
-        self._has_seen_last = self._has_seen_last or (stored is not None and stored.layout.epoch >= self.layout.epoch)
         if first or newer:
             self.membership.presume(self.layout, self.layout_model)
-        if (self._stored_epoch or 0) != self.layout.epoch or self._wanted()[0] != self.layout.groups:
+        if (self.store.stored_epoch or 0) != self.layout.epoch or self._wanted()[0] != self.layout.groups:
             self._plan_at_s = min(self._plan_at_s, event.at_s)
         return commands
 
-    def _write_settled(self, event: WriteSettled) -> list[Command]:
-        written = self.in_flight
-        if written is None or (event.epoch, event.token) != (written.epoch, self.token):
+    def _write_settled(self, event: p.WriteSettled) -> list[p.Command]:
+        write, is_written = event.write, event.outcome is p.WriteOutcome.WRITTEN
+        if not self.store.settled(event):
             return []
-        if event.outcome is WriteOutcome.UNAVAILABLE:
-            self._give_up_write()
-        self.in_flight = None
-        match event.outcome:
-            case WriteOutcome.WRITTEN:
-                return self._written(written, event)
-            case WriteOutcome.CONFLICT:
-                self._read, self._read_at_s, self._plan_at_s = False, event.at_s, event.at_s
-            case WriteOutcome.UNAVAILABLE | WriteOutcome.FENCED:  # the owner of the lease tells
-                self._read, self._read_at_s, self._plan_at_s = False, event.at_s + self.rules.retry_s, event.at_s
-        return []
+        if isinstance(write, p.WriteLayout):
+            if is_written:
+                return self._written(write, event)
+            self._plan_at_s = event.at_s
+            return []
+        journal, commands = write.journal, list[p.Command]()
+        if event.outcome is p.WriteOutcome.CONFLICT:
+            return self.conductor.journal_refused(journal, event.at_s, event.cause_id)
+        if not is_written:
+            return []
+        if journal.stage is Stage.COMMITTING and journal.target.epoch >= self.layout.epoch:
+            commands = self._stored(journal.target, write.partial, event)
+        return commands + self.conductor.journaled(journal, event.at_s, event.cause_id)
 
-    def _give_up_write(self) -> None:
-        """Nobody will know whether the layout in flight has been written: its number counts as used."""
-        if self.in_flight is not None:
-            self._used_epoch = max(self._used_epoch, self.in_flight.epoch)
-        self.in_flight = None
-
-    def _written(self, layout: Layout, event: WriteSettled) -> list[Command]:
-        self.kept_out.regrouped(self.layout, layout, self.conductor.age_s, event.at_s)
-        self.layout_model, self.partial = self.membership.model, self._in_flight_partial
-        self.layout, self.conductor.failed = layout, ()
-        self._stored_epoch, self._read_at_s = layout.epoch, event.at_s + self.rules.verify_interval_s
-        self._has_seen_last = True
-        members = worker_ids(layout)
+    def _written(self, write: p.WriteLayout, event: p.WriteSettled) -> list[p.Command]:
+        self.kept_out.regrouped(self.layout, write.layout, self.conductor.age_s, event.at_s)
+        self.layout_model, self.conductor.failed = write.model, ()
+        members = worker_ids(write.layout)
         self._why_lost = {w: why for w, why in self._why_lost.items() if w in members}
+        return self._stored(write.layout, write.partial, event)
+
+    def _stored(self, layout: Layout, partial: Partial, event: p.WriteSettled) -> list[p.Command]:
+        self.layout, self.partial = layout, partial
+        self.store.stored(layout.epoch, event.at_s)
         if self._wanted()[0] != layout.groups:
             self._plan_at_s = min(self._plan_at_s, event.at_s)
-        return [Publish(layout, event.cause_id), *self._answer_drains()]
-
-    def _journal_settled(self, event: JournalSettled) -> list[Command]:
-        journal = self._journaling
-        if journal is None or (event.epoch, event.stage, event.token) != (journal.epoch, journal.stage, self.token):
-            return []
-        self._journaling = None
-        match event.outcome:
-            case WriteOutcome.WRITTEN:
-                commands: list[Command] = []
-                if journal.stage is Stage.COMMITTING:
-                    commands += self._committed(journal, event)
-                return commands + self.conductor.journaled(journal, event.at_s, event.cause_id)
-            case WriteOutcome.CONFLICT:
-                self._read, self._read_at_s = False, event.at_s
-                return self.conductor.journal_refused(journal, event.at_s, event.cause_id)
-            case WriteOutcome.UNAVAILABLE:
-                self._journal_at_s = event.at_s + self.rules.retry_s
-            case WriteOutcome.FENCED:
-                # The lease's owner will say so, or bring the new token; what is stored is taken up then.
-                self._journal_at_s = event.at_s + self.rules.retry_s
-        return []
-
-    def _committed(self, journal: Journal, event: JournalSettled) -> list[Command]:
-        """The target has become the layout, in the same write."""
-        if journal.target.epoch < self.layout.epoch:
-            return []
-        self.layout, self.partial = journal.target, self._partial_after(journal)
-        self._stored_epoch, self._read_at_s = journal.epoch, event.at_s + self.rules.verify_interval_s
-        if self._wanted()[0] != self.layout.groups:
-            self._plan_at_s = min(self._plan_at_s, event.at_s)
-        return [Publish(self.layout, event.cause_id), *self._answer_drains()]
+        return [p.Publish(layout, event.cause_id), *self._answer_drains()]
 
     def _transition_ended(self, at_s: float, ended: TransitionRecord) -> None:
         # What one found that changed nothing stays: an operator may ask again and again for what is taken back.
@@ -334,12 +246,12 @@ class PlannerCore:
     # ------------------------------------------------------------ instances
 
     def _heard(
-        self, event: SnapshotBegan | SnapshotEnded | InstanceUp | InstanceLost | InstanceDraining
-    ) -> list[Command]:
+        self, event: p.SnapshotBegan | p.SnapshotEnded | p.InstanceUp | p.InstanceLost | p.InstanceDraining
+    ) -> list[p.Command]:
         match event:
-            case SnapshotBegan():
+            case p.SnapshotBegan():
                 self.membership.begin_snapshot()
-            case SnapshotEnded():
+            case p.SnapshotEnded():
                 missing = self.membership.end_snapshot()
                 self.suspects.keep(set(missing))
                 for worker_id in missing:
@@ -347,15 +259,15 @@ class PlannerCore:
                     self.suspects.add(placeable, "the monitor does not know it", event.at_s)
                 self._replan(event.at_s)
                 return self._tell_lost(event)
-            case InstanceUp():
+            case p.InstanceUp():
                 return self._instance_up(event) + self._tell_lost(event)
-            case InstanceLost(worker_id=worker_id, incarnation=incarnation):
+            case p.InstanceLost(worker_id=worker_id, incarnation=incarnation):
                 if event.silent and self.membership.has(worker_id, incarnation):
                     self.suspects.add(self.membership.known[worker_id].placeable, event.why, event.at_s)
                 else:
                     self._lose(worker_id, incarnation, event.why, event.at_s)
                 return self._tell_lost(event)
-            case InstanceDraining(worker_id=worker_id, incarnation=incarnation):
+            case p.InstanceDraining(worker_id=worker_id, incarnation=incarnation):
                 if self.membership.drain(worker_id, incarnation):
                     self._replan(event.at_s)
         return []
@@ -366,37 +278,37 @@ class PlannerCore:
             self._note_lost(worker_id, why)
             self._replan(at_s)
 
-    def _evict_gone(self, event: Event) -> list[Command]:
+    def _evict_gone(self, event: p.Event) -> list[p.Command]:
         """Of those that the monitor does not hear, the ones of whose end there is evidence."""
         left = self.inconsistent.worker_ids
         gone = self.suspects.gone(len(self.membership.known), self.inconsistent.grouped, left)
         for worker_id, incarnation, why in gone:
             self._lose(worker_id, incarnation, why, event.at_s)
-        commands: list[Command] = [*self.suspects.due(event.at_s, event.cause_id)]
+        commands: list[p.Command] = [*self.suspects.due(event.at_s, event.cause_id)]
         return commands + (self._tell_lost(event) if gone else [])
 
-    def _instance_up(self, event: InstanceUp) -> list[Command]:
+    def _instance_up(self, event: p.InstanceUp) -> list[p.Command]:
         before = self.membership.known.get(event.worker_id)
         if not self.membership.up(event):
             newest = self.membership.newest(event.worker_id)
-            return [IgnoreStale(event.worker_id, event.incarnation, newest, event.cause_id)]
+            return [p.IgnoreStale(event.worker_id, event.incarnation, newest, event.cause_id)]
         self.suspects.clear(event.worker_id)
         if self._drains.ordered(event.worker_id, event.incarnation):
             self.membership.drain(event.worker_id, event.incarnation)
-        commands: list[Command] = []
+        commands: list[p.Command] = []
         known = self.membership.known[event.worker_id]
         same_life = before is not None and before.placeable.incarnation == event.incarnation
         told = same_life and before is not None and before.model == known.model
         if not told and self.membership.serves_another_model(event.worker_id):
             why = difference(event.model, self.membership.model)
-            commands.append(RejectInstance(event.worker_id, event.incarnation, why, event.cause_id))
+            commands.append(p.RejectInstance(event.worker_id, event.incarnation, why, event.cause_id))
         if known.placeable.draining and not event.draining:
             # It was to drain and does not know: the planner before had no time to tell it, or it was not to be reached.
-            commands.append(AskWorkerToDrain(event.worker_id, event.incarnation, event.address, event.cause_id))
+            commands.append(p.AskWorkerToDrain(event.worker_id, event.incarnation, event.address, event.cause_id))
         self._replan(event.at_s + self.rules.coalesce_s)
         return commands
 
-    def _tell_lost(self, event: Event) -> list[Command]:
+    def _tell_lost(self, event: p.Event) -> list[p.Command]:
         """Tells the transition under way whom it has to do without."""
         coordinator = self.conductor.coordinator
         if coordinator is None:
@@ -405,7 +317,7 @@ class PlannerCore:
         for member in (m for group in coordinator.journal.target.groups for m in group.members):
             known = self.membership.known.get(member.worker_id)
             there = known is not None and known.placeable.incarnation == member.incarnation
-            named = isinstance(event, (InstanceUp, InstanceLost)) and event.worker_id == member.worker_id
+            named = isinstance(event, (p.InstanceUp, p.InstanceLost)) and event.worker_id == member.worker_id
             if not there and (named or self.membership.complete):
                 lost[member.worker_id] = self._why_lost.get(member.worker_id, "it is not there any more")
         commands = self.conductor.members_lost(lost, event.at_s, event.cause_id)
@@ -413,19 +325,19 @@ class PlannerCore:
             commands += self.conductor.make_way("another instance was lost", event.at_s, event.cause_id)
         return commands
 
-    def _standing_requested(self, event: StandingRequested) -> list[Command]:
+    def _standing_requested(self, event: p.StandingRequested) -> list[p.Command]:
         if not self.active:
-            return [RefuseChange(event.request_id, ChangeRefusal.STANDBY, "")]
+            return [p.RefuseChange(event.request_id, p.ChangeRefusal.STANDBY, "")]
         commands = self.standings.requested(event, self.layout, busy=self.conductor.busy)
         self._replan(event.at_s)
         return commands + self.standings.settle(self.layout)
 
-    def _drain_requested(self, event: DrainRequested) -> list[Command]:
+    def _drain_requested(self, event: p.DrainRequested) -> list[p.Command]:
         if not self.active:
-            return [RefuseDrain(event.request_id, DrainRefusal.STANDBY)]
-        all_known = self._read and self.membership.complete
+            return [p.RefuseDrain(event.request_id, p.DrainRefusal.STANDBY)]
+        all_known = self.store.is_read and self.membership.complete
         commands = self._drains.requested(event, self.membership, all_known=all_known)
-        if any(isinstance(command, AskWorkerToDrain) for command in commands):
+        if any(isinstance(command, p.AskWorkerToDrain) for command in commands):
             self._plan_at_s = min(self._plan_at_s, event.at_s)
         return commands
 
@@ -451,7 +363,7 @@ class PlannerCore:
         lives |= self.inconsistent.lives(self.layout, self.membership)
         return tuple(sorted({**dict(self.partial), **lives}.items()))
 
-    def _compare(self, event: Event) -> None:
+    def _compare(self, event: p.Event) -> None:
         if not self.active:
             self.inconsistent.clear()
         elif self.inconsistent.compare(event, self.layout, self.membership, self._layer_count()):
@@ -471,19 +383,17 @@ class PlannerCore:
     def _layer_count(self) -> int:
         return self.membership.model.layer_count if self.membership.model is not None else self.layout.layer_count
 
-    def _act(self, at_s: float, cause_id: str) -> list[Command]:
+    def _act(self, at_s: float, cause_id: str) -> list[p.Command]:
         """Starts the one store operation that is due, reading before writing."""
-        if self._reading or self.in_flight is not None or self._journaling is not None:
+        store, journal = self.store, self.conductor.to_write
+        if store.busy:
             return []
-        journal = self.conductor.to_write
-        if journal is not None and self.active and self._journal_at_s <= at_s and self.token is not None:
-            self._journaling = journal
+        if journal is not None and store.token is not None and store.journal_at_s <= at_s:
             model, partial = self.membership.model or self.layout_model, self._partial_after(journal)
-            return [WriteJournal(journal, journal.base.epoch, model, partial, self.token, cause_id)]
-        if self._read_at_s <= at_s:
-            self._reading = True
-            return [LoadLayout()]
-        if not self.active or not self._read or self._awaits_worker_reports():
+            return [store.write(p.WriteJournal(journal, journal.base.epoch, model, partial, store.token, cause_id))]
+        if store.read_at_s <= at_s:
+            return [store.read()]
+        if not self._may_write:
             return []
         if self.conductor.holds_layout:
             given_way = self.conductor.give_way(self.layout, at_s, cause_id, changes=self._plan_at_s <= at_s)
@@ -492,15 +402,15 @@ class PlannerCore:
             return self._plan(cause_id)
         return self._begin_transition(at_s, cause_id)
 
-    def _begin_transition(self, at_s: float, cause_id: str) -> list[Command]:
+    def _begin_transition(self, at_s: float, cause_id: str) -> list[p.Command]:
         """If one is wanted, nothing else is to be done, and everybody is known."""
-        if self.conductor.busy or self._plan_at_s != math.inf or self._stored_epoch != self.layout.epoch:
+        if self.conductor.busy or self._plan_at_s != math.inf or self.store.stored_epoch != self.layout.epoch:
             return []
         groups, partial = self._wanted()
         if groups != self.layout.groups:
             return []
         left_over = [self.membership.known[w].placeable for w, _ in partial if w not in self.suspects]
-        stranded = tuple(p.member(0, self._layer_count()) for p in left_over if not p.draining)
+        stranded = tuple(one.member(0, self._layer_count()) for one in left_over if not one.draining)
         context = LayoutContext(self.layout, self.layout_model, self._next_epoch(), stranded, self.kept_out)
         commands = self.conductor.begin_completion(context, at_s, cause_id)
         if not commands and not self.conductor.busy and self.conductor.wants_to_begin:
@@ -513,19 +423,23 @@ class PlannerCore:
         if self._plan_at_s <= at_s:
             return commands + self._act(at_s, cause_id)
         if self.conductor.coordinator is not None:
-            self._used_epoch = max(self._used_epoch, context.epoch)
+            self.store.use(context.epoch)
             commands += self._act(at_s, cause_id)
         return commands
+
+    @property
+    def _may_write(self) -> bool:
+        return self.active and self.store.is_read and not self._awaits_worker_reports()
 
     def _awaits_worker_reports(self) -> bool:
         """Whether what this planner remembers may be older than what was lost, so that only the monitor knows more."""
         if self.membership.complete:
             return False
-        return not self._has_seen_last or bool(newer(self.layout, self.membership.claims()))
+        return not self.store.has_seen_last or bool(newer(self.layout, self.membership.claims()))
 
     def _take_up_claims(self, at_s: float) -> None:
         """Once everybody is known and it is certain what is stored: a layout that was lost is as its members say."""
-        if not (self.active and self._read and self.membership.complete) or self.in_flight is not None:
+        if not (self.active and self.store.is_read and self.membership.complete) or self.in_flight is not None:
             return
         rebuilt = None if self.conductor.busy else rebuild(self.layout, self.membership.claims(), self._layer_count())
         if rebuilt is None:
@@ -534,48 +448,49 @@ class PlannerCore:
         self.partial = tuple(sorted({**dict(self.partial), **dict(rebuilt.partial)}.items()))
         self._plan_at_s = min(self._plan_at_s, at_s)
 
-    def _plan(self, cause_id: str) -> list[Command]:
+    def _plan(self, cause_id: str) -> list[p.Command]:
         self._plan_at_s = math.inf
         groups, partial = self._wanted()
-        stored_epoch = self._stored_epoch or 0
-        if groups == self.layout.groups and stored_epoch == self.layout.epoch:
+        stored_epoch, token = self.store.stored_epoch, self.store.token
+        if groups == self.layout.groups and (stored_epoch or 0) == self.layout.epoch:
             return self._answer_drains()
-        if self.token is None:
+        if token is None:
             raise InvariantViolation("a standby planner plans")
         reason = explain(self.layout.groups, groups, self._why_lost)
-        self.in_flight = Layout(self._next_epoch(), self._layer_count(), groups, reason)
-        self._in_flight_partial = partial
-        self.in_flight.check()
-        return [WriteLayout(self.in_flight, self.membership.model, self._stored_epoch, self.token, cause_id, partial)]
+        planned = Layout(self._next_epoch(), self._layer_count(), groups, reason)
+        planned.check()
+        write = p.WriteLayout(planned, self.membership.model, stored_epoch, token, cause_id, partial)
+        return [self.store.write(write)]
 
     def _next_epoch(self) -> Epoch:
-        next_epoch = max(self.layout.epoch, self._used_epoch, self._stored_epoch or 0) + 1
-        # A token is a time of the state server's clock in milliseconds; plans are rarer than one a second.
-        clock = (self.token or 0) // 1000
-        return Epoch(next_epoch if self._has_seen_last else max(next_epoch, clock))
+        return self.store.next_epoch(self.layout.epoch)
 
-    def _answer_drains(self) -> list[Command]:
-        answers: list[Command] = [AnswerDrain(request, epoch) for request, epoch in self._drains.settle(self.layout)]
+    def _answer_drains(self) -> list[p.Command]:
+        answers: list[p.Command] = [
+            p.AnswerDrain(request, epoch) for request, epoch in self._drains.settle(self.layout)
+        ]
         return answers + self.standings.settle(self.layout)
 
     def _note_lost(self, worker_id: WorkerId, why: str) -> None:
         if worker_id in worker_ids(self.layout) or (self.in_flight and worker_id in worker_ids(self.in_flight)):
             self._why_lost[worker_id] = why
 
-    def _reset_timer(self, at_s: float) -> list[Command]:
-        may_plan = self.active and self._read and not self._awaits_worker_reports() and not self.conductor.holds_layout
+    def _reset_timer(self, at_s: float) -> list[p.Command]:
+        may_plan = (
+            self.active and self.store.is_read and not self._awaits_worker_reports() and not self.conductor.holds_layout
+        )
         plan_at_s = self._plan_at_s if may_plan else math.inf
-        busy = self._reading or self.in_flight is not None or self._journaling is not None
-        due_at_s = math.inf if busy else min(self._read_at_s, plan_at_s, self._own_at_s(at_s))
+        busy = self.store.busy
+        due_at_s = math.inf if busy else min(self.store.read_at_s, plan_at_s, self._own_at_s(at_s))
         if not busy and self.conductor.to_write is not None:
-            due_at_s = min(due_at_s, self._journal_at_s)
+            due_at_s = min(due_at_s, self.store.journal_at_s)
         due_at_s = min(due_at_s, self.conductor.due_at_s, self._inconsistent_at_s(), self.suspects.due_at_s)
         due_at_s = min(due_at_s, self.standings.order_at_s)
         if due_at_s == self._timer_at_s or due_at_s == math.inf:
             self._timer_at_s = due_at_s
             return []
         self._timer_at_s = due_at_s
-        return [SetTimer(due_at_s)]
+        return [p.SetTimer(due_at_s)]
 
     def _own_at_s(self, at_s: float) -> float:
         """When a transition of the planner's own will, put off before, may begin; inf if it may already."""
@@ -593,6 +508,6 @@ class PlannerCore:
                 raise InvariantViolation(f"epoch {self.in_flight.epoch} is planned after {self.layout.epoch}")
         if not self.active and (self.in_flight is not None or self.membership.known or self.conductor.busy):
             raise InvariantViolation("a standby planner plans, or conducts a transition")
-        at_rest = self.active and self._read and self.in_flight is None and self._plan_at_s == math.inf
-        if at_rest and not self._reading and self._wanted()[0] != self.layout.groups:
+        at_rest = self.active and self.store.is_read and self.in_flight is None and self._plan_at_s == math.inf
+        if at_rest and not self.store.reading and self._wanted()[0] != self.layout.groups:
             raise InvariantViolation(f"at rest in epoch {self.layout.epoch}, but {self._wanted()[0]} is wanted")

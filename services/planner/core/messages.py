@@ -12,9 +12,7 @@ from ballast.common.protocol import PROTOCOL
 from ballast.common.traffic import Pace, Traffic
 from services.planner.core.prediction_log import Predicted
 from services.planner.core.record import TransitionRecord
-from services.planner.core.stages import Stage
 from services.planner.core.transition import Journal, MemberSaid
-from services.planner.policy.drop import Method
 from services.planner.policy.replicate import Partial
 
 _QUIET = Traffic()
@@ -82,8 +80,7 @@ class LoadFailed:
 class WriteSettled:
     at_s: float
     cause_id: str
-    epoch: Epoch
-    token: int
+    write: "Write"
     outcome: WriteOutcome
 
 
@@ -202,7 +199,6 @@ class DropRequested:
     cause_id: str
     request_id: str  # a repeated one is answered like the first time
     required_bytes: int | None = None  # None: what demand lacks now
-    method: Method = Method.AUTO
     worker_ids: tuple[WorkerId, ...] = ()  # not empty: one group of exactly these, in this order
     hold_s: float = 0.0  # for so long nothing comes back unless an operator says so
 
@@ -224,16 +220,6 @@ class LoadsRead:
     cause_id: str
     load: ClusterLoad
     failure: str = ""  # why there is none
-
-
-@dataclass(frozen=True, slots=True)
-class JournalSettled:
-    at_s: float
-    cause_id: str
-    epoch: Epoch
-    stage: Stage
-    token: int
-    outcome: WriteOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +258,6 @@ Event = (
     | StandingRequested
     | ChangeRequest
     | LoadsRead
-    | JournalSettled
     | MemberAnswered
     | TimerFired
 )
@@ -300,7 +285,7 @@ class WriteLayout:
 
 @dataclass(frozen=True, slots=True)
 class WriteJournal:
-    """Answered by JournalSettled. Written once more with the same content, it is WRITTEN again.
+    """Answered by WriteSettled. Written once more with the same content, it is WRITTEN again.
 
     PREPARING and COMMITTING are refused unless `expected_epoch` is stored; with COMMITTING the target becomes the
     layout in the same write.
@@ -312,6 +297,9 @@ class WriteJournal:
     partial: Partial  # once committed
     token: int
     cause_id: str
+
+
+Write = WriteLayout | WriteJournal
 
 
 class Call(Enum):

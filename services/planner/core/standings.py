@@ -12,15 +12,8 @@ from dataclasses import dataclass, field
 
 from ballast.common.ids import WorkerId
 from ballast.common.layout import Layout, Member, Standing, group_of
+from services.planner.core import messages as p
 from services.planner.core.membership import Membership
-from services.planner.core.messages import (
-    AnswerChange,
-    ChangeRefusal,
-    Command,
-    OrderStanding,
-    RefuseChange,
-    StandingRequested,
-)
 
 _ORDERS_S = 0.25  # between two orders to the same instance
 _MOST_WAITING = 1000
@@ -30,25 +23,27 @@ _MOST_WAITING = 1000
 class Standings:
     membership: Membership
     order_at_s: float = math.inf  # when to order the next time
-    _waiting: OrderedDict[str, StandingRequested] = field(default_factory=OrderedDict[str, StandingRequested])
+    _waiting: OrderedDict[str, p.StandingRequested] = field(default_factory=OrderedDict[str, p.StandingRequested])
 
-    def requested(self, event: StandingRequested, layout: Layout, *, busy: bool) -> list[Command]:
+    def requested(self, event: p.StandingRequested, layout: Layout, *, busy: bool) -> list[p.Command]:
         """By an operator. Settled by the layout that has it."""
         earlier = self._waiting.get(event.request_id)
         if earlier is not None and (earlier.worker_id, earlier.away) != (event.worker_id, event.away):
             why = f"request id {event.request_id!r} was given for another change"
-            return [RefuseChange(event.request_id, ChangeRefusal.ID_REUSED, why)]
+            return [p.RefuseChange(event.request_id, p.ChangeRefusal.ID_REUSED, why)]
         if why := self._why_not(event, layout, busy=busy):
-            return [RefuseChange(event.request_id, ChangeRefusal.NOT_POSSIBLE, why)]
+            return [p.RefuseChange(event.request_id, p.ChangeRefusal.NOT_POSSIBLE, why)]
         self.put(event.worker_id, away=event.away)
         self._waiting[event.request_id] = event
-        refused: list[Command] = []
+        refused: list[p.Command] = []
         while len(self._waiting) > _MOST_WAITING:
             oldest, _ = self._waiting.popitem(last=False)
-            refused.append(RefuseChange(oldest, ChangeRefusal.BUSY, "too many instances are parked or woken at once"))
+            refused.append(
+                p.RefuseChange(oldest, p.ChangeRefusal.BUSY, "too many instances are parked or woken at once")
+            )
         return refused
 
-    def _why_not(self, event: StandingRequested, layout: Layout, *, busy: bool) -> str:
+    def _why_not(self, event: p.StandingRequested, layout: Layout, *, busy: bool) -> str:
         known, group = self.membership.known.get(event.worker_id), group_of(layout, event.worker_id)
         if known is None or group is None:
             return f"{event.worker_id} is not in the layout; `ballast status` names who is"
@@ -84,7 +79,7 @@ class Standings:
         back = [self.put(m.worker_id, away=False) for m in leaving or parked[:1]]
         return any(back)
 
-    def settle(self, layout: Layout) -> list[Command]:
+    def settle(self, layout: Layout) -> list[p.Command]:
         """Those for which this layout is the answer."""
         of = {m.worker_id: m for group in layout.groups for m in group.members}
         settled = [
@@ -92,13 +87,13 @@ class Standings:
             for request_id, event in self._waiting.items()
             if (member := of.get(event.worker_id)) is None or is_away(member) is event.away
         ]
-        commands: list[Command] = []
+        commands: list[p.Command] = []
         for request_id in settled:
             del self._waiting[request_id]
-            commands.append(AnswerChange(request_id, layout.epoch, ()))
+            commands.append(p.AnswerChange(request_id, layout.epoch, ()))
         return commands
 
-    def due(self, layout: Layout, at_s: float, cause_id: str) -> list[Command]:
+    def due(self, layout: Layout, at_s: float, cause_id: str) -> list[p.Command]:
         """The orders that are due. `layout`: as it is stored."""
         members = [m for g in layout.groups for m in g.members if m.standing in (Standing.LEAVING, Standing.WAKING)]
         if not members:
@@ -109,13 +104,13 @@ class Standings:
         if at_s < self.order_at_s:
             return []
         self.order_at_s = at_s + _ORDERS_S
-        return [OrderStanding(member, member.standing is Standing.LEAVING, cause_id) for member in members]
+        return [p.OrderStanding(member, member.standing is Standing.LEAVING, cause_id) for member in members]
 
-    def give_up(self) -> list[Command]:
+    def give_up(self) -> list[p.Command]:
         """Another planner leads."""
-        waiting, self._waiting = self._waiting, OrderedDict[str, StandingRequested]()
+        waiting, self._waiting = self._waiting, OrderedDict[str, p.StandingRequested]()
         self.order_at_s = math.inf
-        return [RefuseChange(request_id, ChangeRefusal.STANDBY, "") for request_id in waiting]
+        return [p.RefuseChange(request_id, p.ChangeRefusal.STANDBY, "") for request_id in waiting]
 
 
 def is_away(member: Member) -> bool:

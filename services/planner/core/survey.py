@@ -27,6 +27,7 @@ Loads = Mapping[WorkerId, LoadReport]
 _Classes = Mapping[tuple[int, int], tuple[int, int]]  # budget and extent -> those that they count as
 _MARGIN = 1.1  # of demand, freed in excess
 _LIKE_SPEED = 1.1  # speeds are told apart by powers of this
+_MOST_SLOWNESS = 1000.0
 _ALIKE = 1.02  # memories that differ by less are of one class: each kind more is a search more
 
 
@@ -145,7 +146,9 @@ def memory_classes(memories: Iterable[MemoryReport]) -> _Classes:
 
 
 def _rounded(slowness: float) -> float:
-    """To powers of `_LIKE_SPEED`: each kind of members more is a search more."""
+    """To powers of `_LIKE_SPEED`: each kind of members more is a search more. What no machine can be is as any."""
+    if not _MOST_SLOWNESS**-1 <= slowness <= _MOST_SLOWNESS:
+        return 1.0
     return _LIKE_SPEED ** round(math.log(slowness, _LIKE_SPEED))
 
 

@@ -36,7 +36,7 @@ class Journal:
 
 @dataclass(frozen=True, slots=True)
 class Journaled:
-    """The last WriteJournal has been carried out."""
+    """The last journal has been written."""
 
     at_s: float
     stage: Stage
@@ -44,7 +44,7 @@ class Journaled:
 
 @dataclass(frozen=True, slots=True)
 class JournalRefused:
-    """The last WriteJournal was refused for good: another layout is stored than the plan begins with."""
+    """The last journal was refused for good: another layout is stored than the plan begins with."""
 
     at_s: float
     stage: Stage
@@ -86,13 +86,6 @@ Event = Journaled | JournalRefused | MemberSaid | MemberLost | Tick | AbortWante
 
 
 @dataclass(frozen=True, slots=True)
-class WriteJournal:
-    """Write with the fencing token; with COMMITTING the target layout becomes the cluster's in the same write."""
-
-    journal: Journal
-
-
-@dataclass(frozen=True, slots=True)
 class SendPrepare:
     worker_id: WorkerId
 
@@ -122,7 +115,8 @@ class Ended:
     lost: tuple[WorkerId, ...]  # after commit: the next plan has to do without these
 
 
-Command = WriteJournal | SendPrepare | SendCommit | SendAbort | Poll | Ended
+# A journal is to be written with the fencing token; with COMMITTING the target becomes the layout in the same write.
+Command = Journal | SendPrepare | SendCommit | SendAbort | Poll | Ended
 
 
 def changed_members(base: Layout, target: Layout) -> tuple[WorkerId, ...]:
@@ -204,7 +198,7 @@ class Coordinator:
 
     def _write(self, stage: Stage, failure: str = "") -> list[Command]:
         self._writing = replace(self.journal, stage=stage, failure=failure or self.journal.failure)
-        return [WriteJournal(self._writing)]
+        return [self._writing]
 
     def _journaled(self, stage: Stage, at_s: float) -> list[Command]:
         if self._writing is None or stage is not self._writing.stage:

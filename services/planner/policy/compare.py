@@ -34,6 +34,7 @@ _OUTLIVED = 2.0  # times the mean answer: what has run for longer on average is 
 # less once one more has left; what is left has to bear so many times the rate, too.
 _FILL, _FILL_AFTER, _JUMP = 0.6, 0.45, 1.3
 _BEARABLE = 1.5  # so many times as long others may wait, or take for a token, that one gets an answer at all
+_MOST_GAIN = 50.0  # the logarithm of what is told
 _PRIOR_COUNT, _PRIOR_TOKENS = 2, 128  # answers that nobody has seen, lest the first one says all
 
 
@@ -77,6 +78,11 @@ class Comparison:
     candidates: tuple[Evaluation, ...]  # the one that changes nothing first
     horizon_s: float  # what is predicted is about what waits, and what comes within it
     targets: Targets  # by which candidates were judged, the one of TPOT too
+
+    @property
+    def gain(self) -> float:
+        """So many times as good as to change nothing, at least."""
+        return math.exp(min(_MOST_GAIN, self.candidates[0].loss - self.chosen.loss))
 
     def lines(self) -> list[str]:
         """For people: what was predicted of each."""

@@ -10,11 +10,11 @@ MOST_GROUPS = 32  # in words; the layout has all of them
 
 
 def explain(plan: DropPlan, model: ModelShape) -> list[str]:
-    """One line for the need, one for the cost, one for each of the first `MOST_GROUPS` groups that change."""
+    """One line for the need, one for what moves, one for each of the first `MOST_GROUPS` groups that change."""
     lines = [_need_line(plan)]
     if not plan.groups:
         return [*lines, "nothing changes"]
-    lines.append(_cost_line(plan))
+    lines.append(f"{human_bytes(plan.exchange_bytes)} of KV to move")
     if plan.usable_bytes < plan.needed_bytes <= plan.freed_bytes:
         lines.append(
             f"only {human_bytes(plan.usable_bytes)} of it count for admission:"
@@ -69,19 +69,6 @@ def explain_restore(plan: RestorePlan) -> list[str]:
 def _need_line(plan: DropPlan) -> str:
     outcome = f"falls short by {human_bytes(plan.shortfall_bytes)}" if plan.shortfall_bytes else "meets it"
     return f"needed {human_bytes(plan.needed_bytes)}, the plan frees {human_bytes(plan.freed_bytes)} and {outcome}"
-
-
-def _cost_line(plan: DropPlan) -> str:
-    if plan.is_optimal:
-        quality = "the least possible"
-    elif plan.cost_bound:
-        quality = f"at most {plan.cost_after / plan.cost_bound - 1.0:.1%} above the least possible"
-    else:
-        quality = "not compared with the least possible"
-    return (
-        f"cost of pipelines {plan.cost_before:.2f} -> {plan.cost_after:.2f}: further stages that tokens pass, times the"
-        f" load that passes them ({plan.method}; {quality}); {human_bytes(plan.exchange_bytes)} of KV to move"
-    )
 
 
 def _merged_count(plan: DropPlan) -> int:

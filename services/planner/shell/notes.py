@@ -2,28 +2,19 @@
 
 from ballast.common.layout import Layout, Member
 from ballast.service.logs import get_logger
-from services.planner.core.messages import (
-    IgnoreStale,
-    Probed,
-    ProbeInstance,
-    RejectInstance,
-    Sized,
-    WriteJournal,
-    WriteLayout,
-    WriteOutcome,
-)
+from services.planner.core import messages as p
 from services.planner.core.record import TransitionRecord
 from services.planner.core.stages import Stage
 
 _MOST_GROUPS_LOGGED = 16
-_REFUSED = (WriteOutcome.CONFLICT, WriteOutcome.FENCED)
+_REFUSED = (p.WriteOutcome.CONFLICT, p.WriteOutcome.FENCED)
 
 
 def note_layout(layout: Layout, cause_id: str) -> None:
     get_logger().info("layout", epoch=layout.epoch, reason=layout.reason, groups=describe(layout), cause_id=cause_id)
 
 
-def note_rejected(command: RejectInstance) -> None:
+def note_rejected(command: p.RejectInstance) -> None:
     get_logger().error(
         "instance kept out: it serves another model than the cluster",
         worker=command.worker_id,
@@ -33,7 +24,7 @@ def note_rejected(command: RejectInstance) -> None:
     )
 
 
-def note_stale(command: IgnoreStale) -> None:
+def note_stale(command: p.IgnoreStale) -> None:
     get_logger().warning(
         "news of an old life ignored",
         worker=command.worker_id,
@@ -43,7 +34,7 @@ def note_stale(command: IgnoreStale) -> None:
     )
 
 
-def note_probe(command: ProbeInstance, found: Probed) -> None:
+def note_probe(command: p.ProbeInstance, found: p.Probed) -> None:
     get_logger().warning(
         "the monitor hears nothing of an instance",
         worker=command.worker_id,
@@ -54,7 +45,7 @@ def note_probe(command: ProbeInstance, found: Probed) -> None:
     )
 
 
-def note_write(command: WriteLayout, outcome: WriteOutcome) -> None:
+def note_write(command: p.WriteLayout, outcome: p.WriteOutcome) -> None:
     if outcome in _REFUSED:
         get_logger().warning(
             "layout refused by the state server",
@@ -65,7 +56,7 @@ def note_write(command: WriteLayout, outcome: WriteOutcome) -> None:
         )
 
 
-def note_journal(command: WriteJournal, outcome: WriteOutcome) -> None:
+def note_journal(command: p.WriteJournal, outcome: p.WriteOutcome) -> None:
     if outcome in _REFUSED:
         get_logger().warning(
             "journal refused by the state server",
@@ -102,7 +93,7 @@ def note_nothing(what: str, why: str, shortfall_bytes: int, cause_id: str) -> No
         log.info("no transition")
 
 
-def note_sized(command: Sized) -> None:
+def note_sized(command: p.Sized) -> None:
     workers = " ".join(command.worker_ids[:_MOST_GROUPS_LOGGED])
     get_logger().info("another number serves", workers=workers, why="; ".join(command.lines), cause_id=command.cause_id)
 

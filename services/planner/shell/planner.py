@@ -11,49 +11,8 @@ from ballast.common.model import ModelInfo
 from ballast.common.overload import OverloadPolicy
 from ballast.service.logs import get_logger
 from ballast.service.tasks import Work, note_failure, unless_it_fails
+from services.planner.core import messages as p
 from services.planner.core.machine import PlannerCore
-from services.planner.core.messages import (
-    AnswerChange,
-    AnswerDrain,
-    AskWorkerToDrain,
-    Call,
-    CallMember,
-    ChangeRequest,
-    ClusterLoad,
-    Command,
-    DrainRequested,
-    Event,
-    FollowMonitor,
-    IgnoreStale,
-    InstanceProbed,
-    JournalSettled,
-    LayoutLoaded,
-    LeadershipChanged,
-    LeaveMonitor,
-    LoadFailed,
-    LoadLayout,
-    LoadsRead,
-    MemberAnswered,
-    NothingDone,
-    OrderStanding,
-    PredictionSettled,
-    Probed,
-    ProbeInstance,
-    Publish,
-    ReadLoads,
-    RefuseChange,
-    RefuseDrain,
-    RejectInstance,
-    SetTimer,
-    Sized,
-    StandingRequested,
-    TimerFired,
-    TransitionMoved,
-    WriteJournal,
-    WriteLayout,
-    WriteOutcome,
-    WriteSettled,
-)
 from services.planner.core.record import TransitionRecord
 from services.planner.policy.migrate import MigrationRules
 from services.planner.shell import notes
@@ -94,9 +53,9 @@ class PlannerShell:
         self._members = members
         self._counting = counting
         self._webhook = webhook
-        self._calls: set[tuple[WorkerId, Call]] = set()  # one of a kind at a time
+        self._calls: set[tuple[WorkerId, p.Call]] = set()  # one of a kind at a time
         self._ordering = set[WorkerId]()  # being told to park or to wake
-        self._changes = Answers[AnswerChange]()
+        self._changes = Answers[p.AnswerChange]()
         self._drains = Answers[Epoch]()
         self._watchers = Watchers(_MAX_WATCHERS)
         self._naming = PartnerNaming(members, self._at_rest)
@@ -124,7 +83,7 @@ class PlannerShell:
             others = [] if self._webhook is None else [self._tasks.keep(self._webhook.run, "tell the webhook")]
             if self.core.conductor.rules.policy is OverloadPolicy.DROP:
                 others.append(self._tasks.keep(self._reaching.run, "tell the longest context"))
-            self.feed(TimerFired(time.monotonic(), self.next_cause("start")))
+            self.feed(p.TimerFired(time.monotonic(), self.next_cause("start")))
             try:
                 await self._bug
             finally:
@@ -135,7 +94,7 @@ class PlannerShell:
                 self._watchers.dismiss(Unavailable(self.planner_id, "stopping"))
                 await self._members.close()
 
-    def feed(self, event: Event) -> None:
+    def feed(self, event: p.Event) -> None:
         try:
             for command in self.core.handle(event):
                 self._execute(command)
@@ -151,7 +110,7 @@ class PlannerShell:
 
     def change_leadership(self, token: int | None) -> None:
         self._members.lead(token)
-        self.feed(LeadershipChanged(time.monotonic(), self.next_cause("lease"), token))
+        self.feed(p.LeadershipChanged(time.monotonic(), self.next_cause("lease"), token))
         self._tell_wanted()
 
     # ------------------------------------------------------------ for the servicer
@@ -168,14 +127,14 @@ class PlannerShell:
 
     async def drain(self, request_id: str, worker_id: WorkerId, timeout_s: float) -> Epoch:
         """Takes a worker out of routing; gives the epoch from which on it gets nothing new."""
-        event = DrainRequested(time.monotonic(), f"{self.planner_id}/{request_id}", request_id, worker_id)
+        event = p.DrainRequested(time.monotonic(), f"{self.planner_id}/{request_id}", request_id, worker_id)
         late = (
             f"draining {worker_id}: no new layout within {timeout_s:.1f} s (is the state server away?);"
             " it stays planned, ask again with the same request id"
         )
         return await self._drains.wait(request_id, lambda: self.feed(event), timeout_s, late)
 
-    async def change(self, event: ChangeRequest | StandingRequested, timeout_s: float) -> AnswerChange:
+    async def change(self, event: p.ChangeRequest | p.StandingRequested, timeout_s: float) -> p.AnswerChange:
         """A drop or restore by hand; returns once the plan is journaled. Or an instance is parked or woken by hand;
         returns once the layout says so.
         """
@@ -185,61 +144,61 @@ class PlannerShell:
         )
         return await self._changes.wait(event.request_id, lambda: self.feed(event), timeout_s, late)
 
-    async def load(self) -> ClusterLoad:
+    async def load(self) -> p.ClusterLoad:
         """Raises BallastError: the monitor does not answer."""
         return await self._monitor.load(_LOADS_TIMEOUT_S)
 
     # ------------------------------------------------------------ commands
 
-    def _execute(self, command: Command) -> None:
+    def _execute(self, command: p.Command) -> None:
         match command:
-            case LoadLayout():
+            case p.LoadLayout():
                 self._tasks.start(self._load(), "load layout")
-            case WriteLayout():
+            case p.WriteLayout():
                 self._tasks.start(self._write(command), "write layout")
-            case Publish(layout, cause_id):
+            case p.Publish(layout, cause_id):
                 self._publish(layout, cause_id)
-            case FollowMonitor():
+            case p.FollowMonitor():
                 self._listening = self._tasks.keep(self._listen, "listen to the monitor")
-            case LeaveMonitor():
+            case p.LeaveMonitor():
                 if self._listening is not None:
                     self._listening.cancel()
-            case AskWorkerToDrain():
+            case p.AskWorkerToDrain():
                 self._tasks.start(self._ask_to_drain(command), f"drain {command.worker_id}")
-            case OrderStanding():
+            case p.OrderStanding():
                 self._order_standing(command)
-            case AnswerDrain(request_id, epoch):
+            case p.AnswerDrain(request_id, epoch):
                 self._drains.settle(request_id, epoch)
-            case RefuseDrain(request_id, why):
+            case p.RefuseDrain(request_id, why):
                 self._drains.refuse(request_id, drain_error(self.planner_id, why, request_id))
-            case RejectInstance():
+            case p.RejectInstance():
                 self._counting.rejected()
                 notes.note_rejected(command)
-            case IgnoreStale():
+            case p.IgnoreStale():
                 self._counting.stale()
                 notes.note_stale(command)
-            case SetTimer(at_s):
+            case p.SetTimer(at_s):
                 self._set_timer(at_s)
-            case ReadLoads(cause_id):
+            case p.ReadLoads(cause_id):
                 self._tasks.start(self._read_loads(cause_id), "read loads")
-            case WriteJournal():
+            case p.WriteJournal():
                 self._tasks.start(self._write_journal(command), "write journal")
-            case CallMember():
+            case p.CallMember():
                 self._call_member(command)
-            case ProbeInstance():
+            case p.ProbeInstance():
                 self._tasks.start(self._probe(command), f"probe {command.worker_id}")
-            case AnswerChange(request_id):
+            case p.AnswerChange(request_id):
                 self._changes.settle(request_id, command)
-            case RefuseChange(request_id, refusal, why):
+            case p.RefuseChange(request_id, refusal, why):
                 self._changes.refuse(request_id, change_error(self.planner_id, refusal, why))
-            case TransitionMoved(record, cause_id):
+            case p.TransitionMoved(record, cause_id):
                 self._note_transition(record, cause_id)
-            case NothingDone(what, why, shortfall_bytes, cause_id):
+            case p.NothingDone(what, why, shortfall_bytes, cause_id):
                 self._counting.nothing_done(what, shortfall_bytes)
                 notes.note_nothing(what, why, shortfall_bytes, cause_id)
-            case Sized():
+            case p.Sized():
                 notes.note_sized(command)
-            case PredictionSettled(predicted):
+            case p.PredictionSettled(predicted):
                 self._counting.predicted(predicted)
 
     def _publish(self, layout: Layout, cause_id: str) -> None:
@@ -250,7 +209,7 @@ class PlannerShell:
         self._reaching.soon()
 
     def _leads(self) -> tuple[ModelInfo | None, int] | None:
-        return None if self.core.token is None else (self.core.layout_model, self.core.token)
+        return None if (token := self.core.store.token) is None else (self.core.layout_model, token)
 
     def _at_rest(self) -> AtRest | None:
         layout = self.core.layout_at_rest
@@ -259,7 +218,7 @@ class PlannerShell:
     def _apart(self) -> dict[WorkerId, str]:
         return self.core.kept_out.of_another_protocol()
 
-    async def _load_of_equals(self) -> ClusterLoad:
+    async def _load_of_equals(self) -> p.ClusterLoad:
         """Of those between which requests can be moved."""
         return (await self.load()).without(self._apart())
 
@@ -277,7 +236,7 @@ class PlannerShell:
 
     def _on_timer(self) -> None:
         try:
-            self.feed(TimerFired(time.monotonic(), self.next_cause("timer")))
+            self.feed(p.TimerFired(time.monotonic(), self.next_cause("timer")))
         except Exception as error:  # noqa: BLE001 - the loop would swallow it: hand it to `run`
             if self._bug is not None and not self._bug.done():
                 self._bug.set_exception(error)
@@ -288,24 +247,24 @@ class PlannerShell:
         except Exception as error:  # noqa: BLE001 - the core waits for an answer
             if not isinstance(error, Unavailable):
                 note_failure("load layout", error)
-            self.feed(LoadFailed(time.monotonic(), self.next_cause("load")))
+            self.feed(p.LoadFailed(time.monotonic(), self.next_cause("load")))
         else:
-            self.feed(LayoutLoaded(time.monotonic(), self.next_cause("load"), stored))
+            self.feed(p.LayoutLoaded(time.monotonic(), self.next_cause("load"), stored))
 
-    async def _write(self, command: WriteLayout) -> None:
-        outcome = await unless_it_fails(self._store.write(command), WriteOutcome.UNAVAILABLE)
+    async def _write(self, command: p.WriteLayout) -> None:
+        outcome = await unless_it_fails(self._store.write(command), p.WriteOutcome.UNAVAILABLE)
         self._counting.write(outcome)
         notes.note_write(command, outcome)
-        self.feed(WriteSettled(time.monotonic(), command.cause_id, command.layout.epoch, command.token, outcome))
+        self.feed(p.WriteSettled(time.monotonic(), command.cause_id, command, outcome))
 
     async def _read_loads(self, cause_id: str) -> None:
         try:
             load, failure = await self.load(), ""
         except Exception as error:  # noqa: BLE001 - the core waits for an answer
-            load, failure = ClusterLoad({}), str(error)
+            load, failure = p.ClusterLoad({}), str(error)
             if not isinstance(error, BallastError) or isinstance(error, InvariantViolation):
                 note_failure("read loads", error)
-        self.feed(LoadsRead(time.monotonic(), cause_id, load, failure))
+        self.feed(p.LoadsRead(time.monotonic(), cause_id, load, failure))
         self._tell_wanted()
 
     def _tell_wanted(self) -> None:
@@ -314,34 +273,33 @@ class PlannerShell:
         if self._webhook is not None:
             self._webhook.offer(wanted)
 
-    async def _write_journal(self, command: WriteJournal) -> None:
-        outcome = await unless_it_fails(self._store.write_journal(command), WriteOutcome.UNAVAILABLE)
+    async def _write_journal(self, command: p.WriteJournal) -> None:
+        outcome = await unless_it_fails(self._store.write_journal(command), p.WriteOutcome.UNAVAILABLE)
         notes.note_journal(command, outcome)
-        at_s, journal = time.monotonic(), command.journal
-        self.feed(JournalSettled(at_s, command.cause_id, journal.epoch, journal.stage, command.token, outcome))
+        self.feed(p.WriteSettled(time.monotonic(), command.cause_id, command, outcome))
 
-    def _call_member(self, command: CallMember) -> None:
+    def _call_member(self, command: p.CallMember) -> None:
         key = (command.member.worker_id, command.call)
         if key in self._calls:
             return
         self._calls.add(key)
         self._tasks.start(self._ask_member(command), f"{command.call.name} {key[0]}")
 
-    async def _ask_member(self, command: CallMember) -> None:
+    async def _ask_member(self, command: p.CallMember) -> None:
         try:
             said = await self._members.call(command, _CALL_TIMEOUT_S)
         finally:
             self._calls.discard((command.member.worker_id, command.call))
         if said is not None:
-            self.feed(MemberAnswered(time.monotonic(), command.cause_id, command.journal.epoch, said))
+            self.feed(p.MemberAnswered(time.monotonic(), command.cause_id, command.journal.epoch, said))
 
-    def _order_standing(self, command: OrderStanding) -> None:
+    def _order_standing(self, command: p.OrderStanding) -> None:
         """The next order takes the place of one that has no answer yet."""
         if command.member.worker_id not in self._ordering:
             self._ordering.add(command.member.worker_id)
             self._tasks.start(self._tell_standing(command), f"order {command.member.worker_id}")
 
-    async def _tell_standing(self, command: OrderStanding) -> None:
+    async def _tell_standing(self, command: p.OrderStanding) -> None:
         member = command.member
         try:
             await self._members.order_standing(member, _CALL_TIMEOUT_S, park=command.park)
@@ -351,20 +309,20 @@ class PlannerShell:
         finally:
             self._ordering.discard(member.worker_id)
 
-    async def _probe(self, command: ProbeInstance) -> None:
+    async def _probe(self, command: p.ProbeInstance) -> None:
         asked = self._members.probe(command.address, command.worker_id, command.incarnation)
-        found = await unless_it_fails(asked, Probed.SILENT)
+        found = await unless_it_fails(asked, p.Probed.SILENT)
         if found is not command.found:
             notes.note_probe(command, found)
         now_s = time.monotonic()
-        self.feed(InstanceProbed(now_s, command.cause_id, command.worker_id, command.incarnation, found))
+        self.feed(p.InstanceProbed(now_s, command.cause_id, command.worker_id, command.incarnation, found))
 
     async def _listen(self) -> None:
         async with contextlib.aclosing(self._monitor.events()) as events:
             async for event in events:
                 self.feed(event)
 
-    async def _ask_to_drain(self, command: AskWorkerToDrain) -> None:
+    async def _ask_to_drain(self, command: p.AskWorkerToDrain) -> None:
         log = get_logger().bind(worker=command.worker_id, cause_id=command.cause_id)
         why = ""
         for delay_s in _DRAIN_DELAYS_S:

@@ -6,16 +6,7 @@ from typing import Protocol
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Layout, Member
 from ballast.common.reach import Reach
-from services.planner.core.messages import (
-    CallMember,
-    ClusterLoad,
-    MonitorEvent,
-    Probed,
-    StoredLayout,
-    WriteJournal,
-    WriteLayout,
-    WriteOutcome,
-)
+from services.planner.core import messages as p
 from services.planner.core.prediction_log import Predicted
 from services.planner.core.record import TransitionRecord
 from services.planner.core.transition import MemberSaid
@@ -25,11 +16,11 @@ from services.planner.policy.migrate import Move
 class LayoutStore(Protocol):
     """The layout in the state server. Every call ends within seconds."""
 
-    async def load(self) -> StoredLayout | None: ...
+    async def load(self) -> p.StoredLayout | None: ...
 
-    async def write(self, command: WriteLayout) -> WriteOutcome: ...
+    async def write(self, command: p.WriteLayout) -> p.WriteOutcome: ...
 
-    async def write_journal(self, command: WriteJournal) -> WriteOutcome: ...
+    async def write_journal(self, command: p.WriteJournal) -> p.WriteOutcome: ...
 
     async def write_reach(self, reach: Reach, token: int) -> None:
         """For dispatchers. Raises Unavailable: no answer; of a planner that leads no more nothing is written."""
@@ -37,9 +28,9 @@ class LayoutStore(Protocol):
 
 
 class MonitorPort(Protocol):
-    def events(self) -> AsyncGenerator[MonitorEvent, None]: ...
+    def events(self) -> AsyncGenerator[p.MonitorEvent, None]: ...
 
-    async def load(self, timeout_s: float) -> ClusterLoad: ...
+    async def load(self, timeout_s: float) -> p.ClusterLoad: ...
 
 
 class MembersPort(Protocol):
@@ -49,11 +40,11 @@ class MembersPort(Protocol):
         """Orders carry this fencing token from now on; None: another planner leads."""
         ...
 
-    async def call(self, command: CallMember, timeout_s: float) -> MemberSaid | None:
+    async def call(self, command: p.CallMember, timeout_s: float) -> MemberSaid | None:
         """None: no answer that could be used."""
         ...
 
-    async def probe(self, address: str, worker_id: WorkerId, incarnation: Incarnation) -> Probed:
+    async def probe(self, address: str, worker_id: WorkerId, incarnation: Incarnation) -> p.Probed:
         """Whether that life of a worker is at its address."""
         ...
 
@@ -89,7 +80,7 @@ class Counting(Protocol):
         """Instances that should serve; 0: another planner leads."""
         ...
 
-    def write(self, outcome: WriteOutcome) -> None: ...
+    def write(self, outcome: p.WriteOutcome) -> None: ...
 
     def rejected(self) -> None:
         """An instance, for it serves another model."""

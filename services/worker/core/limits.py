@@ -16,7 +16,7 @@ class WorkerLimits:
     max_running_count: int = 64  # --max-num-seqs
     max_batch_tokens: int = 512  # --max-num-batched-tokens
     max_waiting_count: int = 64  # --max-num-queued-reqs
-    max_waiting_tokens: int = 65_536  # --max-num-queued-tokens
+    max_waiting_tokens: int = 65_536  # `max_num_queued_tokens`
     # Of the KV blocks, kept free for the growth of what runs. In a full cache 0.05 leaves a third to a twentieth of
     # the preemptions that 0 causes, for 2 to 3 % more steps (benchmarks/results: worker-core).
     admission_reserve_fraction: float = 0.05

@@ -20,7 +20,9 @@ from services.worker.pipeline.member import GroupMember
 from services.worker.pipeline.status import Progress
 from services.worker.shell import MemberEvent
 
-_HOLD_S = 0.05
+HOLD_S = 0.05
+NOT_PREPARED: tuple[Phase | None, ...] = (None, Phase.PREPARING)
+NOT_TAKEN_UP: tuple[Phase | None, ...] = (Phase.PREPARED, Phase.COMMITTING)
 _SILENCE_S = 3.0  # a planner asks several times a second what it has under way
 _LONGEST_ORDER_S = 60.0  # of migrations
 
@@ -114,16 +116,16 @@ class Transitions:
 
     async def when_prepared(self, epoch: int) -> pb.TransitionStatus:
         """The planner need not come back for what takes a few milliseconds."""
-        return await self._status_beyond((None, Phase.PREPARING), epoch)
+        return await self._status_beyond(NOT_PREPARED, epoch)
 
     async def when_taken_up(self, epoch: int) -> pb.TransitionStatus:
-        return await self._status_beyond((Phase.PREPARED, Phase.COMMITTING), epoch)
+        return await self._status_beyond(NOT_TAKEN_UP, epoch)
 
     async def _status_beyond(self, phases: Collection[Phase | None], epoch: int) -> pb.TransitionStatus:
         """The status as soon as the phase is none of `phases` (None: not heard of), or after a moment."""
         self._loop = asyncio.get_running_loop()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_HOLD_S):
+            async with asyncio.timeout(HOLD_S):
                 while self._phase(epoch) in phases:
                     self._published.clear()
                     if self._phase(epoch) in phases:

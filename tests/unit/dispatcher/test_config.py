@@ -28,7 +28,7 @@ def test_every_flag_has_its_setting() -> None:
             "redis://x",
         ),
         *("--dispatcher-id", "d", "--max-num-queued-reqs", "3", "--max-num-queued-tokens", "4"),
-        *("--no-worker-timeout", "5", "--client-stall-timeout", "6", "--shutdown-timeout", "7"),
+        *("--dev", "no_worker_timeout_s=5", "--dev", "client_stall_timeout_s=6", "--shutdown-timeout", "7"),
         *("--log-level", "error", "--log-format", "json", "--metrics-host", "m"),
     )
     assert settings.model == Path("m")
@@ -38,7 +38,7 @@ def test_every_flag_has_its_setting() -> None:
 
 
 def test_the_environment_reaches_settings_without_a_flag() -> None:
-    assert load(BALLAST_DISPATCHER__DEV="{large_patience_s: 0.5}").large_patience_s == 0.5
+    assert load(BALLAST_DISPATCHER__DEV="{replay_limit: 5}").replay_limit == 5
 
 
 @pytest.mark.parametrize(

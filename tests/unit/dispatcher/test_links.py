@@ -28,7 +28,6 @@ def link_that_meets(error: Exception, met: list[Event]) -> WorkerLink:
         identity=Identity(DispatcherId("d"), Incarnation(1)),
         clock=MonotonicClock(),
         feed=met.append,
-        connect_timeout_s=1.0,
         dial=dial,
     )
 

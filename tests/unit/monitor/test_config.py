@@ -21,10 +21,12 @@ def test_flags_and_environment_reach_the_rules_of_the_core() -> None:
     assert (rules.dwell_s, rules.overload_threshold_fraction, rules.relief_threshold_fraction) == (7.5, 1.1, 0.8)
 
 
-@pytest.mark.parametrize(("name", "value"), [("RELIEF", "0.9"), ("OVERLOAD", "0.7")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("DEV", "{relief_threshold_fraction: 0.9}"), ("OVERLOAD_THRESHOLD_FRACTION", "0.7")]
+)
 def test_thresholds_too_near_to_each_other_are_refused(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match="relief_threshold_fraction must be at least"):
-        load(**{f"BALLAST_MONITOR__{name}_THRESHOLD_FRACTION": value})
+        load(**{f"BALLAST_MONITOR__{name}": value})
 
 
 @pytest.mark.parametrize("name", ["LEASE_S", "DWELL_S"])

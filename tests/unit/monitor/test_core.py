@@ -8,30 +8,8 @@ from ballast.common.cost import CostModel
 from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Member, Place
 from ballast.common.traffic import Pace
+from services.monitor.core import messages as m
 from services.monitor.core.machine import MonitorCore, MonitorRules
-from services.monitor.core.messages import (
-    Announced,
-    CloseReason,
-    CloseStream,
-    Command,
-    ConnectionRefused,
-    DismissWatchers,
-    Event,
-    Instance,
-    InstanceDraining,
-    InstanceLost,
-    InstanceUp,
-    LeadershipChanged,
-    LoadRegistry,
-    LoadReported,
-    ProbeAddress,
-    Publish,
-    RegistryLoaded,
-    SnapshotEnd,
-    StreamEnded,
-    Ticked,
-    WriteRegistry,
-)
 from tests.support.pressure import RULES
 from tests.support.reporting_worker import load_report, model_info
 
@@ -51,43 +29,45 @@ class Monitor:
         )
         self.core = MonitorCore(rules)
         if active:
-            assert self.tell(LeadershipChanged(0.0, "c", 7)) == [LoadRegistry()]
+            assert self.tell(m.LeadershipChanged(0.0, "c", 7)) == [m.LoadRegistry()]
 
-    def tell(self, event: Event) -> list[Command]:
+    def tell(self, event: m.Event) -> list[m.Command]:
         commands = self.core.handle(event)
         self.core.check()
         return commands
 
-    def announce(self, at_s: float, stream_id: int, worker: str = "w1", incarnation: int = 1) -> list[Command]:
-        return self.tell(Announced(at_s, "c", stream_id, instance(worker, incarnation)))
+    def announce(self, at_s: float, stream_id: int, worker: str = "w1", incarnation: int = 1) -> list[m.Command]:
+        return self.tell(m.Announced(at_s, "c", stream_id, instance(worker, incarnation)))
 
-    def report(self, at_s: float, stream_id: int, *, draining: bool = False, step_age_s: float = 0.0) -> list[Command]:
+    def report(
+        self, at_s: float, stream_id: int, *, draining: bool = False, step_age_s: float = 0.0
+    ) -> list[m.Command]:
         load = dataclasses.replace(load_report(10, draining=draining), step_age_s=step_age_s)
-        return self.tell(LoadReported(at_s, "c", stream_id, load))
+        return self.tell(m.LoadReported(at_s, "c", stream_id, load))
 
-    def tick_until(self, at_s: float, first_s: float = 0.0) -> list[Command]:
+    def tick_until(self, at_s: float, first_s: float = 0.0) -> list[m.Command]:
         """Ticks twice a second; leaves out the writes of the registry."""
-        commands: list[Command] = []
+        commands: list[m.Command] = []
         for tick in range(int(first_s * 2), int(at_s * 2) + 1):
-            commands += self.tell(Ticked(tick / 2, "c"))
-        return [command for command in commands if not isinstance(command, WriteRegistry)]
+            commands += self.tell(m.Ticked(tick / 2, "c"))
+        return [command for command in commands if not isinstance(command, m.WriteRegistry)]
 
 
-def instance(worker: str = "w1", incarnation: int = 1) -> Instance:
-    return Instance(WorkerId(worker), Incarnation(incarnation), f"{worker}:1", model_info())
+def instance(worker: str = "w1", incarnation: int = 1) -> m.Instance:
+    return m.Instance(WorkerId(worker), Incarnation(incarnation), f"{worker}:1", model_info())
 
 
-def lost(commands: list[Command]) -> list[tuple[str, int]]:
+def lost(commands: list[m.Command]) -> list[tuple[str, int]]:
     return [
         (c.change.worker_id, c.change.incarnation)
         for c in commands
-        if isinstance(c, Publish) and isinstance(c.change, InstanceLost)
+        if isinstance(c, m.Publish) and isinstance(c.change, m.InstanceLost)
     ]
 
 
 def test_an_announced_instance_is_up_and_stays_up_while_it_reports() -> None:
     monitor = Monitor()
-    assert monitor.announce(1.0, 1) == [Publish(InstanceUp(instance(), draining=False), "c")]
+    assert monitor.announce(1.0, 1) == [m.Publish(m.InstanceUp(instance(), draining=False), "c")]
     for second in range(2, 20):
         assert monitor.report(second, 1) == []
         assert lost(monitor.tick_until(second, second - 1)) == []
@@ -102,7 +82,7 @@ def test_of_unlike_machines_the_middle_one_says_how_fast_an_instance_is() -> Non
     half = [Pace(cost.scaled(3.0), 4, 2048)] * 6
     for i, pace in enumerate([*half, *whole]):
         monitor.announce(1.0, i, f"w{i}")
-        monitor.tell(LoadReported(1.0, "c", i, load_report(10), pace=pace))
+        monitor.tell(m.LoadReported(1.0, "c", i, load_report(10), pace=pace))
     monitor.announce(1.0, 99, "new")
     assert monitor.core.pace() == whole[3], (
         "one that is mistaken by far changes nothing, nor do those with fewer layers"
@@ -120,100 +100,100 @@ def test_silence_for_longer_than_the_lease_is_a_loss_and_the_stream_is_closed() 
     monitor.announce(1.0, 1)
     assert lost(monitor.tick_until(4.0)) == []
     commands = monitor.tick_until(4.5, 4.5)
-    assert CloseStream(1, CloseReason.SILENT) in commands
+    assert m.CloseStream(1, m.CloseReason.SILENT) in commands
     assert lost(commands) == [("w1", 1)]
     assert monitor.report(5.0, 1) == [], "what comes late on the closed stream is nothing"
-    assert monitor.announce(5.0, 2) == [Publish(InstanceUp(instance(), draining=False), "c")], "it was only silent"
+    assert monitor.announce(5.0, 2) == [m.Publish(m.InstanceUp(instance(), draining=False), "c")], "it was only silent"
 
 
 def test_a_goodbye_is_a_loss_at_once() -> None:
     monitor = Monitor()
     monitor.announce(1.0, 1)
-    assert monitor.tell(StreamEnded(1.5, "c", 1, said_goodbye=True)) == [
-        Publish(InstanceLost(W1, Incarnation(1), "it left"), "c")
+    assert monitor.tell(m.StreamEnded(1.5, "c", 1, said_goodbye=True)) == [
+        m.Publish(m.InstanceLost(W1, Incarnation(1), "it left"), "c")
     ]
 
 
 def test_a_broken_stream_is_probed_and_only_a_refused_connection_is_proof() -> None:
     monitor = Monitor()
     monitor.announce(1.0, 1)
-    assert monitor.tell(StreamEnded(1.5, "c", 1, said_goodbye=False)) == [ProbeAddress(instance(), "c")]
-    assert lost(monitor.tell(ConnectionRefused(1.6, "c", W1, Incarnation(1)))) == [("w1", 1)]
+    assert monitor.tell(m.StreamEnded(1.5, "c", 1, said_goodbye=False)) == [m.ProbeAddress(instance(), "c")]
+    assert lost(monitor.tell(m.ConnectionRefused(1.6, "c", W1, Incarnation(1)))) == [("w1", 1)]
 
 
 def test_a_refusal_that_comes_after_the_worker_is_back_says_nothing() -> None:
     monitor = Monitor()
     monitor.announce(1.0, 1)
-    monitor.tell(StreamEnded(1.5, "c", 1, said_goodbye=False))
+    monitor.tell(m.StreamEnded(1.5, "c", 1, said_goodbye=False))
     assert monitor.announce(1.6, 2) == [], "the same life on a new stream is no news"
-    assert monitor.tell(ConnectionRefused(1.7, "c", W1, Incarnation(1))) == []
+    assert monitor.tell(m.ConnectionRefused(1.7, "c", W1, Incarnation(1))) == []
     monitor.announce(1.8, 3, incarnation=2)
-    assert monitor.tell(ConnectionRefused(1.9, "c", W1, Incarnation(1))) == [], "of the life before"
+    assert monitor.tell(m.ConnectionRefused(1.9, "c", W1, Incarnation(1))) == [], "of the life before"
 
 
 def test_a_newer_life_replaces_an_older_one() -> None:
     monitor = Monitor()
     monitor.announce(1.0, 1, incarnation=1)
     commands = monitor.announce(2.0, 2, incarnation=2)
-    assert commands[0] == CloseStream(1, CloseReason.SUPERSEDED)
+    assert commands[0] == m.CloseStream(1, m.CloseReason.SUPERSEDED)
     assert lost(commands) == [("w1", 1)]
-    assert commands[-1] == Publish(InstanceUp(instance(incarnation=2), draining=False), "c")
+    assert commands[-1] == m.Publish(m.InstanceUp(instance(incarnation=2), draining=False), "c")
 
 
 def test_an_older_life_is_refused_even_after_the_newer_one_has_gone() -> None:
     monitor = Monitor()
     monitor.announce(1.0, 1, incarnation=5)
-    assert monitor.announce(1.1, 2, incarnation=4) == [CloseStream(2, CloseReason.STALE, have=4, want=5)]
-    monitor.tell(StreamEnded(1.2, "c", 1, said_goodbye=True))
-    assert monitor.announce(1.3, 3, incarnation=4) == [CloseStream(3, CloseReason.STALE, have=4, want=5)]
+    assert monitor.announce(1.1, 2, incarnation=4) == [m.CloseStream(2, m.CloseReason.STALE, have=4, want=5)]
+    monitor.tell(m.StreamEnded(1.2, "c", 1, said_goodbye=True))
+    assert monitor.announce(1.3, 3, incarnation=4) == [m.CloseStream(3, m.CloseReason.STALE, have=4, want=5)]
 
 
 def test_what_the_monitor_before_wrote_down_refuses_older_lives() -> None:
     monitor = Monitor()
     monitor.announce(0.1, 1, incarnation=4)
-    commands = monitor.tell(RegistryLoaded(0.2, "c", ((W1, Incarnation(5)),)))
+    commands = monitor.tell(m.RegistryLoaded(0.2, "c", ((W1, Incarnation(5)),)))
     assert lost(commands) == [("w1", 4)]
-    assert monitor.announce(0.3, 2, incarnation=4) == [CloseStream(2, CloseReason.STALE, have=4, want=5)]
+    assert monitor.announce(0.3, 2, incarnation=4) == [m.CloseStream(2, m.CloseReason.STALE, have=4, want=5)]
 
 
 def test_draining_is_told_once_and_is_for_good() -> None:
     monitor = Monitor()
     monitor.announce(1.0, 1)
-    assert monitor.report(1.1, 1, draining=True) == [Publish(InstanceDraining(W1, Incarnation(1)), "c")]
+    assert monitor.report(1.1, 1, draining=True) == [m.Publish(m.InstanceDraining(W1, Incarnation(1)), "c")]
     assert monitor.report(1.2, 1, draining=True) == []
     assert monitor.report(1.3, 1, draining=False) == []
-    assert monitor.core.snapshot() == [InstanceUp(instance(), draining=True)]
+    assert monitor.core.snapshot() == [m.InstanceUp(instance(), draining=True)]
 
 
 def test_a_new_active_monitor_warms_up_before_its_snapshot_is_complete() -> None:
     monitor = Monitor()
     monitor.announce(1.0, 1)
-    assert monitor.core.snapshot() == [InstanceUp(instance(), draining=False)]
+    assert monitor.core.snapshot() == [m.InstanceUp(instance(), draining=False)]
     assert monitor.tick_until(3.5) == []
     assert monitor.report(3.6, 1) == []
-    assert monitor.tick_until(4.0, 4.0) == [Publish(SnapshotEnd(), "c")]
-    assert monitor.core.snapshot()[-1] == SnapshotEnd()
+    assert monitor.tick_until(4.0, 4.0) == [m.Publish(m.SnapshotEnd(), "c")]
+    assert monitor.core.snapshot()[-1] == m.SnapshotEnd()
 
 
 def test_a_monitor_that_slept_does_not_blame_the_workers() -> None:
     monitor = Monitor()
     monitor.announce(1.0, 1)
     monitor.tick_until(2.0)
-    assert lost(monitor.tell(Ticked(60.0, "c"))) == []
-    assert lost(monitor.tell(Ticked(61.0, "c"))) == []
-    assert lost(monitor.tell(Ticked(62.5, "c"))) == [("w1", 1)]
+    assert lost(monitor.tell(m.Ticked(60.0, "c"))) == []
+    assert lost(monitor.tell(m.Ticked(61.0, "c"))) == []
+    assert lost(monitor.tell(m.Ticked(62.5, "c"))) == [("w1", 1)]
 
 
 def test_a_standby_takes_nobody_and_a_deposed_monitor_lets_everybody_go() -> None:
     standby = Monitor(active=False)
-    assert standby.announce(1.0, 1) == [CloseStream(1, CloseReason.STANDBY)]
+    assert standby.announce(1.0, 1) == [m.CloseStream(1, m.CloseReason.STANDBY)]
     deposed = Monitor()
     deposed.announce(1.0, 1)
     deposed.announce(1.0, 2, worker="w2")
-    assert deposed.tell(LeadershipChanged(2.0, "c", None)) == [
-        CloseStream(1, CloseReason.STANDBY),
-        CloseStream(2, CloseReason.STANDBY),
-        DismissWatchers(),
+    assert deposed.tell(m.LeadershipChanged(2.0, "c", None)) == [
+        m.CloseStream(1, m.CloseReason.STANDBY),
+        m.CloseStream(2, m.CloseReason.STANDBY),
+        m.DismissWatchers(),
     ]
     assert deposed.core.snapshot() == []
 
@@ -221,35 +201,35 @@ def test_a_standby_takes_nobody_and_a_deposed_monitor_lets_everybody_go() -> Non
 def test_a_new_token_for_the_same_monitor_changes_nothing() -> None:
     monitor = Monitor()
     monitor.announce(1.0, 1)
-    assert monitor.tell(LeadershipChanged(2.0, "c", 8)) == []
+    assert monitor.tell(m.LeadershipChanged(2.0, "c", 8)) == []
     assert len(monitor.core.entries) == 1
 
 
 def test_the_number_of_instances_is_bounded() -> None:
     monitor = Monitor(max_instances=1)
     monitor.announce(1.0, 1)
-    assert monitor.announce(1.0, 2, worker="w2") == [CloseStream(2, CloseReason.FULL)]
-    assert monitor.announce(1.0, 3, worker="w1", incarnation=2)[-1] == Publish(
-        InstanceUp(instance(incarnation=2), draining=False), "c"
+    assert monitor.announce(1.0, 2, worker="w2") == [m.CloseStream(2, m.CloseReason.FULL)]
+    assert monitor.announce(1.0, 3, worker="w1", incarnation=2)[-1] == m.Publish(
+        m.InstanceUp(instance(incarnation=2), draining=False), "c"
     )
 
 
 def test_the_registry_is_written_at_intervals_and_forgets_the_lost() -> None:
     monitor = Monitor()
     monitor.announce(0.5, 1)
-    assert monitor.tell(Ticked(1.0, "c")) == [WriteRegistry(())]
-    monitor.tell(StreamEnded(1.2, "c", 1, said_goodbye=True))
-    assert monitor.tell(Ticked(1.5, "c")) == []
-    assert monitor.tell(Ticked(2.0, "c")) == [WriteRegistry((W1,))]
-    assert monitor.tell(Ticked(3.0, "c")) == [WriteRegistry(())]
+    assert monitor.tell(m.Ticked(1.0, "c")) == [m.WriteRegistry(())]
+    monitor.tell(m.StreamEnded(1.2, "c", 1, said_goodbye=True))
+    assert monitor.tell(m.Ticked(1.5, "c")) == []
+    assert monitor.tell(m.Ticked(2.0, "c")) == [m.WriteRegistry((W1,))]
+    assert monitor.tell(m.Ticked(3.0, "c")) == [m.WriteRegistry(())]
 
 
 def test_a_changed_address_in_the_same_life_is_told() -> None:
     monitor = Monitor()
     monitor.announce(1.0, 1)
     moved = dataclasses.replace(instance(), address="elsewhere:1")
-    commands = monitor.tell(Announced(1.1, "c", 2, moved))
-    assert commands == [CloseStream(1, CloseReason.SUPERSEDED), Publish(InstanceUp(moved, draining=False), "c")]
+    commands = monitor.tell(m.Announced(1.1, "c", 2, moved))
+    assert commands == [m.CloseStream(1, m.CloseReason.SUPERSEDED), m.Publish(m.InstanceUp(moved, draining=False), "c")]
 
 
 def test_what_an_instance_says_of_its_place_is_told_when_it_changes() -> None:
@@ -259,9 +239,9 @@ def test_what_an_instance_says_of_its_place_is_told_when_it_changes() -> None:
     assert monitor.report(1.1, 1) == []
     member = Member(W1, Incarnation(1), "", 0, 2)
     place = Place(Epoch(2), Group(GroupId("w1"), (member,)))
-    told = monitor.tell(LoadReported(1.2, "c", 1, load_report(10), place))
-    assert told == [Publish(InstanceUp(instance(), draining=False, place=place), "c")]
-    assert monitor.tell(LoadReported(1.3, "c", 1, load_report(10), place)) == []
+    told = monitor.tell(m.LoadReported(1.2, "c", 1, load_report(10), place))
+    assert told == [m.Publish(m.InstanceUp(instance(), draining=False, place=place), "c")]
+    assert monitor.tell(m.LoadReported(1.3, "c", 1, load_report(10), place)) == []
 
 
 def test_an_engine_that_hangs_is_lost_while_it_does() -> None:
@@ -272,16 +252,16 @@ def test_an_engine_that_hangs_is_lost_while_it_does() -> None:
         monitor.tick_until(second, second - 1)
     assert lost(monitor.report(6.0, 1, step_age_s=60.5)) == [("w1", 1)]
     assert monitor.report(7.0, 1, step_age_s=61.5) == [], "told once"
-    assert monitor.core.snapshot() == [SnapshotEnd()], "nor is it there for whoever asks now"
+    assert monitor.core.snapshot() == [m.SnapshotEnd()], "nor is it there for whoever asks now"
     # It is the same life, and comes back with its first report after the step.
-    assert monitor.report(8.0, 1) == [Publish(InstanceUp(instance(), draining=False), "c")]
-    assert monitor.core.snapshot() == [InstanceUp(instance(), draining=False), SnapshotEnd()]
+    assert monitor.report(8.0, 1) == [m.Publish(m.InstanceUp(instance(), draining=False), "c")]
+    assert monitor.core.snapshot() == [m.InstanceUp(instance(), draining=False), m.SnapshotEnd()]
 
 
 def test_an_engine_that_hangs_for_ever_is_lost_once() -> None:
     monitor = Monitor()
     monitor.announce(1.0, 1)
     assert lost(monitor.report(2.0, 1, step_age_s=100.0)) == [("w1", 1)]
-    assert monitor.announce(3.0, 2) == [CloseStream(1, CloseReason.SUPERSEDED)], "a new stream is no sign of work"
+    assert monitor.announce(3.0, 2) == [m.CloseStream(1, m.CloseReason.SUPERSEDED)], "a new stream is no sign of work"
     assert lost(monitor.tick_until(20.0, 2.0)) == []
     assert monitor.core.entries == {}

@@ -8,23 +8,8 @@ from ballast.common.ids import DispatcherId, Epoch, GroupId, Incarnation, Worker
 from ballast.common.layout import Group, Layout, Member
 from ballast.common.load import LoadReport, MemoryReport
 from ballast.common.traffic import Traffic
+from services.monitor.core import messages as m
 from services.monitor.core.machine import LEAST_LOOK_S, MonitorCore, MonitorRules
-from services.monitor.core.messages import (
-    Announced,
-    BacklogWord,
-    Command,
-    Event,
-    ForgetBacklogs,
-    Instance,
-    LeadershipChanged,
-    LoadReported,
-    Publish,
-    Raised,
-    RegistryLoaded,
-    SurroundingsRead,
-    Ticked,
-    WholeMemory,
-)
 from services.monitor.policy.pressure import Overload, Relief
 from tests.support.pressure import RULES, W0, W1
 from tests.support.reporting_worker import load_report, model_info
@@ -50,29 +35,29 @@ class Cluster:
         self.now_s = 0.0
         self.layout = layout
         self.loads = {"w0": w0, "w1": w1}
-        self.backlogs: tuple[BacklogWord, ...] = ()
+        self.backlogs: tuple[m.BacklogWord, ...] = ()
         self.is_state_server_up = True
-        self.tell(LeadershipChanged(0.0, "c", 7))
+        self.tell(m.LeadershipChanged(0.0, "c", 7))
         for stream_id, name in enumerate(self.loads, start=1):
-            instance = Instance(WorkerId(name), Incarnation(1), f"{name}:1", model_info())
-            self.tell(Announced(0.0, "c", stream_id, instance))
+            instance = m.Instance(WorkerId(name), Incarnation(1), f"{name}:1", model_info())
+            self.tell(m.Announced(0.0, "c", stream_id, instance))
 
-    def tell(self, event: Event) -> list[Command]:
+    def tell(self, event: m.Event) -> list[m.Command]:
         commands = self.core.handle(event)
         self.core.check()
         return commands
 
-    def pass_time(self, for_s: float) -> list[Raised]:
-        commands: list[Command] = []
+    def pass_time(self, for_s: float) -> list[m.Raised]:
+        commands: list[m.Command] = []
         for _ in range(round(for_s / 0.2)):
             self.now_s += 0.2
             for stream_id, load in enumerate(self.loads.values(), start=1):
-                self.tell(LoadReported(self.now_s, "c", stream_id, load))
+                self.tell(m.LoadReported(self.now_s, "c", stream_id, load))
             if self.is_state_server_up:
-                commands += self.tell(SurroundingsRead(self.now_s, "c", self.layout, self.backlogs))
-            commands += self.tell(Ticked(self.now_s, "c"))
+                commands += self.tell(m.SurroundingsRead(self.now_s, "c", self.layout, self.backlogs))
+            commands += self.tell(m.Ticked(self.now_s, "c"))
         self.last = commands
-        return [c.change for c in commands if isinstance(c, Publish) and isinstance(c.change, Raised)]
+        return [c.change for c in commands if isinstance(c, m.Publish) and isinstance(c.change, m.Raised)]
 
 
 def load(
@@ -151,19 +136,19 @@ def test_a_drop_enlarges_the_capacity_and_not_the_undropped_one() -> None:
 
 def test_a_monitor_that_comes_into_a_drop_knows_the_undropped_memory_from_the_one_before() -> None:
     dropped = load(60, blocks=350, parameter_bytes=20)
-    whole = WholeMemory(parameter_bytes=40, kv_bytes=100 * BLOCK_BYTES)
+    whole = m.WholeMemory(parameter_bytes=40, kv_bytes=100 * BLOCK_BYTES)
     lives = ((W0, Incarnation(1)), (W1, Incarnation(1)))
     cluster = Cluster(MERGED, w0=dropped, w1=dropped)
     cluster.pass_time(1.0)
-    cluster.tell(RegistryLoaded(1.0, "c", lives, tuple((*life, whole) for life in lives)))
+    cluster.tell(m.RegistryLoaded(1.0, "c", lives, tuple((*life, whole) for life in lives)))
     cluster.pass_time(1.0)
     assert cluster.core.cluster_demand(cluster.now_s).undropped_bytes == 200 * BLOCK_BYTES
     early = MonitorCore(cluster.core.rules)
-    early.handle(LeadershipChanged(0.0, "c", 8))
-    early.handle(RegistryLoaded(0.1, "c", lives, tuple((*life, whole) for life in lives)))
-    early.handle(Announced(0.2, "c", 1, Instance(W0, Incarnation(1), "w0:1", model_info())))
+    early.handle(m.LeadershipChanged(0.0, "c", 8))
+    early.handle(m.RegistryLoaded(0.1, "c", lives, tuple((*life, whole) for life in lives)))
+    early.handle(m.Announced(0.2, "c", 1, m.Instance(W0, Incarnation(1), "w0:1", model_info())))
     assert early.entries[W0].whole == whole
-    early.handle(Announced(0.3, "c", 2, Instance(W1, Incarnation(2), "w1:1", model_info())))
+    early.handle(m.Announced(0.3, "c", 2, m.Instance(W1, Incarnation(2), "w1:1", model_info())))
     assert early.entries[W1].whole is None, "another life may have another budget"
 
 
@@ -183,8 +168,8 @@ def test_who_is_outside_the_layout_or_drains_neither_wants_nor_has() -> None:
 def test_backlogs_are_demand_while_their_dispatcher_lives() -> None:
     cluster = Cluster(ALONE, w0=load(50), w1=load(50))
     cluster.backlogs = (
-        BacklogWord(D, "1.1", Traffic(queued_count=10, queued_tokens=1600)),
-        BacklogWord(DispatcherId("e"), "1.1", Traffic(queued_count=1, queued_tokens=7)),
+        m.BacklogWord(D, "1.1", Traffic(queued_count=10, queued_tokens=1600)),
+        m.BacklogWord(DispatcherId("e"), "1.1", Traffic(queued_count=1, queued_tokens=7)),
     )
     cluster.pass_time(0.4)
     expected = 1600 + 10 * 9 + 7 + 9
@@ -194,19 +179,19 @@ def test_backlogs_are_demand_while_their_dispatcher_lives() -> None:
     assert cluster.core.cluster_demand(cluster.now_s).wanted_bytes == 100 * BLOCK_BYTES, "says the same for too long"
     traffic, fresh = cluster.core.traffic(cluster.now_s)
     assert (traffic.queued_count, fresh) == (11, Traffic()), "what they said last is what is known of them"
-    cluster.backlogs = (BacklogWord(D, "1.9", Traffic(queued_count=10, queued_tokens=1600)),)
+    cluster.backlogs = (m.BacklogWord(D, "1.9", Traffic(queued_count=10, queued_tokens=1600)),)
     cluster.pass_time(0.2)
     assert cluster.core.cluster_demand(cluster.now_s).wanted_bytes == 100 * BLOCK_BYTES + 1690 * 1024
-    assert not any(isinstance(c, ForgetBacklogs) for c in cluster.last)
+    assert not any(isinstance(c, m.ForgetBacklogs) for c in cluster.last)
     cluster.pass_time(12.0)
-    assert ForgetBacklogs((D,)) in cluster.last
+    assert m.ForgetBacklogs((D,)) in cluster.last
     assert cluster.core.traffic(cluster.now_s) == (Traffic(), None)
 
 
 def test_a_backlog_that_fits_nowhere_is_an_overload_with_its_cause_and_groups() -> None:
     cluster = Cluster(ALONE, w0=load(90), w1=load(85))
     assert cluster.pass_time(4.0) == []
-    cluster.backlogs = (BacklogWord(D, "1.1", Traffic(queued_count=40, queued_tokens=4000)),)
+    cluster.backlogs = (m.BacklogWord(D, "1.1", Traffic(queued_count=40, queued_tokens=4000)),)
     raised = cluster.pass_time(0.2)
     assert len(raised) == 1
     signal = raised[0].signal
@@ -214,7 +199,7 @@ def test_a_backlog_that_fits_nowhere_is_an_overload_with_its_cause_and_groups() 
     forecast = 175 * BLOCK_BYTES + (4000 + 40 * 9) * 1024
     assert signal.required_bytes >= forecast - 200 * BLOCK_BYTES > 0
     assert [g.leader_id for g in raised[0].groups] == [W0, W1]
-    assert all(c.cause_id == "c" for c in cluster.last if isinstance(c, Publish))
+    assert all(c.cause_id == "c" for c in cluster.last if isinstance(c, m.Publish))
 
 
 def test_no_alarm_before_the_monitor_has_warmed_up_and_none_without_a_layout() -> None:
@@ -272,10 +257,10 @@ def test_growth_of_a_group_is_what_it_generates_and_keeps_and_is_measured_since_
 def test_a_deposed_monitor_forgets_what_it_knew_of_memory() -> None:
     cluster = Cluster(ALONE, w0=load(99), w1=load(99))
     cluster.pass_time(5.0)
-    cluster.tell(LeadershipChanged(cluster.now_s, "c", None))
-    cluster.tell(SurroundingsRead(cluster.now_s, "c", ALONE, ()))
+    cluster.tell(m.LeadershipChanged(cluster.now_s, "c", None))
+    cluster.tell(m.SurroundingsRead(cluster.now_s, "c", ALONE, ()))
     assert cluster.core.groups.layout is None
-    cluster.tell(LeadershipChanged(cluster.now_s + 1.0, "c", 9))
+    cluster.tell(m.LeadershipChanged(cluster.now_s + 1.0, "c", 9))
     assert not cluster.core.pressure.history
 
 
@@ -285,18 +270,28 @@ def test_a_jump_of_the_demand_is_looked_at_before_the_next_tick() -> None:
     history = cluster.core.pressure.history
     looks = len(history)
     jump_at_s = cluster.now_s + 2 * LEAST_LOOK_S
-    cluster.tell(LoadReported(jump_at_s, "c", 2, load(33)))
+    cluster.tell(m.LoadReported(jump_at_s, "c", 2, load(33)))
     assert len(history) == looks  # nothing that could not wait
-    commands = cluster.tell(LoadReported(jump_at_s, "c", 1, load(50, waiting=250)))
-    raised = [c.change for c in commands if isinstance(c, Publish) and isinstance(c.change, Raised)]
+    commands = cluster.tell(m.LoadReported(jump_at_s, "c", 1, load(50, waiting=250)))
+    raised = [c.change for c in commands if isinstance(c, m.Publish) and isinstance(c.change, m.Raised)]
     assert [type(change.signal) for change in raised] == [Overload]
     looks = len(history)
-    cluster.tell(LoadReported(jump_at_s + LEAST_LOOK_S / 2, "c", 1, load(50, waiting=400)))
+    cluster.tell(m.LoadReported(jump_at_s + LEAST_LOOK_S / 2, "c", 1, load(50, waiting=400)))
     assert len(history) == looks  # looking at thousands of instances takes its time
+
+
+def test_a_line_that_grows_in_a_dispatcher_is_looked_at_before_the_next_tick() -> None:
+    cluster = Cluster(ALONE, w0=load(90), w1=load(85))
+    assert cluster.pass_time(4.0) == []
+    known_s = cluster.now_s + 2 * LEAST_LOOK_S
+    waits = (m.BacklogWord(D, "1.1", Traffic(queued_count=40, queued_tokens=4000)),)
+    commands = cluster.tell(m.SurroundingsRead(known_s, "c", ALONE, waits))
+    assert [type(c.change) for c in commands if isinstance(c, m.Publish)] == [m.Raised]
+    assert cluster.tell(m.SurroundingsRead(known_s + 2 * LEAST_LOOK_S, "c", ALONE, waits)) == []
 
 
 def test_a_monitor_that_has_not_heard_everybody_yet_looks_at_no_jump() -> None:
     cluster = Cluster(ALONE, w0=load(30), w1=load(30), warmup_s=100.0)
     cluster.pass_time(1.0)
-    assert cluster.tell(LoadReported(cluster.now_s + 0.1, "c", 1, load(50, waiting=250))) == []
+    assert cluster.tell(m.LoadReported(cluster.now_s + 0.1, "c", 1, load(50, waiting=250))) == []
     assert not cluster.core.pressure.history

@@ -7,39 +7,8 @@ import pytest
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Layout
 from ballast.common.model import ModelInfo
+from services.planner.core import messages as p
 from services.planner.core.machine import NO_LAYOUT, PlannerCore, PlannerRules
-from services.planner.core.messages import (
-    AnswerDrain,
-    AskWorkerToDrain,
-    Command,
-    DrainRefusal,
-    DrainRequested,
-    Event,
-    FollowMonitor,
-    IgnoreStale,
-    InstanceDraining,
-    InstanceLost,
-    InstanceProbed,
-    InstanceUp,
-    LayoutLoaded,
-    LeadershipChanged,
-    LeaveMonitor,
-    LoadFailed,
-    LoadLayout,
-    Probed,
-    ProbeInstance,
-    Publish,
-    RefuseDrain,
-    RejectInstance,
-    SetTimer,
-    SnapshotBegan,
-    SnapshotEnded,
-    StoredLayout,
-    TimerFired,
-    WriteLayout,
-    WriteOutcome,
-    WriteSettled,
-)
 from tests.support.reporting_worker import model_info
 
 TOKEN = 1_700_000_000_000
@@ -54,49 +23,50 @@ class Planner:
         self.now_s = 0.0
         self.timer_s: float | None = None
 
-    def tell(self, event: Event) -> list[Command]:
+    def tell(self, event: p.Event) -> list[p.Command]:
         commands = self.core.handle(event)
         self.core.check()
         for command in commands:
-            if isinstance(command, SetTimer):
+            if isinstance(command, p.SetTimer):
                 self.timer_s = command.at_s
-        return [command for command in commands if not isinstance(command, SetTimer)]
+        return [command for command in commands if not isinstance(command, p.SetTimer)]
 
-    def lead(self, stored: StoredLayout | None = None, token: int = TOKEN) -> list[Command]:
-        commands = self.tell(LeadershipChanged(self.now_s, "c", token))
-        return commands + self.tell(LayoutLoaded(self.now_s, "c", stored))
+    def lead(self, stored: p.StoredLayout | None = None, token: int = TOKEN) -> list[p.Command]:
+        commands = self.tell(p.LeadershipChanged(self.now_s, "c", token))
+        return commands + self.tell(p.LayoutLoaded(self.now_s, "c", stored))
 
     def up(
         self, worker: str, incarnation: int = 1, model: ModelInfo = MODEL, *, draining: bool = False
-    ) -> list[Command]:
-        event = InstanceUp(self.now_s, "c", WorkerId(worker), Incarnation(incarnation), f"{worker}:1", model, draining)
+    ) -> list[p.Command]:
+        event = p.InstanceUp(
+            self.now_s, "c", WorkerId(worker), Incarnation(incarnation), f"{worker}:1", model, draining
+        )
         return self.tell(event)
 
-    def lose(self, worker: str, incarnation: int = 1, why: str = "silent", *, silent: bool = False) -> list[Command]:
-        return self.tell(InstanceLost(self.now_s, "c", WorkerId(worker), Incarnation(incarnation), why, silent))
+    def lose(self, worker: str, incarnation: int = 1, why: str = "silent", *, silent: bool = False) -> list[p.Command]:
+        return self.tell(p.InstanceLost(self.now_s, "c", WorkerId(worker), Incarnation(incarnation), why, silent))
 
-    def probed(self, worker: str, found: Probed, incarnation: int = 1) -> list[Command]:
-        return self.tell(InstanceProbed(self.now_s, "c", WorkerId(worker), Incarnation(incarnation), found))
+    def probed(self, worker: str, found: p.Probed, incarnation: int = 1) -> list[p.Command]:
+        return self.tell(p.InstanceProbed(self.now_s, "c", WorkerId(worker), Incarnation(incarnation), found))
 
-    def fire(self) -> list[Command]:
+    def fire(self) -> list[p.Command]:
         """Lets the time of the timer come."""
         assert self.timer_s is not None, "no timer is set"
         self.now_s = max(self.now_s, self.timer_s)
         self.timer_s = None
-        return self.tell(TimerFired(self.now_s, "c"))
+        return self.tell(p.TimerFired(self.now_s, "c"))
 
-    def settle(self, write: Command, outcome: WriteOutcome = WriteOutcome.WRITTEN) -> list[Command]:
-        assert isinstance(write, WriteLayout)
-        return self.tell(WriteSettled(self.now_s, "c", write.layout.epoch, write.token, outcome))
+    def settle(self, write: p.Command, outcome: p.WriteOutcome = p.WriteOutcome.WRITTEN) -> list[p.Command]:
+        assert isinstance(write, p.WriteLayout)
+        return self.tell(p.WriteSettled(self.now_s, "c", write, outcome))
 
     def settle_all(self) -> Layout:
         """Writes until nothing is left to write."""
         while self.core.in_flight is not None or (self.timer_s is not None and self.timer_s < self.now_s + 1.0):
             for command in self.fire() if self.core.in_flight is None else []:
-                assert isinstance(command, WriteLayout)
-            if self.core.in_flight is not None:
-                layout = self.core.in_flight
-                self.tell(WriteSettled(self.now_s, "c", layout.epoch, self.core.token or 0, WriteOutcome.WRITTEN))
+                assert isinstance(command, p.WriteLayout)
+            if self.core.store.writing is not None:
+                self.tell(p.WriteSettled(self.now_s, "c", self.core.store.writing, p.WriteOutcome.WRITTEN))
         return self.core.layout
 
 
@@ -104,10 +74,10 @@ def leader(*workers: str) -> Planner:
     """A leader whose layout holds these workers and who has heard the whole snapshot."""
     planner = Planner()
     planner.lead()
-    planner.tell(SnapshotBegan(0.0, "c"))
+    planner.tell(p.SnapshotBegan(0.0, "c"))
     for worker in workers:
         planner.up(worker)
-    planner.tell(SnapshotEnded(0.0, "c"))
+    planner.tell(p.SnapshotEnded(0.0, "c"))
     planner.settle_all()
     assert names(planner.core.layout) == set(workers)
     return planner
@@ -119,8 +89,8 @@ def names(layout: Layout) -> set[str]:
 
 def test_nothing_is_written_before_anybody_is_there() -> None:
     planner = Planner()
-    assert planner.tell(LeadershipChanged(0.0, "c", TOKEN)) == [FollowMonitor(), LoadLayout()]
-    assert planner.tell(LayoutLoaded(0.0, "c", None)) == []
+    assert planner.tell(p.LeadershipChanged(0.0, "c", TOKEN)) == [p.FollowMonitor(), p.LoadLayout()]
+    assert planner.tell(p.LayoutLoaded(0.0, "c", None)) == []
     assert planner.core.layout is NO_LAYOUT
 
 
@@ -131,17 +101,17 @@ def test_joins_that_come_together_share_an_epoch() -> None:
         assert planner.up(worker) == []
     (write,) = planner.fire()
     assert planner.now_s == pytest.approx(0.1)
-    assert isinstance(write, WriteLayout)
+    assert isinstance(write, p.WriteLayout)
     assert (write.layout.epoch, write.expected_epoch, write.token) == (1, None, TOKEN)
     assert [group.group_id for group in write.layout.groups] == ["w1", "w2", "w3"]
     assert write.layout.reason == "join: w1 w2 w3"
-    assert planner.settle(write) == [Publish(write.layout, "c")]
+    assert planner.settle(write) == [p.Publish(write.layout, "c")]
 
 
 def test_a_loss_is_planned_at_once_and_says_why() -> None:
     planner = leader("w1", "w2")
     (write,) = planner.lose("w2", why="silent for 3.1 s")
-    assert isinstance(write, WriteLayout)
+    assert isinstance(write, p.WriteLayout)
     assert write.layout.reason == "lost: w2 (silent for 3.1 s)"
     assert (write.layout.epoch, write.expected_epoch) == (2, 1)
 
@@ -151,8 +121,8 @@ def test_what_changes_while_a_layout_is_written_goes_into_the_next() -> None:
     (write,) = planner.lose("w1")
     assert planner.lose("w2") == []
     published, second = planner.settle(write)
-    assert isinstance(published, Publish)
-    assert isinstance(second, WriteLayout)
+    assert isinstance(published, p.Publish)
+    assert isinstance(second, p.WriteLayout)
     assert names(second.layout) == {"w3"}
     assert second.layout.epoch == published.layout.epoch + 1
 
@@ -160,7 +130,7 @@ def test_what_changes_while_a_layout_is_written_goes_into_the_next() -> None:
 def test_a_restarted_worker_is_a_new_member_and_its_old_life_is_ignored() -> None:
     planner = leader("w1")
     planner.up("w1", incarnation=3)
-    assert planner.up("w1", incarnation=2) == [IgnoreStale(WorkerId("w1"), Incarnation(2), Incarnation(3), "c")]
+    assert planner.up("w1", incarnation=2) == [p.IgnoreStale(WorkerId("w1"), Incarnation(2), Incarnation(3), "c")]
     assert planner.lose("w1", incarnation=1) == []
     layout = planner.settle_all()
     assert [member.incarnation for group in layout.groups for member in group.members] == [3]
@@ -171,23 +141,23 @@ def test_a_write_without_an_answer_is_read_back_and_its_epoch_is_not_used_again(
     planner = leader("w1", "w2")
     before = planner.core.layout
     (write,) = planner.lose("w2")
-    assert planner.settle(write, WriteOutcome.UNAVAILABLE) == []
-    assert planner.fire() == [LoadLayout()]
-    assert planner.tell(LoadFailed(planner.now_s, "c")) == []
-    assert planner.fire() == [LoadLayout()]
-    (again,) = planner.tell(LayoutLoaded(planner.now_s, "c", StoredLayout(before, MODEL)))
-    assert isinstance(again, WriteLayout)
+    assert planner.settle(write, p.WriteOutcome.UNAVAILABLE) == []
+    assert planner.fire() == [p.LoadLayout()]
+    assert planner.tell(p.LoadFailed(planner.now_s, "c")) == []
+    assert planner.fire() == [p.LoadLayout()]
+    (again,) = planner.tell(p.LayoutLoaded(planner.now_s, "c", p.StoredLayout(before, MODEL)))
+    assert isinstance(again, p.WriteLayout)
     assert (again.layout.epoch, again.expected_epoch) == (3, 1)
 
 
 def test_a_write_that_was_done_though_nobody_heard_is_taken_over() -> None:
     planner = leader("w1", "w2")
     (write,) = planner.lose("w2")
-    assert isinstance(write, WriteLayout)
-    planner.settle(write, WriteOutcome.UNAVAILABLE)
+    assert isinstance(write, p.WriteLayout)
+    planner.settle(write, p.WriteOutcome.UNAVAILABLE)
     planner.fire()
-    assert planner.tell(LayoutLoaded(planner.now_s, "c", StoredLayout(write.layout, MODEL))) == [
-        Publish(write.layout, "c")
+    assert planner.tell(p.LayoutLoaded(planner.now_s, "c", p.StoredLayout(write.layout, MODEL))) == [
+        p.Publish(write.layout, "c")
     ]
     assert planner.core.layout == write.layout
 
@@ -195,11 +165,11 @@ def test_a_write_that_was_done_though_nobody_heard_is_taken_over() -> None:
 def test_a_conflict_is_read_back_and_planned_upon() -> None:
     planner = leader("w1", "w2")
     (write,) = planner.lose("w2")
-    assert planner.settle(write, WriteOutcome.CONFLICT) == [LoadLayout()]
+    assert planner.settle(write, p.WriteOutcome.CONFLICT) == [p.LoadLayout()]
     other = Layout(Epoch(9), 4, planner.core.layout.groups, "operator")
-    published, again = planner.tell(LayoutLoaded(planner.now_s, "c", StoredLayout(other, MODEL)))
-    assert published == Publish(other, "c")
-    assert isinstance(again, WriteLayout)
+    published, again = planner.tell(p.LayoutLoaded(planner.now_s, "c", p.StoredLayout(other, MODEL)))
+    assert published == p.Publish(other, "c")
+    assert isinstance(again, p.WriteLayout)
     assert (again.layout.epoch, again.expected_epoch) == (10, 9)
 
 
@@ -207,8 +177,8 @@ def test_a_deposed_planner_plans_no_more_and_late_answers_mean_nothing() -> None
     planner = leader("w1", "w2")
     before = planner.core.layout
     (write,) = planner.lose("w2")
-    commands = planner.tell(LeadershipChanged(planner.now_s, "c", None))
-    assert LeaveMonitor() in commands
+    commands = planner.tell(p.LeadershipChanged(planner.now_s, "c", None))
+    assert p.LeaveMonitor() in commands
     assert planner.settle(write) == []
     assert planner.core.layout == before
     assert planner.up("w5") == []
@@ -217,80 +187,80 @@ def test_a_deposed_planner_plans_no_more_and_late_answers_mean_nothing() -> None
 def test_a_standby_follows_what_is_written() -> None:
     planner = Planner()
     stored = leader("w1").core.layout
-    planner.tell(LeadershipChanged(0.0, "c", None))
-    assert planner.tell(LayoutLoaded(0.0, "c", StoredLayout(stored, MODEL))) == [Publish(stored, "c")]
+    planner.tell(p.LeadershipChanged(0.0, "c", None))
+    assert planner.tell(p.LayoutLoaded(0.0, "c", p.StoredLayout(stored, MODEL))) == [p.Publish(stored, "c")]
 
 
 def test_a_new_leader_keeps_the_layout_until_the_monitor_has_named_everybody() -> None:
-    stored = StoredLayout(leader("w1", "w2").core.layout, MODEL)
+    stored = p.StoredLayout(leader("w1", "w2").core.layout, MODEL)
     planner = Planner()
     planner.lead(stored)
-    planner.tell(SnapshotBegan(0.0, "c"))
+    planner.tell(p.SnapshotBegan(0.0, "c"))
     planner.up("w1")
     assert planner.core.layout == stored.layout
-    assert planner.tell(SnapshotEnded(0.0, "c")) == [ProbeInstance(WorkerId("w2"), Incarnation(1), "w2:1", "c")]
-    (write,) = planner.probed("w2", Probed.GONE)
-    assert isinstance(write, WriteLayout)
+    assert planner.tell(p.SnapshotEnded(0.0, "c")) == [p.ProbeInstance(WorkerId("w2"), Incarnation(1), "w2:1", "c")]
+    (write,) = planner.probed("w2", p.Probed.GONE)
+    assert isinstance(write, p.WriteLayout)
     assert names(write.layout) == {"w1"}
     assert write.layout.reason == "lost: w2 (the monitor does not know it; nobody listens at its address)"
 
 
 def test_a_loss_that_is_heard_before_the_layout_is_read_counts() -> None:
-    stored = StoredLayout(leader("w1", "w2").core.layout, MODEL)
+    stored = p.StoredLayout(leader("w1", "w2").core.layout, MODEL)
     planner = Planner()
-    planner.tell(LeadershipChanged(0.0, "c", TOKEN))
-    planner.tell(SnapshotBegan(0.0, "c"))
+    planner.tell(p.LeadershipChanged(0.0, "c", TOKEN))
+    planner.tell(p.SnapshotBegan(0.0, "c"))
     planner.up("w1")
     planner.up("w2")
     planner.lose("w2")
-    commands = planner.tell(LayoutLoaded(0.0, "c", stored))
+    commands = planner.tell(p.LayoutLoaded(0.0, "c", stored))
     write = commands[-1]
-    assert isinstance(write, WriteLayout)
+    assert isinstance(write, p.WriteLayout)
     assert names(write.layout) == {"w1"}
 
 
 def test_a_planner_that_leads_a_second_time_presumes_who_was_there() -> None:
     planner = leader("w1", "w2")
-    stored = StoredLayout(planner.core.layout, MODEL)
-    planner.tell(LeadershipChanged(1.0, "c", None))
-    planner.tell(LayoutLoaded(1.0, "c", stored))
+    stored = p.StoredLayout(planner.core.layout, MODEL)
+    planner.tell(p.LeadershipChanged(1.0, "c", None))
+    planner.tell(p.LayoutLoaded(1.0, "c", stored))
     planner.now_s = 2.0
-    assert not [c for c in planner.lead(stored, TOKEN + 9000) if isinstance(c, WriteLayout)]
+    assert not [c for c in planner.lead(stored, TOKEN + 9000) if isinstance(c, p.WriteLayout)]
     assert set(planner.core.membership.known) == {"w1", "w2"}
 
 
 def test_a_broken_stream_to_the_monitor_says_nothing_about_instances() -> None:
     planner = leader("w1", "w2")
     before = planner.core.layout
-    planner.tell(SnapshotBegan(1.0, "c"))
+    planner.tell(p.SnapshotBegan(1.0, "c"))
     planner.up("w1")
     planner.up("w2")
-    assert planner.tell(SnapshotEnded(1.0, "c")) == []
+    assert planner.tell(p.SnapshotEnded(1.0, "c")) == []
     assert planner.settle_all() == before
 
 
 def test_a_lost_layout_is_written_again_by_the_leader_under_the_next_epoch() -> None:
     planner = leader("w1")
     before = planner.core.layout
-    planner.tell(LeadershipChanged(1.0, "c", TOKEN + 1))
+    planner.tell(p.LeadershipChanged(1.0, "c", TOKEN + 1))
     planner.now_s = 1.0
-    commands = planner.tell(LayoutLoaded(1.0, "c", None))
+    commands = planner.tell(p.LayoutLoaded(1.0, "c", None))
     write = commands[-1]
-    assert isinstance(write, WriteLayout)
+    assert isinstance(write, p.WriteLayout)
     assert (write.layout.epoch, write.expected_epoch) == (before.epoch + 1, None)
     assert write.layout.groups == before.groups
 
 
 def test_a_new_leader_that_finds_the_layout_lost_hears_the_monitor_first_and_passes_all_epochs() -> None:
     planner = Planner()
-    planner.tell(LeadershipChanged(0.0, "c", None))
-    planner.tell(LayoutLoaded(0.0, "c", StoredLayout(leader("w1", "w2").core.layout, MODEL)))
-    assert not [c for c in planner.lead(None) if isinstance(c, WriteLayout)]
-    planner.tell(SnapshotBegan(0.0, "c"))
+    planner.tell(p.LeadershipChanged(0.0, "c", None))
+    planner.tell(p.LayoutLoaded(0.0, "c", p.StoredLayout(leader("w1", "w2").core.layout, MODEL)))
+    assert not [c for c in planner.lead(None) if isinstance(c, p.WriteLayout)]
+    planner.tell(p.SnapshotBegan(0.0, "c"))
     planner.up("w1")
-    probe, write = planner.tell(SnapshotEnded(0.0, "c"))
-    assert isinstance(probe, ProbeInstance)
-    assert isinstance(write, WriteLayout)
+    probe, write = planner.tell(p.SnapshotEnded(0.0, "c"))
+    assert isinstance(probe, p.ProbeInstance)
+    assert isinstance(write, p.WriteLayout)
     assert write.layout.epoch == TOKEN // 1000
     assert names(write.layout) == {"w1", "w2"}
 
@@ -299,7 +269,7 @@ def test_an_instance_with_another_model_stays_outside_until_it_is_the_only_one()
     planner = leader("w1")
     other = model_info(6)
     commands = planner.up("w2", model=other)
-    assert commands == [RejectInstance(WorkerId("w2"), Incarnation(1), "layer_count is 6, the cluster has 4", "c")]
+    assert commands == [p.RejectInstance(WorkerId("w2"), Incarnation(1), "layer_count is 6, the cluster has 4", "c")]
     assert planner.up("w2", model=other) == [], "said once"
     assert planner.core.kept_out.why(0.0) == {
         WorkerId("w2"): "it serves another model: layer_count is 6, the cluster has 4"
@@ -321,7 +291,7 @@ def test_an_instance_with_another_model_stays_outside_until_it_is_the_only_one()
 )
 def test_another_memory_or_a_worker_of_another_version_serves_the_same_model(own: ModelInfo) -> None:
     planner = leader("w1")
-    assert not [c for c in planner.up("w2", model=own) if isinstance(c, RejectInstance)]
+    assert not [c for c in planner.up("w2", model=own) if isinstance(c, p.RejectInstance)]
     assert names(planner.settle_all()) == {"w1", "w2"}
     assert planner.core.membership.model == (own if own.revision else MODEL), "what is told with a revision counts"
 
@@ -330,79 +300,83 @@ def test_another_checkpoint_of_the_same_shape_is_another_model() -> None:
     planner = Planner()
     planner.lead()
     planner.up("w1", model=replace(MODEL, revision="abc"))
-    [refused] = [c for c in planner.up("w2", model=replace(MODEL, revision="def")) if isinstance(c, RejectInstance)]
+    [refused] = [c for c in planner.up("w2", model=replace(MODEL, revision="def")) if isinstance(c, p.RejectInstance)]
     assert refused.why == "revision is def, the cluster has abc"
 
 
 def test_a_layout_that_an_older_version_has_stored_goes_on() -> None:
-    stored = StoredLayout(leader("w1", "w2").core.layout, replace(MODEL, extent_bytes=4096, other_parameter_bytes=4096))
+    stored = p.StoredLayout(
+        leader("w1", "w2").core.layout, replace(MODEL, extent_bytes=4096, other_parameter_bytes=4096)
+    )
     planner = Planner()
     planner.lead(stored)
     for worker in ("w1", "w2"):
         commands = planner.up(worker, model=replace(MODEL, revision="abc"))
-        assert not [c for c in commands if isinstance(c, (RejectInstance, WriteLayout))]
+        assert not [c for c in commands if isinstance(c, (p.RejectInstance, p.WriteLayout))]
     assert planner.core.membership.model == replace(MODEL, revision="abc")
     assert planner.core.layout == stored.layout
 
 
 def test_a_drain_takes_the_worker_out_of_routing_and_asks_it() -> None:
     planner = leader("w1", "w2")
-    ask, write = planner.tell(DrainRequested(planner.now_s, "c", "d1", WorkerId("w1")))
-    assert ask == AskWorkerToDrain(WorkerId("w1"), Incarnation(1), "w1:1", "c")
-    assert isinstance(write, WriteLayout)
+    ask, write = planner.tell(p.DrainRequested(planner.now_s, "c", "d1", WorkerId("w1")))
+    assert ask == p.AskWorkerToDrain(WorkerId("w1"), Incarnation(1), "w1:1", "c")
+    assert isinstance(write, p.WriteLayout)
     assert write.layout.reason == "drain: w1"
-    assert planner.settle(write) == [Publish(write.layout, "c"), AnswerDrain("d1", Epoch(2))]
-    assert planner.tell(DrainRequested(planner.now_s, "c", "d1", WorkerId("w1"))) == [AnswerDrain("d1", Epoch(2))]
+    assert planner.settle(write) == [p.Publish(write.layout, "c"), p.AnswerDrain("d1", Epoch(2))]
+    assert planner.tell(p.DrainRequested(planner.now_s, "c", "d1", WorkerId("w1"))) == [p.AnswerDrain("d1", Epoch(2))]
 
 
 def test_drains_that_are_refused() -> None:
     planner = leader("w1", "w2", "w3")
 
-    def drain(request_id: str, worker: str) -> list[Command]:
-        return planner.tell(DrainRequested(planner.now_s, "c", request_id, WorkerId(worker)))
+    def drain(request_id: str, worker: str) -> list[p.Command]:
+        return planner.tell(p.DrainRequested(planner.now_s, "c", request_id, WorkerId(worker)))
 
-    assert drain("d1", "w9") == [RefuseDrain("d1", DrainRefusal.NO_SUCH_WORKER)]
+    assert drain("d1", "w9") == [p.RefuseDrain("d1", p.DrainRefusal.NO_SUCH_WORKER)]
     drain("d1", "w1")
-    assert drain("d1", "w2") == [RefuseDrain("d1", DrainRefusal.ID_REUSED)]
+    assert drain("d1", "w2") == [p.RefuseDrain("d1", p.DrainRefusal.ID_REUSED)]
     drain("d2", "w2")
-    assert drain("d3", "w3") == [RefuseDrain("d3", DrainRefusal.FULL)]
-    commands = planner.tell(LeadershipChanged(planner.now_s, "c", None))
-    assert RefuseDrain("d1", DrainRefusal.STANDBY) in commands
-    assert drain("d1", "w1") == [RefuseDrain("d1", DrainRefusal.STANDBY)]
+    assert drain("d3", "w3") == [p.RefuseDrain("d3", p.DrainRefusal.FULL)]
+    commands = planner.tell(p.LeadershipChanged(planner.now_s, "c", None))
+    assert p.RefuseDrain("d1", p.DrainRefusal.STANDBY) in commands
+    assert drain("d1", "w1") == [p.RefuseDrain("d1", p.DrainRefusal.STANDBY)]
 
 
 def test_a_drain_right_after_taking_over_is_put_off_not_denied() -> None:
     planner = Planner()
     planner.lead()
-    assert planner.tell(DrainRequested(0.0, "c", "d1", WorkerId("w1"))) == [RefuseDrain("d1", DrainRefusal.NOT_READY)]
+    assert planner.tell(p.DrainRequested(0.0, "c", "d1", WorkerId("w1"))) == [
+        p.RefuseDrain("d1", p.DrainRefusal.NOT_READY)
+    ]
 
 
 def test_a_drain_survives_the_planner_and_the_worker_is_asked_again() -> None:
     before = leader("w1", "w2")
-    before.tell(DrainRequested(before.now_s, "c", "d1", WorkerId("w1")))
-    stored = StoredLayout(before.settle_all(), MODEL)
+    before.tell(p.DrainRequested(before.now_s, "c", "d1", WorkerId("w1")))
+    stored = p.StoredLayout(before.settle_all(), MODEL)
     planner = Planner()
     planner.lead(stored)
-    planner.tell(SnapshotBegan(0.0, "c"))
-    assert planner.up("w1") == [AskWorkerToDrain(WorkerId("w1"), Incarnation(1), "w1:1", "c")]
+    planner.tell(p.SnapshotBegan(0.0, "c"))
+    assert planner.up("w1") == [p.AskWorkerToDrain(WorkerId("w1"), Incarnation(1), "w1:1", "c")]
     planner.up("w2")
-    assert planner.tell(SnapshotEnded(0.0, "c")) == []
+    assert planner.tell(p.SnapshotEnded(0.0, "c")) == []
     assert planner.settle_all() == stored.layout
 
 
 def test_a_drain_survives_that_its_worker_was_taken_for_lost() -> None:
     planner = leader("w1", "w2")
-    planner.tell(DrainRequested(planner.now_s, "c", "d1", WorkerId("w1")))
+    planner.tell(p.DrainRequested(planner.now_s, "c", "d1", WorkerId("w1")))
     planner.settle_all()
     planner.lose("w1")
     planner.settle_all()
-    assert AskWorkerToDrain(WorkerId("w1"), Incarnation(1), "w1:1", "c") in planner.up("w1")
+    assert p.AskWorkerToDrain(WorkerId("w1"), Incarnation(1), "w1:1", "c") in planner.up("w1")
     assert [m.draining for g in planner.settle_all().groups for m in g.members if m.worker_id == "w1"] == [True]
 
 
 def test_a_worker_that_drains_by_itself_is_marked_and_a_new_life_serves_again() -> None:
     planner = leader("w1")
-    (write,) = planner.tell(InstanceDraining(planner.now_s, "c", WorkerId("w1"), Incarnation(1)))
+    (write,) = planner.tell(p.InstanceDraining(planner.now_s, "c", WorkerId("w1"), Incarnation(1)))
     planner.settle(write)
     assert planner.core.layout.groups[0].leader.draining
     planner.up("w1", incarnation=2)
@@ -412,10 +386,10 @@ def test_a_worker_that_drains_by_itself_is_marked_and_a_new_life_serves_again() 
 def test_a_fenced_write_is_not_repeated_with_the_same_token_at_once() -> None:
     planner = leader("w1", "w2")
     (write,) = planner.lose("w2")
-    assert planner.settle(write, WriteOutcome.FENCED) == []
-    before = StoredLayout(planner.core.layout, MODEL)
-    planner.tell(LeadershipChanged(planner.now_s, "c", TOKEN + 1))
-    commands = planner.tell(LayoutLoaded(planner.now_s, "c", before))
+    assert planner.settle(write, p.WriteOutcome.FENCED) == []
+    before = p.StoredLayout(planner.core.layout, MODEL)
+    planner.tell(p.LeadershipChanged(planner.now_s, "c", TOKEN + 1))
+    commands = planner.tell(p.LayoutLoaded(planner.now_s, "c", before))
     write = commands[-1]
-    assert isinstance(write, WriteLayout)
+    assert isinstance(write, p.WriteLayout)
     assert write.token == TOKEN + 1

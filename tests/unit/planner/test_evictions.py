@@ -5,15 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from ballast.common.ids import Incarnation, WorkerId
-from services.planner.core.messages import (
-    InstanceLost,
-    InstanceProbed,
-    LeadershipChanged,
-    Probed,
-    ProbeInstance,
-    SnapshotBegan,
-    SnapshotEnded,
-)
+from services.planner.core import messages as p
 from tests.support.planner_core import Planner
 
 
@@ -31,25 +23,25 @@ def cluster(*workers: str) -> Planner:
 def silent(planner: Planner, *workers: str) -> None:
     for worker in workers:
         life = Incarnation(planner.lives[worker])
-        planner.tell(InstanceLost(planner.now_s, "c", WorkerId(worker), life, "silent for 3.1 s", silent=True))
+        planner.tell(p.InstanceLost(planner.now_s, "c", WorkerId(worker), life, "silent for 3.1 s", silent=True))
 
 
 def asked(planner: Planner) -> list[str]:
-    return [command.worker_id for command in planner.told(ProbeInstance) if isinstance(command, ProbeInstance)]
+    return [command.worker_id for command in planner.told(p.ProbeInstance) if isinstance(command, p.ProbeInstance)]
 
 
-def find(planner: Planner, found: Probed, *workers: str) -> None:
+def find(planner: Planner, found: p.Probed, *workers: str) -> None:
     for worker in workers:
         life = Incarnation(planner.lives[worker])
-        planner.tell(InstanceProbed(planner.now_s, "c", WorkerId(worker), life, found))
+        planner.tell(p.InstanceProbed(planner.now_s, "c", WorkerId(worker), life, found))
 
 
 def new_monitor(planner: Planner, hears: Sequence[str] = ()) -> None:
-    planner.tell(SnapshotBegan(planner.now_s, "c"))
+    planner.tell(p.SnapshotBegan(planner.now_s, "c"))
     for worker in hears:
         planner.lives[worker] -= 1
         planner.up(worker)
-    planner.tell(SnapshotEnded(planner.now_s, "c"))
+    planner.tell(p.SnapshotEnded(planner.now_s, "c"))
 
 
 def test_a_new_monitor_that_hears_nobody_empties_no_layout() -> None:
@@ -57,7 +49,7 @@ def test_a_new_monitor_that_hears_nobody_empties_no_layout() -> None:
     epoch = planner.core.layout.epoch
     new_monitor(planner)
     assert asked(planner) == ["w1", "w2", "w3"]
-    find(planner, Probed.ALIVE, "w1", "w2", "w3")
+    find(planner, p.Probed.ALIVE, "w1", "w2", "w3")
     planner.wait(30.0)
     assert planner.shape == alone("w1", "w2", "w3")
     assert planner.core.layout.epoch == epoch
@@ -69,10 +61,10 @@ def test_who_answers_is_asked_again_for_as_long_as_the_monitor_hears_nothing_of_
     assert asked(planner) == ["w1"]
     planner.wait(5.0)
     assert asked(planner) == [], "one probe at a time"
-    find(planner, Probed.ALIVE, "w1")
+    find(planner, p.Probed.ALIVE, "w1")
     planner.wait(1.1)
     assert asked(planner) == ["w1"]
-    find(planner, Probed.GONE, "w1")
+    find(planner, p.Probed.GONE, "w1")
     assert planner.shape == alone("w2")
     assert planner.core.layout.reason == "lost: w1 (silent for 3.1 s; nobody listens at its address)"
 
@@ -82,7 +74,7 @@ def test_who_is_heard_again_is_asked_no_more() -> None:
     silent(planner, "w1")
     planner.lives["w1"] -= 1
     planner.up("w1")
-    find(planner, Probed.SILENT, "w1")
+    find(planner, p.Probed.SILENT, "w1")
     planner.said.clear()
     planner.wait(10.0)
     assert asked(planner) == []
@@ -96,7 +88,7 @@ def test_of_those_that_answer_nobody_only_a_minority_goes(count: int, silent_cou
     workers = [f"w{i}" for i in range(count)]
     planner = cluster(*workers)
     silent(planner, *workers[:silent_count])
-    find(planner, Probed.SILENT, *workers[:silent_count])
+    find(planner, p.Probed.SILENT, *workers[:silent_count])
     assert len(planner.shape) == left_count
 
 
@@ -104,9 +96,9 @@ def test_who_is_not_probed_yet_counts_among_those_that_may_be_cut_off() -> None:
     """Leases run out one after the other: the first to be probed is no minority of one."""
     planner = cluster("w1", "w2", "w3")
     silent(planner, "w1", "w2", "w3")
-    find(planner, Probed.SILENT, "w1")
+    find(planner, p.Probed.SILENT, "w1")
     assert planner.shape == alone("w1", "w2", "w3")
-    find(planner, Probed.ALIVE, "w2", "w3")
+    find(planner, p.Probed.ALIVE, "w2", "w3")
     assert planner.shape == alone("w2", "w3")
 
 
@@ -118,7 +110,7 @@ def test_a_member_that_its_group_has_left_is_gone() -> None:
     for worker in ("w1", "w2", "w3"):
         planner.says(worker)
     silent(planner, "w1", "w2")
-    find(planner, Probed.SILENT, "w1", "w2")
+    find(planner, p.Probed.SILENT, "w1", "w2")
     assert len(planner.shape) == 1
     planner.lives["w3"] -= 1
     planner.up("w3")
@@ -135,7 +127,7 @@ def test_evidence_of_the_monitor_needs_no_probe() -> None:
 def test_a_planner_that_leads_no_more_suspects_nobody() -> None:
     planner = cluster("w1", "w2")
     silent(planner, "w1")
-    planner.tell(LeadershipChanged(planner.now_s, "c", None))
-    find(planner, Probed.GONE, "w1")
+    planner.tell(p.LeadershipChanged(planner.now_s, "c", None))
+    find(planner, p.Probed.GONE, "w1")
     assert planner.shape == alone("w1", "w2")
     assert not planner.core.suspects

@@ -21,14 +21,7 @@ from ballast.service.state import StateServer
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.monitor.v1 import monitor_pb2 as pb
 from ballastpb.monitor.v1 import monitor_pb2_grpc
-from services.planner.core.messages import (
-    InstanceUp,
-    MonitorEvent,
-    NothingDone,
-    OverloadRaised,
-    SnapshotEnded,
-    StoredLayout,
-)
+from services.planner.core import messages as p
 from services.planner.peers import MonitorEvents, _bound_figures
 from services.planner.store import META_KEY, RedisLayoutStore
 from tests.support.planner_core import LOAD, MODEL, Planner
@@ -43,7 +36,7 @@ def member(worker_id: str, first_layer: int = 0, last_layer: int = 4) -> Member:
 def up(planner: Planner, worker_id: str, place: Place) -> None:
     planner.lives[worker_id] = 1
     planner.tell(
-        InstanceUp(planner.now_s, "c", WorkerId(worker_id), Incarnation(1), f"{worker_id}:1", MODEL, False, "", place)
+        p.InstanceUp(planner.now_s, "c", WorkerId(worker_id), Incarnation(1), f"{worker_id}:1", MODEL, False, "", place)
     )
 
 
@@ -81,8 +74,8 @@ def test_a_report_that_cannot_be_true_is_no_ground_for_plans(load: Any) -> None:
     planner = Planner()
     planner.start("w0", "w1")
     planner.load = load
-    planner.tell(OverloadRaised(planner.now_s, "c", 1000))
-    assert planner.told(NothingDone)
+    planner.tell(p.OverloadRaised(planner.now_s, "c", 1000))
+    assert planner.told(p.NothingDone)
     assert not planner.core.conductor.busy
 
 
@@ -146,18 +139,18 @@ async def test_the_rest_of_what_a_monitor_says_is_heard_all_the_same() -> None:
     port = await server.start()
     state = StateServer("redis://127.0.0.1:1")
     events = MonitorEvents(LeaderAddress(state, "monitor", f"127.0.0.1:{port}"))
-    heard: list[MonitorEvent] = []
+    heard: list[p.MonitorEvent] = []
     try:
         async with asyncio.timeout(30):
             assert list((await events.load(10)).workers) == ["w1"]
             async for event in events.events():
                 heard.append(event)
-                if isinstance(event, SnapshotEnded):
+                if isinstance(event, p.SnapshotEnded):
                     break
     finally:
         await server.stop(0)
         await state.close()
-    assert [event.worker_id for event in heard if isinstance(event, InstanceUp)] == ["w1", "w3"]
+    assert [event.worker_id for event in heard if isinstance(event, p.InstanceUp)] == ["w1", "w3"]
 
 
 def test_figures_of_a_member_are_bounded_and_its_phase_is_heard() -> None:
@@ -176,6 +169,6 @@ async def test_garbage_in_the_state_server_is_written_over() -> None:
                 await state.run(state.redis.hset(META_KEY, mapping={"epoch": epoch}))
                 assert await store.load() is None
             await state.run(state.redis.hset(META_KEY, mapping={"epoch": "7"}))
-            assert await store.load() == StoredLayout(Layout(Epoch(7), 0, (), "unreadable"), None)
+            assert await store.load() == p.StoredLayout(Layout(Epoch(7), 0, (), "unreadable"), None)
         finally:
             await state.close()

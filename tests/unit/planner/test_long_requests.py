@@ -5,6 +5,7 @@ from dataclasses import replace
 from ballast.common.ids import WorkerId
 from ballast.common.overload import OverloadPolicy
 from ballast.common.traffic import LongDemand, Traffic
+from services.planner.core.change_requests import Planning
 from services.planner.core.messages import LongRequestRaised, NothingDone, ReliefRaised
 from services.planner.core.stages import Stage
 from tests.support.planner_core import LOAD, Planner
@@ -15,7 +16,7 @@ CALM = Traffic(recent_count=2, minute_count=10, minute_tokens=80, ended_count=50
 
 
 def started(*workers: str, policy: OverloadPolicy = OverloadPolicy.DROP) -> Planner:
-    planner = Planner(policy=policy)
+    planner = Planner(policy=policy, planning=Planning())
     planner.traffic = CALM
     planner.start(*workers)
     return planner
@@ -55,8 +56,8 @@ def test_its_group_is_taken_with_what_outgrows_it() -> None:
 
 def test_the_others_must_be_able_to_bear_it() -> None:
     planner = started("w0", "w1")
-    # Each token takes a minute once a prompt goes along with the decodes: nobody could bear that.
-    planner.pace = replace(planner.pace, cost=replace(planner.pace.cost, token_s=1.0))
+    # A batch of prompts takes five seconds: nobody could bear that.
+    planner.pace = replace(planner.pace, cost=replace(planner.pace.cost, token_s=0.01))
     planner.load = replace(LOAD, running_count=4)
     say(planner, ROOM + 300)
     assert planner.journal == []

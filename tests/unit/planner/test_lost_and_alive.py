@@ -3,18 +3,7 @@
 from ballast.common.ids import GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Member
 from ballast.common.transition import Phase
-from services.planner.core.messages import (
-    Call,
-    CallMember,
-    Command,
-    RestoreRequested,
-    SnapshotBegan,
-    SnapshotEnded,
-    StoredLayout,
-    WriteLayout,
-    WriteOutcome,
-    WriteSettled,
-)
+from services.planner.core import messages as p
 from services.planner.core.stages import Stage
 from tests.support.planner_core import Planner
 
@@ -40,7 +29,7 @@ def alone(planner: Planner, worker: str, first: int = 0, last: int = 4) -> Group
 
 def prepared(planner: Planner) -> set[str]:
     """Who is asked to prepare, in a group that the plan's base does not have: an order to leave what it is in."""
-    calls = [c for c in planner.said if isinstance(c, CallMember) and c.call is Call.PREPARE]
+    calls = [c for c in planner.said if isinstance(c, p.CallMember) and c.call is p.Call.PREPARE]
     return {c.member.worker_id for c in calls}
 
 
@@ -65,10 +54,10 @@ def test_a_stopped_member_that_comes_back_is_placed_as_what_it_is() -> None:
 
 def test_who_comes_back_while_the_layout_without_it_is_written_is_not_whole_by_that() -> None:
     planner, pair = paired()
-    execute, held = planner.execute, list[WriteLayout]()
+    execute, held = planner.execute, list[p.WriteLayout]()
 
-    def hold(command: Command) -> None:
-        if isinstance(command, WriteLayout):
+    def hold(command: p.Command) -> None:
+        if isinstance(command, p.WriteLayout):
             held.append(command)
         else:
             execute(command)
@@ -79,9 +68,8 @@ def test_who_comes_back_while_the_layout_without_it_is_written_is_not_whole_by_t
     planner.says("w1", pair)
     planner.execute = execute
     [command] = held
-    planner.stored = StoredLayout(command.layout, command.model, command.partial, None)
-    epoch, token = command.layout.epoch, command.token
-    planner.tell(WriteSettled(planner.now_s, "c", epoch, token, WriteOutcome.WRITTEN))
+    planner.stored = p.StoredLayout(command.layout, command.model, command.partial, None)
+    planner.tell(p.WriteSettled(planner.now_s, "c", command, p.WriteOutcome.WRITTEN))
     planner.wait(3.0)
     assert planner.shape == []
     assert prepared(planner) == {"w0", "w1"}
@@ -150,7 +138,7 @@ def test_an_abort_that_nobody_answers_ends() -> None:
     assert prepared(planner) >= {"w0"}, "nobody knows what it holds"
 
 
-def gone_back(planner: Planner, old: StoredLayout | None) -> Planner:
+def gone_back(planner: Planner, old: p.StoredLayout | None) -> Planner:
     """Another planner, that finds what a state server had which has gone back in time."""
     later = Planner()
     later.stored, later.token, later.now_s = old, planner.token + 10_000, 100.0
@@ -167,11 +155,11 @@ def test_a_journal_that_has_gone_back_behind_a_commit_goes_forward_again() -> No
     later = gone_back(planner, old)
     pair = planner.core.layout.groups[0]
     later.lead()
-    later.tell(SnapshotBegan(later.now_s, "c"))
+    later.tell(p.SnapshotBegan(later.now_s, "c"))
     later.says("w0", pair, epoch=2)
     later.says("w1", pair, epoch=2)
     later.says("w2", alone(later, "w2"), epoch=1)
-    later.tell(SnapshotEnded(later.now_s, "c"))
+    later.tell(p.SnapshotEnded(later.now_s, "c"))
     later.wait(0.2)
     later.answer(Phase.DONE, "w0", "w1")
     later.wait(0.2)
@@ -216,7 +204,7 @@ def test_members_that_left_are_believed_while_an_operator_asks_again_and_again()
         planner.says(worker, alone(planner, worker))
     began_s = planner.now_s
     for number in range(60):
-        planner.tell(RestoreRequested(planner.now_s, "c", f"x{number}"))
+        planner.tell(p.RestoreRequested(planner.now_s, "c", f"x{number}"))
         if planner.core.conductor.busy:
             planner.answer(Phase.FAILED, "w0", why="it is alone")
             planner.answer(Phase.ABORTED, "w0", "w1")

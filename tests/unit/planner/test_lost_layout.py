@@ -6,15 +6,8 @@ import pytest
 
 from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, Member, Place
+from services.planner.core import messages as p
 from services.planner.core.claims import Claim, rebuild
-from services.planner.core.messages import (
-    DrainRequested,
-    InstanceUp,
-    SnapshotBegan,
-    SnapshotEnded,
-    StoredLayout,
-    WriteLayout,
-)
 from services.planner.core.stages import Stage
 from tests.support.planner_core import MODEL, Planner
 
@@ -84,13 +77,13 @@ def test_what_is_stored_counts_unless_places_are_newer() -> None:
 def up(planner: Planner, worker: str, place: Place | None) -> None:
     planner.lives[worker] = 1
     planner.tell(
-        InstanceUp(0.0, "c", WorkerId(worker), Incarnation(1), f"{worker}:1", MODEL, False, f"{worker}:2", place)
+        p.InstanceUp(0.0, "c", WorkerId(worker), Incarnation(1), f"{worker}:1", MODEL, False, f"{worker}:2", place)
     )
 
 
 def begin(planner: Planner) -> None:
     planner.lead()
-    planner.tell(SnapshotBegan(0.0, "c"))
+    planner.tell(p.SnapshotBegan(0.0, "c"))
 
 
 PLACE = Place(Epoch(57), PAIR)
@@ -101,10 +94,10 @@ def test_a_pipeline_outlives_the_loss_of_all_planners_and_of_the_state_server() 
     begin(planner)
     up(planner, "w1", PLACE)
     planner.wait(1.0)
-    assert not [c for c in planner.said if isinstance(c, WriteLayout)], "it waits until the monitor has named all"
+    assert not [c for c in planner.said if isinstance(c, p.WriteLayout)], "it waits until the monitor has named all"
     up(planner, "w2", PLACE)
     up(planner, "w3", None)
-    planner.tell(SnapshotEnded(1.0, "c"))
+    planner.tell(p.SnapshotEnded(1.0, "c"))
     planner.wait(1.0)
     assert planner.shape == ["w1[0:2]+w2[2:4]", "w3[0:4]"]
     assert planner.core.layout.epoch == 58, "above all that its members have heard of"
@@ -119,9 +112,9 @@ def test_it_can_be_dissolved_and_its_old_place_means_nothing_then() -> None:
     begin(planner)
     for worker in ("w1", "w2"):
         up(planner, worker, PLACE)
-    planner.tell(SnapshotEnded(0.0, "c"))
+    planner.tell(p.SnapshotEnded(0.0, "c"))
     planner.wait(1.0)
-    planner.tell(DrainRequested(planner.now_s, "c", "d", WorkerId("w2")))
+    planner.tell(p.DrainRequested(planner.now_s, "c", "d", WorkerId("w2")))
     planner.go_through("w1", "w2")
     planner.wait(1.0)
     assert planner.journal[-1] is Stage.DONE
@@ -133,7 +126,7 @@ def test_a_survivor_without_its_group_gets_the_missing_layers() -> None:
     begin(planner)
     up(planner, "w1", PLACE)
     up(planner, "w3", None)
-    planner.tell(SnapshotEnded(0.0, "c"))
+    planner.tell(p.SnapshotEnded(0.0, "c"))
     planner.wait(1.0)
     planner.go_through("w1")
     planner.wait(1.0)
@@ -147,10 +140,10 @@ def test_a_layout_that_is_stored_needs_no_witnesses() -> None:
     planner = Planner()
     stored = before.stored
     assert stored is not None
-    planner.stored = StoredLayout(replace(stored.layout, epoch=Epoch(57)), MODEL)
+    planner.stored = p.StoredLayout(replace(stored.layout, epoch=Epoch(57)), MODEL)
     begin(planner)
     up(planner, "w1", PLACE)
     up(planner, "w2", PLACE)
-    planner.tell(SnapshotEnded(0.0, "c"))
+    planner.tell(p.SnapshotEnded(0.0, "c"))
     planner.wait(1.0)
     assert planner.core.layout == planner.stored.layout

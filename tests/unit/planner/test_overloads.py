@@ -6,16 +6,8 @@ import pytest
 
 from ballast.common.traffic import Traffic
 from ballast.common.transition import Phase
+from services.planner.core import messages as p
 from services.planner.core.change_requests import Planning
-from services.planner.core.messages import (
-    Call,
-    NothingDone,
-    OverloadRaised,
-    PredictionSettled,
-    ReadLoads,
-    ReliefRaised,
-    TransitionMoved,
-)
 from services.planner.core.stages import Stage
 from services.planner.policy.compare import Targets
 from tests.support.planner_core import EXTENT, LOAD, Planner
@@ -26,22 +18,22 @@ SHORT = replace(CALM, queued_count=40, queued_tokens=320, recent_count=60, minut
 
 
 def test_an_overload_in_which_nothing_would_be_better_is_looked_at_again() -> None:
-    planner = Planner()
+    planner = Planner(planning=Planning())
     planner.traffic = CALM
     planner.start("w0", "w1")
-    planner.tell(OverloadRaised(planner.now_s, "o1", EXTENT))
-    [nothing] = planner.told(NothingDone)
-    assert isinstance(nothing, NothingDone)
+    planner.tell(p.OverloadRaised(planner.now_s, "o1", EXTENT))
+    [nothing] = planner.told(p.NothingDone)
+    assert isinstance(nothing, p.NothingDone)
     assert "nothing: P99 TTFT" in nothing.why
     assert planner.journal == []
     planner.wait(0.05)
-    assert not planner.told(ReadLoads)
+    assert not planner.told(p.ReadLoads)
     planner.load = replace(LOAD, used_block_count=32, running_count=8)
     planner.traffic = replace(SHORT, ended_tokens=5000)
     planner.wait(0.3)
     assert planner.journal == [Stage.PREPARING], "it has become one that pays"
-    [moved] = planner.told(TransitionMoved)
-    assert isinstance(moved, TransitionMoved)
+    [moved] = planner.told(p.TransitionMoved)
+    assert isinstance(moved, p.TransitionMoved)
     assert "predicted 1 pair: P99 TTFT" in moved.record.journal.why
 
 
@@ -51,25 +43,25 @@ def test_nothing_is_dropped_for_a_first_token_that_comes_soon_enough(ttft_s: flo
     planner.traffic = replace(SHORT, ended_tokens=5000)
     planner.start("w0", "w1")
     planner.load = replace(LOAD, used_block_count=32, running_count=8)
-    planner.tell(OverloadRaised(planner.now_s, "o1", EXTENT))
+    planner.tell(p.OverloadRaised(planner.now_s, "o1", EXTENT))
     assert planner.journal == [Stage.PREPARING] * dropped
 
 
 def test_an_overload_is_not_looked_at_for_ever() -> None:
-    planner = Planner()
+    planner = Planner(planning=Planning())
     planner.traffic = CALM
     planner.start("w0", "w1")
-    planner.tell(OverloadRaised(planner.now_s, "o1", EXTENT))
+    planner.tell(p.OverloadRaised(planner.now_s, "o1", EXTENT))
     planner.wait(60.0)
-    assert len([c for c in planner.said if isinstance(c, NothingDone)]) == 1
-    assert 20 <= len([c for c in planner.said if isinstance(c, ReadLoads)]) <= 28
+    assert len([c for c in planner.said if isinstance(c, p.NothingDone)]) == 1
+    assert 20 <= len([c for c in planner.said if isinstance(c, p.ReadLoads)]) <= 28
 
 
 def test_without_comparing_what_lacks_is_dropped() -> None:
     planner = Planner(planning=Planning(compares=False))
     planner.traffic = CALM
     planner.start("w0", "w1")
-    planner.tell(OverloadRaised(planner.now_s, "o1", EXTENT))
+    planner.tell(p.OverloadRaised(planner.now_s, "o1", EXTENT))
     assert planner.journal == [Stage.PREPARING]
 
 
@@ -79,18 +71,18 @@ def test_a_burst_that_comes_after_the_commit_of_a_restore_hurries_what_dissolves
     planner.drop("w0", "w1")
     planner.go_through("w0", "w1")
     planner.load = replace(LOAD, used_block_count=0, running_count=0)
-    planner.tell(ReliefRaised(planner.now_s, "r1"))
+    planner.tell(p.ReliefRaised(planner.now_s, "r1"))
     planner.answer(Phase.PREPARED, "w0", "w1")
     planner.answer(Phase.EXCHANGING, "w0", "w1")
     planner.wait(1.0)
-    assert planner.calls(Call.ABORT) == []
+    assert planner.calls(p.Call.ABORT) == []
     planner.answer(Phase.DONE, "w1")
     planner.said.clear()
-    planner.tell(OverloadRaised(planner.now_s, "o2", EXTENT))
-    assert planner.calls(Call.ABORT) == ["w0"], "who is done gives way already"
+    planner.tell(p.OverloadRaised(planner.now_s, "o2", EXTENT))
+    assert planner.calls(p.Call.ABORT) == ["w0"], "who is done gives way already"
     planner.said.clear()
     planner.wait(1.0)
-    assert planner.calls(Call.ABORT), "it is said again: words are lost"
+    assert planner.calls(p.Call.ABORT), "it is said again: words are lost"
     planner.answer(Phase.DONE, "w0")
     planner.load = replace(LOAD, used_block_count=32, running_count=8)
     planner.wait(0.1)
@@ -105,28 +97,28 @@ def test_a_silent_dispatcher_makes_no_drop_that_is_not_right_without_it(
     queued: int, recent: int, others: Traffic
 ) -> None:
     """It may have died, and its line with it: what the others say, or an empty line, has to be reason enough."""
-    planner = Planner()
+    planner = Planner(planning=Planning())
     planner.traffic = replace(SHORT, queued_count=queued, queued_tokens=8 * queued, recent_count=recent)
     planner.fresh_traffic = others
     planner.start("w0", "w1")
-    planner.tell(OverloadRaised(planner.now_s, "o1", EXTENT))
+    planner.tell(p.OverloadRaised(planner.now_s, "o1", EXTENT))
     planner.wait(5.0)
     assert planner.journal == []
-    [nothing] = [command for command in planner.told(NothingDone) if isinstance(command, NothingDone)]
+    [nothing] = [command for command in planner.told(p.NothingDone) if isinstance(command, p.NothingDone)]
     assert "nothing: P99 TTFT" in nothing.why, "it was compared"
 
 
 def test_a_dispatcher_that_falls_silent_in_a_burst_does_not_end_the_comparison() -> None:
     """Memory is full, and what came until then goes on coming: that is right with its line and without it."""
-    planner = Planner()
+    planner = Planner(planning=Planning())
     planner.load = replace(LOAD, used_block_count=32, running_count=8)
     planner.traffic = replace(SHORT, ended_tokens=5000)
     planner.fresh_traffic = Traffic()
     planner.start("w0", "w1")
-    planner.tell(OverloadRaised(planner.now_s, "o1", EXTENT))
+    planner.tell(p.OverloadRaised(planner.now_s, "o1", EXTENT))
     assert planner.journal == [Stage.PREPARING]
-    [moved] = planner.told(TransitionMoved)
-    assert isinstance(moved, TransitionMoved)
+    [moved] = planner.told(p.TransitionMoved)
+    assert isinstance(moved, p.TransitionMoved)
     assert "predicted 1 pair: P99 TTFT" in moved.record.journal.why
 
 
@@ -135,10 +127,10 @@ def served(traffic: Traffic, waits: tuple[int, ...], later_count: int, later_s: 
 
 
 def test_what_was_predicted_of_nothing_stands_beside_what_came() -> None:
-    planner = Planner()
+    planner = Planner(planning=Planning())
     planner.traffic = served(CALM, (7,), 100, 3.0)
     planner.start("w0", "w1")
-    planner.tell(OverloadRaised(planner.now_s, "o1", EXTENT))
+    planner.tell(p.OverloadRaised(planner.now_s, "o1", EXTENT))
     prediction_log = planner.core.conductor.prediction_log
     [one] = prediction_log.open
     assert (one.decision, one.epoch) == ("nothing", None)
@@ -147,7 +139,7 @@ def test_what_was_predicted_of_nothing_stands_beside_what_came() -> None:
     assert prediction_log.newest_first() == [one], "the same decision, again and again"
     planner.traffic = served(CALM, (7, 0, 0, 20), 300, 13.0)
     planner.wait(one.horizon_s)
-    [settled] = [c for c in planner.said if isinstance(c, PredictionSettled)]
+    [settled] = [c for c in planner.said if isinstance(c, p.PredictionSettled)]
     assert settled.predicted is one
     assert one.settled_at_s == pytest.approx(one.at_s + one.horizon_s, abs=0.2)
     assert one.served is not None
@@ -158,10 +150,10 @@ def test_what_was_predicted_of_nothing_stands_beside_what_came() -> None:
 
 
 def test_tokens_that_came_are_told_though_no_request_had_its_first_one() -> None:
-    planner = Planner()
+    planner = Planner(planning=Planning())
     planner.traffic = served(CALM, (7,), 100, 3.0)
     planner.start("w0", "w1")
-    planner.tell(OverloadRaised(planner.now_s, "o1", EXTENT))
+    planner.tell(p.OverloadRaised(planner.now_s, "o1", EXTENT))
     [one] = planner.core.conductor.prediction_log.open
     planner.traffic = served(CALM, (7,), 300, 13.0)
     planner.wait(2 * one.horizon_s)
@@ -169,20 +161,20 @@ def test_tokens_that_came_are_told_though_no_request_had_its_first_one() -> None
 
 
 def test_what_lacks_is_told_when_nothing_is_done() -> None:
-    planner = Planner()
+    planner = Planner(planning=Planning())
     planner.traffic = CALM
     planner.start("w0", "w1")
-    planner.tell(OverloadRaised(planner.now_s, "o1", 7 * EXTENT))
+    planner.tell(p.OverloadRaised(planner.now_s, "o1", 7 * EXTENT))
     planner.wait(60.0)
-    said = [command for command in planner.said if isinstance(command, NothingDone)]
+    said = [command for command in planner.said if isinstance(command, p.NothingDone)]
     assert {one.shortfall_bytes for one in said} == {7 * EXTENT}
 
 
 def test_a_drop_ends_what_was_predicted_of_nothing_and_one_that_fails_was_never_predicted() -> None:
-    planner = Planner()
+    planner = Planner(planning=Planning())
     planner.traffic = CALM
     planner.start("w0", "w1")
-    planner.tell(OverloadRaised(planner.now_s, "o1", EXTENT))
+    planner.tell(p.OverloadRaised(planner.now_s, "o1", EXTENT))
     planner.load = replace(LOAD, used_block_count=32, running_count=8)
     planner.traffic = replace(SHORT, ended_tokens=5000)
     planner.wait(0.3)

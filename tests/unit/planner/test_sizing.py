@@ -76,6 +76,23 @@ def test_demand_undoes_leaves_first_and_then_wakes() -> None:
     assert standings(planner)[parked] is Standing.WAKING
 
 
+def test_who_wakes_counts_until_it_is_overdue() -> None:
+    """One more is enough: a second is woken only when the first has taken three times as long as it said."""
+    planner = started(least_instances=2)
+    for _ in range(8):
+        go_on(planner, 5.0)
+        for worker in away(planner):
+            says(planner, worker, parked=True)
+    assert len(away(planner)) == 2
+    planner.load = replace(FULL, used_block_count=24)
+    woken: list[int] = []
+    for _ in range(6):
+        go_on(planner, 1.0)
+        woken.append(list(standings(planner).values()).count(Standing.WAKING))
+    assert woken[0] == woken[1] == 1, woken
+    assert woken[-1] == 2, woken
+
+
 def test_who_was_missed_soon_leaves_later_the_next_time() -> None:
     planner = started()
     go_on(planner, 11.0)

@@ -2,30 +2,19 @@
 
 from ballast.common.ids import Incarnation, WorkerId
 from ballast.common.layout import Standing
-from services.planner.core.messages import (
-    AnswerChange,
-    ChangeRefusal,
-    DrainRequested,
-    InstanceUp,
-    LeadershipChanged,
-    OrderStanding,
-    RefuseChange,
-    SnapshotBegan,
-    SnapshotEnded,
-    StandingRequested,
-)
+from services.planner.core import messages as p
 from tests.support.planner_core import MODEL, Planner
 
 
 def ask(planner: Planner, worker: str, *, away: bool, request: str = "") -> None:
     request = request or f"{worker} {away} {planner.now_s}"
-    planner.tell(StandingRequested(planner.now_s, "c", request, WorkerId(worker), away))
+    planner.tell(p.StandingRequested(planner.now_s, "c", request, WorkerId(worker), away))
 
 
 def says(planner: Planner, worker: str, *, parked: bool) -> None:
     life = Incarnation(planner.lives[worker])
     address = f"{worker}:1"
-    up = InstanceUp(planner.now_s, "c", WorkerId(worker), life, address, MODEL, False, f"{worker}:2", parked=parked)
+    up = p.InstanceUp(planner.now_s, "c", WorkerId(worker), life, address, MODEL, False, f"{worker}:2", parked=parked)
     planner.tell(up)
     planner.now_s += 0.2
     planner.fire()
@@ -37,7 +26,7 @@ def standings(planner: Planner) -> dict[str, Standing]:
 
 
 def orders(planner: Planner) -> list[tuple[WorkerId, bool]]:
-    found = [(c.member.worker_id, c.park) for c in planner.said if isinstance(c, OrderStanding)]
+    found = [(c.member.worker_id, c.park) for c in planner.said if isinstance(c, p.OrderStanding)]
     planner.said.clear()
     return found
 
@@ -52,7 +41,7 @@ def test_park_and_wake_step_by_step() -> None:
     planner = started("w0", "w1")
     ask(planner, "w1", away=True, request="r")
     assert standings(planner) == {"w0": "serving", "w1": "leaving"}
-    assert AnswerChange("r", planner.core.layout.epoch, ()) in planner.said
+    assert p.AnswerChange("r", planner.core.layout.epoch, ()) in planner.said
     assert planner.core.layout.reason == "leaving: w1"
     assert orders(planner) == [("w1", True)]
     planner.now_s += 0.3
@@ -84,19 +73,19 @@ def test_what_is_refused() -> None:
     def refused(planner: Planner, worker: str) -> str:
         planner.said.clear()
         ask(planner, worker, away=True, request="x")
-        [refusal] = [c for c in planner.said if isinstance(c, RefuseChange)]
-        assert refusal.refusal is ChangeRefusal.NOT_POSSIBLE
+        [refusal] = [c for c in planner.said if isinstance(c, p.RefuseChange)]
+        assert refusal.refusal is p.ChangeRefusal.NOT_POSSIBLE
         return refusal.why
 
     planner = started("w0", "w1", "w2")
     assert refused(planner, "w7") == "w7 is not in the layout; `ballast status` names who is"
-    planner.tell(DrainRequested(planner.now_s, "c", "d", WorkerId("w2")))
+    planner.tell(p.DrainRequested(planner.now_s, "c", "d", WorkerId("w2")))
     assert refused(planner, "w2") == "w2 drains: it is about to end"
     ask(planner, "w1", away=True)
     assert refused(planner, "w0") == "nobody but w0 serves"
     standby = Planner()
     ask(standby, "w0", away=True)
-    assert [c.refusal for c in standby.said if isinstance(c, RefuseChange)] == [ChangeRefusal.STANDBY]
+    assert [c.refusal for c in standby.said if isinstance(c, p.RefuseChange)] == [p.ChangeRefusal.STANDBY]
 
 
 def test_a_request_id_stands_for_one_change() -> None:
@@ -104,7 +93,7 @@ def test_a_request_id_stands_for_one_change() -> None:
     ask(planner, "w1", away=True, request="r")
     planner.said.clear()
     ask(planner, "w1", away=True, request="r")
-    assert [c.request_id for c in planner.said if isinstance(c, AnswerChange)] == ["r"]
+    assert [c.request_id for c in planner.said if isinstance(c, p.AnswerChange)] == ["r"]
 
 
 def test_a_new_leader_goes_on_with_what_the_layout_says() -> None:
@@ -115,11 +104,11 @@ def test_a_new_leader_goes_on_with_what_the_layout_says() -> None:
     successor = Planner()
     successor.stored, successor.lives = planner.stored, dict(planner.lives)
     successor.token += 1000
-    successor.tell(LeadershipChanged(successor.now_s, "c", successor.token))
-    successor.tell(SnapshotBegan(successor.now_s, "c"))
+    successor.tell(p.LeadershipChanged(successor.now_s, "c", successor.token))
+    successor.tell(p.SnapshotBegan(successor.now_s, "c"))
     for worker in ("w0", "w1", "w2"):
         says(successor, worker, parked=worker == "w2")
-    successor.tell(SnapshotEnded(successor.now_s, "c"))
+    successor.tell(p.SnapshotEnded(successor.now_s, "c"))
     assert standings(successor) == {"w0": "serving", "w1": "leaving", "w2": "parked"}
     assert ("w1", True) in orders(successor)
 
@@ -138,5 +127,5 @@ def test_who_leaves_takes_part_in_no_drop() -> None:
     planner = started("w0", "w1", "w2")
     ask(planner, "w2", away=True)
     planner.drop("w1", "w2")
-    [refusal] = [c for c in planner.said if isinstance(c, RefuseChange)]
+    [refusal] = [c for c in planner.said if isinstance(c, p.RefuseChange)]
     assert refusal.why == "not in service: w2 (leaving)"

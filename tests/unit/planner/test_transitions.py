@@ -7,23 +7,7 @@ import pytest
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.overload import OverloadPolicy
 from ballast.common.transition import Phase, Status, TransitionKind
-from services.planner.core.messages import (
-    AnswerChange,
-    Call,
-    CallMember,
-    ChangeRefusal,
-    DropRequested,
-    InstanceDraining,
-    LeadershipChanged,
-    NothingDone,
-    OverloadRaised,
-    Publish,
-    RefuseChange,
-    ReliefRaised,
-    RestoreRequested,
-    TransitionMoved,
-    WriteOutcome,
-)
+from services.planner.core import messages as p
 from services.planner.core.stages import Stage
 from tests.support.planner_core import EXTENT, LOAD, Planner, shape
 
@@ -53,16 +37,16 @@ def test_what_is_settled_is_said_only_at_rest() -> None:
     planner.answer(Phase.ABORTED, "w0", "w1")
     assert planner.journal[-1] is Stage.ABORTED
     assert planner.core.settled_epoch == 2, "the layout is still that of epoch 1"
-    planner.tell(LeadershipChanged(planner.now_s, "c", None))
+    planner.tell(p.LeadershipChanged(planner.now_s, "c", None))
     assert planner.core.settled_epoch == 0
 
 
 def test_an_overload_is_planned_prepared_committed_and_exchanged() -> None:
     planner = Planner()
     planner.start("w0", "w1", "w2")
-    planner.tell(OverloadRaised(planner.now_s, "o1", 16 * EXTENT))
+    planner.tell(p.OverloadRaised(planner.now_s, "o1", 16 * EXTENT))
     assert planner.journal == [Stage.PREPARING]
-    members = sorted(planner.calls(Call.PREPARE))
+    members = sorted(planner.calls(p.Call.PREPARE))
     assert len(members) == 2
     assert planner.core.layout.epoch == 1, "nothing has changed for anybody"
 
@@ -73,7 +57,7 @@ def test_an_overload_is_planned_prepared_committed_and_exchanged() -> None:
     assert planner.stored is not None
     assert planner.stored.layout.epoch == planner.core.layout.epoch == 2
     assert sorted(len(group.members) for group in planner.core.layout.groups) == [1, 2]
-    assert sorted(planner.calls(Call.COMMIT)) == members
+    assert sorted(planner.calls(p.Call.COMMIT)) == members
 
     planner.answer(Phase.EXCHANGING, *members)
     planner.answer(Phase.DONE, *members)
@@ -89,7 +73,7 @@ def test_data_addresses_reach_the_members() -> None:
     planner.start("w0", "w1")
     planner.drop("w1", "w0")
     assert planner.shape == ["w0[0:4]", "w1[0:4]"]
-    call = next(c for c in planner.said if isinstance(c, CallMember))
+    call = next(c for c in planner.said if isinstance(c, p.CallMember))
     assert shape(call.journal.target) == ["w1[0:2]+w0[2:4]"]
     assert [m.data_address for m in call.journal.target.groups[0].members] == ["w1:2", "w0:2"]
 
@@ -97,17 +81,17 @@ def test_data_addresses_reach_the_members() -> None:
 def test_a_drop_by_hand_is_answered_once_it_is_journaled_and_alike_when_repeated() -> None:
     planner = Planner()
     planner.start("w0", "w1")
-    planner.outcomes = [WriteOutcome.UNAVAILABLE]
+    planner.outcomes = [p.WriteOutcome.UNAVAILABLE]
     planner.drop("w0", "w1")
-    assert not planner.told(AnswerChange)
+    assert not planner.told(p.AnswerChange)
     planner.wait(0.6)
-    assert [c.epoch for c in planner.told(AnswerChange) if isinstance(c, AnswerChange)] == [2]
+    assert [c.epoch for c in planner.told(p.AnswerChange) if isinstance(c, p.AnswerChange)] == [2]
     planner.drop("w0", "w1")
-    assert [c.epoch for c in planner.told(AnswerChange) if isinstance(c, AnswerChange)] == [2]
+    assert [c.epoch for c in planner.told(p.AnswerChange) if isinstance(c, p.AnswerChange)] == [2]
     planner.drop("w1", "w0")
     planner.drop("w1", "w0", request_id="d2")
-    refusals = [c.refusal for c in planner.told(RefuseChange) if isinstance(c, RefuseChange)]
-    assert refusals == [ChangeRefusal.ID_REUSED, ChangeRefusal.BUSY]
+    refusals = [c.refusal for c in planner.told(p.RefuseChange) if isinstance(c, p.RefuseChange)]
+    assert refusals == [p.ChangeRefusal.ID_REUSED, p.ChangeRefusal.BUSY]
 
 
 def test_a_member_that_cannot_prepare_takes_everything_back() -> None:
@@ -117,7 +101,7 @@ def test_a_member_that_cannot_prepare_takes_everything_back() -> None:
     planner.answer(Phase.PREPARED, "w0")
     planner.answer(Phase.FAILED, "w1", why="too little memory")
     assert planner.journal == [Stage.PREPARING, Stage.ABORTING]
-    assert planner.calls(Call.ABORT) == ["w0", "w1"]
+    assert planner.calls(p.Call.ABORT) == ["w0", "w1"]
     planner.answer(Phase.ABORTED, "w0", "w1")
     assert planner.journal[-1] is Stage.ABORTED
     assert planner.shape == ["w0[0:4]", "w1[0:4]"]
@@ -129,7 +113,7 @@ def test_members_that_stay_silent_are_waited_for_in_vain() -> None:
     planner.start("w0", "w1")
     planner.drop("w0", "w1")
     planner.wait(1.0)
-    assert planner.calls(Call.PREPARE).count("w0") > 10, "asked again and again"
+    assert planner.calls(p.Call.PREPARE).count("w0") > 10, "asked again and again"
     planner.wait(9.5)
     assert planner.journal[-1] is Stage.ABORTING
     assert "not prepared within 10 s" in planner.core.conductor.records()[0].journal.failure
@@ -173,11 +157,11 @@ def test_a_member_lost_after_the_decision_leaves_survivors_that_get_all_layers_a
     assert planner.core.partial == (("w0", 1),)
     planner.answer(Phase.FAILED, "w0", why="w1 is gone")
     assert planner.journal[-2:] == [Stage.DONE, Stage.PREPARING], "the survivor's restore begins at once"
-    call = next(c for c in planner.said if isinstance(c, CallMember) and c.journal.kind is TransitionKind.RESTORE)
+    call = next(c for c in planner.said if isinstance(c, p.CallMember) and c.journal.kind is TransitionKind.RESTORE)
     assert call.member.worker_id == "w0"
     assert {holder for _, holder in call.sources} == {None}
     assert shape(call.journal.base) == ["w2[0:4]"]
-    planner.tell(OverloadRaised(planner.now_s, "o", EXTENT))
+    planner.tell(p.OverloadRaised(planner.now_s, "o", EXTENT))
     assert planner.journal[-1] is Stage.PREPARING, "it brings memory: demand is no reason to stop"
     planner.go_through("w0")
     assert planner.shape == ["w0[0:4]", "w2[0:4]"]
@@ -259,31 +243,31 @@ def test_a_new_leader_takes_up_what_is_journaled(stage: Stage) -> None:
 def test_a_deposed_planner_stops_and_refuses() -> None:
     planner = Planner()
     planner.start("w0", "w1")
-    planner.outcomes = [WriteOutcome.UNAVAILABLE]
+    planner.outcomes = [p.WriteOutcome.UNAVAILABLE]
     planner.drop("w0", "w1")
     planner.said.clear()
-    planner.tell(LeadershipChanged(planner.now_s, "c", None))
-    refused = planner.told(RefuseChange)
-    assert [c.refusal for c in refused if isinstance(c, RefuseChange)] == [ChangeRefusal.STANDBY]
+    planner.tell(p.LeadershipChanged(planner.now_s, "c", None))
+    refused = planner.told(p.RefuseChange)
+    assert [c.refusal for c in refused if isinstance(c, p.RefuseChange)] == [p.ChangeRefusal.STANDBY]
     assert not planner.core.conductor.busy
 
 
 def test_another_layout_than_planned_on_is_a_conflict_and_nobody_is_told() -> None:
     planner = Planner()
     planner.start("w0", "w1")
-    planner.outcomes = [WriteOutcome.CONFLICT]
+    planner.outcomes = [p.WriteOutcome.CONFLICT]
     planner.drop("w0", "w1")
     assert planner.journal == []
-    assert not planner.calls(Call.PREPARE)
-    refused = [c for c in planner.said if isinstance(c, RefuseChange)]
-    assert [c.refusal for c in refused] == [ChangeRefusal.NOT_POSSIBLE]
+    assert not planner.calls(p.Call.PREPARE)
+    refused = [c for c in planner.said if isinstance(c, p.RefuseChange)]
+    assert [c.refusal for c in refused] == [p.ChangeRefusal.NOT_POSSIBLE]
 
 
 def test_a_conflict_at_the_decision_aborts() -> None:
     planner = Planner()
     planner.start("w0", "w1")
     planner.drop("w0", "w1")
-    planner.outcomes = [WriteOutcome.CONFLICT]
+    planner.outcomes = [p.WriteOutcome.CONFLICT]
     planner.answer(Phase.PREPARED, "w0", "w1")
     assert planner.journal == [Stage.PREPARING, Stage.ABORTING]
     planner.answer(Phase.ABORTED, "w0", "w1")
@@ -296,12 +280,12 @@ def test_a_burst_that_returns_aborts_the_restore() -> None:
     planner.drop("w0", "w1")
     planner.go_through("w0", "w1")
     planner.load = replace(LOAD, used_block_count=0, running_count=0)
-    planner.tell(ReliefRaised(planner.now_s, "r1"))
+    planner.tell(p.ReliefRaised(planner.now_s, "r1"))
     assert planner.journal[-1] is Stage.PREPARING
-    call = next(c for c in reversed(planner.said) if isinstance(c, CallMember) and c.call is Call.PREPARE)
+    call = next(c for c in reversed(planner.said) if isinstance(c, p.CallMember) and c.call is p.Call.PREPARE)
     assert call.journal.kind is TransitionKind.RESTORE
     assert call.sources, "each missing layer has a holder"
-    planner.tell(OverloadRaised(planner.now_s, "o2", EXTENT))
+    planner.tell(p.OverloadRaised(planner.now_s, "o2", EXTENT))
     assert planner.journal[-1] is Stage.ABORTING
     planner.answer(Phase.ABORTED, "w0", "w1")
     assert planner.shape == ["w0[0:2]+w1[2:4]"]
@@ -313,8 +297,8 @@ def test_never_two_transitions_at_once() -> None:
     planner.start("w0", "w1", "w2", "w3")
     planner.drop("w0", "w1")
     for number in range(3):
-        planner.tell(OverloadRaised(planner.now_s, f"o{number}", EXTENT))
-        planner.tell(ReliefRaised(planner.now_s, f"r{number}"))
+        planner.tell(p.OverloadRaised(planner.now_s, f"o{number}", EXTENT))
+        planner.tell(p.ReliefRaised(planner.now_s, f"r{number}"))
     assert planner.journal == [Stage.PREPARING]
     planner.go_through("w0", "w1")
     assert planner.journal.count(Stage.PREPARING) == 1
@@ -323,9 +307,9 @@ def test_never_two_transitions_at_once() -> None:
 def test_nothing_left_to_merge_is_said() -> None:
     planner = Planner()
     planner.start("w0")
-    planner.tell(OverloadRaised(planner.now_s, "o1", EXTENT))
-    [nothing] = planner.told(NothingDone)
-    assert isinstance(nothing, NothingDone)
+    planner.tell(p.OverloadRaised(planner.now_s, "o1", EXTENT))
+    [nothing] = planner.told(p.NothingDone)
+    assert isinstance(nothing, p.NothingDone)
     assert nothing.shortfall_bytes == EXTENT
     assert planner.journal == []
 
@@ -333,8 +317,8 @@ def test_nothing_left_to_merge_is_said() -> None:
 def test_a_plan_that_falls_short_is_carried_out_and_said() -> None:
     planner = Planner()
     planner.start("w0", "w1")
-    planner.tell(OverloadRaised(planner.now_s, "o1", 1000 * EXTENT))
-    nothing = [c for c in planner.said if isinstance(c, NothingDone)]
+    planner.tell(p.OverloadRaised(planner.now_s, "o1", 1000 * EXTENT))
+    nothing = [c for c in planner.said if isinstance(c, p.NothingDone)]
     assert [c.why for c in nothing] == ["the plan frees less than is needed"]
     assert planner.journal == [Stage.PREPARING]
 
@@ -342,8 +326,8 @@ def test_a_plan_that_falls_short_is_carried_out_and_said() -> None:
 def test_the_policy_recompute_only_counts() -> None:
     planner = Planner(policy=OverloadPolicy.RECOMPUTE)
     planner.start("w0", "w1")
-    planner.tell(OverloadRaised(planner.now_s, "o1", EXTENT))
-    assert len(planner.told(NothingDone)) == 1
+    planner.tell(p.OverloadRaised(planner.now_s, "o1", EXTENT))
+    assert len(planner.told(p.NothingDone)) == 1
     assert planner.journal == []
 
 
@@ -354,11 +338,11 @@ def test_static_pipelines_are_made_at_the_start_and_for_good() -> None:
     planner.go_through("w0", "w1")
     assert planner.shape == ["w0[0:2]+w1[2:4]", "w2[0:4]"]
     planner.wait(10.0)
-    planner.tell(OverloadRaised(planner.now_s, "o1", EXTENT))
-    planner.tell(ReliefRaised(planner.now_s, "r1"))
-    planner.tell(RestoreRequested(planner.now_s, "c", "x1"))
-    assert [c.why for c in planner.said if isinstance(c, NothingDone)] == ["the policy is static-pipeline"]
-    assert [c.refusal for c in planner.said if isinstance(c, RefuseChange)] == [ChangeRefusal.NOT_POSSIBLE]
+    planner.tell(p.OverloadRaised(planner.now_s, "o1", EXTENT))
+    planner.tell(p.ReliefRaised(planner.now_s, "r1"))
+    planner.tell(p.RestoreRequested(planner.now_s, "c", "x1"))
+    assert [c.why for c in planner.said if isinstance(c, p.NothingDone)] == ["the policy is static-pipeline"]
+    assert [c.refusal for c in planner.said if isinstance(c, p.RefuseChange)] == [p.ChangeRefusal.NOT_POSSIBLE]
     assert planner.journal[-1] is Stage.DONE, "one is left over, and nothing else is to be done"
     planner.up("w3")
     planner.wait(10.0)
@@ -393,7 +377,7 @@ def test_without_restore_dropped_parameters_stay_away() -> None:
     planner.start("w0", "w1")
     planner.drop("w0", "w1")
     planner.go_through("w0", "w1")
-    planner.tell(ReliefRaised(planner.now_s, "r1"))
+    planner.tell(p.ReliefRaised(planner.now_s, "r1"))
     planner.wait(10.0)
     assert planner.shape == ["w0[0:2]+w1[2:4]"]
 
@@ -402,14 +386,14 @@ def test_what_an_operator_has_dropped_stays_away_for_as_long_as_was_said() -> No
     planner = Planner()
     planner.start("w0", "w1")
     names = (WorkerId("w0"), WorkerId("w1"))
-    planner.tell(DropRequested(planner.now_s, "c", "d1", worker_ids=names, hold_s=60.0))
+    planner.tell(p.DropRequested(planner.now_s, "c", "d1", worker_ids=names, hold_s=60.0))
     planner.go_through("w0", "w1")
     planner.load = replace(LOAD, used_block_count=0, running_count=0)
     assert planner.core.conductor.held_s(planner.now_s) == pytest.approx(60.0, abs=5.0)
-    planner.tell(ReliefRaised(planner.now_s, "r1"))
+    planner.tell(p.ReliefRaised(planner.now_s, "r1"))
     assert planner.journal[-1] is Stage.DONE, "nothing comes back"
     planner.wait(61.0)
-    planner.tell(ReliefRaised(planner.now_s, "r2"))
+    planner.tell(p.ReliefRaised(planner.now_s, "r2"))
     assert planner.journal[-1] is Stage.PREPARING
 
 
@@ -417,12 +401,12 @@ def test_another_drop_by_hand_does_not_shorten_what_was_said_to_stay_away() -> N
     planner = Planner()
     planner.start("w0", "w1", "w2", "w3")
     first, second = (WorkerId("w0"), WorkerId("w1")), (WorkerId("w2"), WorkerId("w3"))
-    planner.tell(DropRequested(planner.now_s, "c", "d1", worker_ids=first, hold_s=600.0))
+    planner.tell(p.DropRequested(planner.now_s, "c", "d1", worker_ids=first, hold_s=600.0))
     planner.go_through("w0", "w1")
     across = (WorkerId("w1"), WorkerId("w2"))
-    planner.tell(DropRequested(planner.now_s, "c", "d2", worker_ids=across, hold_s=6000.0))
+    planner.tell(p.DropRequested(planner.now_s, "c", "d2", worker_ids=across, hold_s=6000.0))
     assert planner.core.conductor.held_s(planner.now_s) == pytest.approx(600.0, abs=5.0), "it is refused"
-    planner.tell(DropRequested(planner.now_s, "c", "d3", worker_ids=second))
+    planner.tell(p.DropRequested(planner.now_s, "c", "d3", worker_ids=second))
     planner.go_through("w2", "w3")
     assert planner.core.conductor.held_s(planner.now_s) == pytest.approx(600.0, abs=10.0)
 
@@ -431,9 +415,9 @@ def test_an_operators_restore_ends_what_an_operator_holds() -> None:
     planner = Planner()
     planner.start("w0", "w1")
     names = (WorkerId("w0"), WorkerId("w1"))
-    planner.tell(DropRequested(planner.now_s, "c", "d1", worker_ids=names, hold_s=60.0))
+    planner.tell(p.DropRequested(planner.now_s, "c", "d1", worker_ids=names, hold_s=60.0))
     planner.go_through("w0", "w1")
-    planner.tell(RestoreRequested(planner.now_s, "c", "x1"))
+    planner.tell(p.RestoreRequested(planner.now_s, "c", "x1"))
     assert planner.core.conductor.held_s(planner.now_s) == 0.0
     planner.go_through("w0", "w1")
     assert planner.shape == ["w0[0:4]", "w1[0:4]"]
@@ -443,8 +427,8 @@ def test_a_drop_by_hand_does_what_the_plan_says_and_nothing_where_nothing_lacks(
     planner = Planner()
     planner.start("w0", "w1")
     planner.load = replace(LOAD, used_block_count=0, running_count=0, waiting_count=0, waiting_block_count=0)
-    planner.tell(DropRequested(planner.now_s, "c", "d1"))
-    (refused,) = [c for c in planner.said if isinstance(c, RefuseChange)]
+    planner.tell(p.DropRequested(planner.now_s, "c", "d1"))
+    (refused,) = [c for c in planner.said if isinstance(c, p.RefuseChange)]
     assert "nothing lacks" in refused.why
     assert planner.journal == []
 
@@ -453,10 +437,10 @@ def test_loads_that_are_not_to_be_had_refuse_a_change() -> None:
     planner = Planner()
     planner.start("w0", "w1")
     planner.load = None
-    planner.tell(DropRequested(planner.now_s, "c", "d1", required_bytes=1))
-    [refused] = planner.told(RefuseChange)
-    assert isinstance(refused, RefuseChange)
-    assert refused.refusal is ChangeRefusal.NO_LOADS
+    planner.tell(p.DropRequested(planner.now_s, "c", "d1", required_bytes=1))
+    [refused] = planner.told(p.RefuseChange)
+    assert isinstance(refused, p.RefuseChange)
+    assert refused.refusal is p.ChangeRefusal.NO_LOADS
 
 
 def test_a_member_that_drains_takes_its_group_apart_first() -> None:
@@ -464,7 +448,7 @@ def test_a_member_that_drains_takes_its_group_apart_first() -> None:
     planner.start("w0", "w1")
     planner.drop("w0", "w1")
     planner.go_through("w0", "w1")
-    planner.tell(InstanceDraining(planner.now_s, "c", WorkerId("w1"), Incarnation(1)))
+    planner.tell(p.InstanceDraining(planner.now_s, "c", WorkerId("w1"), Incarnation(1)))
     planner.wait(3.0)
     assert planner.core.conductor.record is not None
     assert planner.core.conductor.record.by == "drain"
@@ -478,14 +462,14 @@ def test_an_overload_keeps_no_member_that_is_to_leave() -> None:
     planner.start("w0", "w1")
     planner.drop("w0", "w1")
     planner.go_through("w0", "w1")
-    planner.tell(InstanceDraining(planner.now_s, "c", WorkerId("w1"), Incarnation(1)))
+    planner.tell(p.InstanceDraining(planner.now_s, "c", WorkerId("w1"), Incarnation(1)))
     planner.wait(3.0)
-    planner.tell(OverloadRaised(planner.now_s, "c2", 4 * EXTENT))
+    planner.tell(p.OverloadRaised(planner.now_s, "c2", 4 * EXTENT))
     planner.go_through("w0", "w1")
     assert planner.journal[-1] is Stage.DONE
     assert planner.shape == ["w0[0:4]", "w1[0:4]"]
-    planner.tell(DropRequested(planner.now_s, "c3", "x", worker_ids=(WorkerId("w0"), WorkerId("w1"))))
-    assert [c.why for c in planner.said if isinstance(c, RefuseChange)] == ["about to leave: w1"]
+    planner.tell(p.DropRequested(planner.now_s, "c3", "x", worker_ids=(WorkerId("w0"), WorkerId("w1"))))
+    assert [c.why for c in planner.said if isinstance(c, p.RefuseChange)] == ["about to leave: w1"]
 
 
 def test_a_restore_by_hand_asks_nobody_about_load() -> None:
@@ -494,10 +478,10 @@ def test_a_restore_by_hand_asks_nobody_about_load() -> None:
     planner.drop("w0", "w1")
     planner.go_through("w0", "w1")
     planner.load = replace(LOAD, block_count=96, used_block_count=56)
-    planner.tell(ReliefRaised(planner.now_s, "r1"))
+    planner.tell(p.ReliefRaised(planner.now_s, "r1"))
     assert planner.journal[-1] is Stage.DONE, "too much is in use for one by itself"
     planner.now_s += 41.0
-    planner.tell(RestoreRequested(planner.now_s, "c", "x1"))
+    planner.tell(p.RestoreRequested(planner.now_s, "c", "x1"))
     planner.go_through("w0", "w1")
     assert planner.shape == ["w0[0:4]", "w1[0:4]"]
     assert "restored after 41 s" in planner.core.conductor.records()[0].summary
@@ -510,27 +494,27 @@ def restoring_by_itself() -> Planner:
     planner.drop("w0", "w1")
     planner.go_through("w0", "w1")
     planner.load = replace(LOAD, block_count=96, used_block_count=40)
-    planner.tell(ReliefRaised(planner.now_s, "r1"))
+    planner.tell(p.ReliefRaised(planner.now_s, "r1"))
     assert planner.journal[-1] is Stage.PREPARING
     return planner
 
 
 def test_a_restore_of_its_own_gives_way_to_an_operator() -> None:
     planner = restoring_by_itself()
-    planner.tell(RestoreRequested(planner.now_s, "c", "x1"))
+    planner.tell(p.RestoreRequested(planner.now_s, "c", "x1"))
     assert planner.journal[-1] is Stage.ABORTING
     planner.answer(Phase.ABORTED, "w0", "w1")
     assert planner.journal[-1] is Stage.PREPARING
-    planner.tell(RestoreRequested(planner.now_s, "c", "x2"))
-    refusals = [c.refusal for c in planner.told(RefuseChange) if isinstance(c, RefuseChange)]
-    assert refusals == [ChangeRefusal.BUSY], "one of an operator's gives way to nobody"
+    planner.tell(p.RestoreRequested(planner.now_s, "c", "x2"))
+    refusals = [c.refusal for c in planner.told(p.RefuseChange) if isinstance(c, p.RefuseChange)]
+    assert refusals == [p.ChangeRefusal.BUSY], "one of an operator's gives way to nobody"
     planner.go_through("w0", "w1")
     assert planner.shape == ["w0[0:4]", "w1[0:4]"]
 
 
 def test_it_gives_way_to_who_is_to_leave_and_to_who_comes() -> None:
     planner = restoring_by_itself()
-    planner.tell(InstanceDraining(planner.now_s, "c", WorkerId("w1"), Incarnation(1)))
+    planner.tell(p.InstanceDraining(planner.now_s, "c", WorkerId("w1"), Incarnation(1)))
     planner.wait(3.0)
     assert Stage.ABORTING in planner.journal[-2:]
     planner.answer(Phase.ABORTED, "w0", "w1")
@@ -563,22 +547,22 @@ def test_the_summary_names_layers_memory_victims_and_times() -> None:
             waves=3 if worker == "w0" else 0,
         )
         planner.answer(Phase.DONE, worker, status=status)
-    moved = [c for c in planner.said if isinstance(c, TransitionMoved)]
+    moved = [c for c in planner.said if isinstance(c, p.TransitionMoved)]
     assert moved[-1].record.summary == (
         "group {w0,w1}: dropped layers 2-3 of w0, 0-1 of w1, +32.0 KiB KV (1.0k -> 1.5k tokens),"
         " 37 requests moved, 7.7 MiB of KV exchanged in 0.21 s, in 3 waves, longest stall 0.30 s"
     )
-    assert [c for c in planner.said if isinstance(c, Publish)]
+    assert [c for c in planner.said if isinstance(c, p.Publish)]
 
 
 def test_an_unknown_outcome_of_the_decision_is_written_again_until_it_is_known() -> None:
     planner = Planner()
     planner.start("w0", "w1")
     planner.drop("w0", "w1")
-    planner.outcomes = [WriteOutcome.UNAVAILABLE, WriteOutcome.UNAVAILABLE]
+    planner.outcomes = [p.WriteOutcome.UNAVAILABLE, p.WriteOutcome.UNAVAILABLE]
     planner.answer(Phase.PREPARED, "w0", "w1")
     assert planner.shape == ["w0[0:4]", "w1[0:4]"]
-    planner.tell(OverloadRaised(planner.now_s, "o", EXTENT))
+    planner.tell(p.OverloadRaised(planner.now_s, "o", EXTENT))
     planner.wait(2.0)
     assert planner.journal == [Stage.PREPARING, Stage.COMMITTING]
     assert planner.shape == ["w0[0:2]+w1[2:4]"]

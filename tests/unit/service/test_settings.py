@@ -97,10 +97,10 @@ def test_every_setting_is_a_flag_with_help(settings: type[Settings], capsys: pyt
 
 def test_settings_for_developers_are_given_apart(tmp_path: Path) -> None:
     file = tmp_path / "ballast.yaml"
-    file.write_text("dispatcher: {dev: {growth_tokens: 5, large_fraction: 0.5}}")
+    file.write_text("dispatcher: {dev: {growth_tokens: 5, replay_limit: 7}}")
     environ = {"BALLAST_CONFIG": str(file), "BALLAST_DISPATCHER__DEV": "{growth_tokens: 6}"}
-    given = load_settings(DispatcherSettings, ["--model", "m", "--dev", "move_wait_s=2"], environ)
-    assert (given.large_fraction, given.growth_tokens, given.move_wait_s) == (0.5, 6, 2.0)
+    given = load_settings(DispatcherSettings, ["--model", "m", "--dev", "prefix_marks=2"], environ)
+    assert (given.replay_limit, given.growth_tokens, given.prefix_marks) == (7, 6, 2)
     with pytest.raises(SystemExit):
         load_settings(DispatcherSettings, ["--model", "m", "--growth-tokens", "5"], {})
 
@@ -114,7 +114,7 @@ def test_settings_for_developers_are_given_apart(tmp_path: Path) -> None:
         ),
         (
             {"BALLAST_DISPATCHER__DEV": "{grow: 5}"},
-            "dev.grow: unknown setting; there are connect_timeout_s, growth_tok",
+            "dev.grow: unknown setting; there are client_stall_timeout_s, growth_tok",
         ),
         ({"BALLAST_DISPATCHER__DEV": "7"}, "dev: must be a mapping"),
         ({"BALLAST_DISPATCHER__DEV": "{growth_tokens: -5}"}, "growth_tokens: Input should be greater"),

@@ -5,22 +5,7 @@ import pytest
 from ballast.common.errors import InvariantViolation, Overloaded
 from ballast.common.ids import RequestId
 from ballast.common.sampling import FinishReason, PriorityClass
-from services.dispatcher.core.events import (
-    AbortOnWorker,
-    Connect,
-    Deliver,
-    Disconnect,
-    DrainRequested,
-    Ending,
-    Fail,
-    Finish,
-    Place,
-    Refuse,
-    Tick,
-    TimeIsUp,
-    UndrainRequested,
-    Withdrawn,
-)
+from services.dispatcher.core import events as d
 from services.dispatcher.core.limits import Limits
 from services.dispatcher.core.placement import PlacementRules
 from services.dispatcher.policy.freeness import RoutingRules
@@ -29,13 +14,13 @@ from tests.support.dispatcher_core import FULL, Answer, Story, delivered, finish
 
 def test_a_request_is_placed_relayed_and_finished_once() -> None:
     story = Story("a")
-    [place] = story.submit("r").of(Place)
+    [place] = story.submit("r").of(d.Place)
     assert (place.worker, place.attempt, place.output_token_ids, place.delivered_text_chars) == (key("a"), 1, (), 0)
     story.now_s = 2.0
-    [deliver] = story.step("a", {"r": [7, 8]}, texts=["xy"]).of(Deliver)
-    assert deliver == Deliver("r", [7, 8], "xy", ())  # pyright: ignore[reportArgumentType]
+    [deliver] = story.step("a", {"r": [7, 8]}, texts=["xy"]).of(d.Deliver)
+    assert deliver == d.Deliver("r", [7, 8], "xy", ())  # pyright: ignore[reportArgumentType]
     story.now_s = 3.0
-    [finish] = story.finish("a", "r").of(Finish)
+    [finish] = story.finish("a", "r").of(d.Finish)
     assert finish.finish_reason is FinishReason.LENGTH
     facts = finish.facts
     assert (facts.prompt_token_count, facts.completion_token_count, facts.replay_count) == (16, 2, 0)
@@ -47,15 +32,15 @@ def test_a_request_is_placed_relayed_and_finished_once() -> None:
 def test_tokens_and_ending_in_one_message_come_in_order() -> None:
     story = Story("a")
     story.submit("r")
-    ending = Ending(story.handle_of("r"), FinishReason.STOP, matched_stop="!")
+    ending = d.Ending(story.handle_of("r"), FinishReason.STOP, matched_stop="!")
     answer = story.step("a", {"r": [7]}, endings=[ending])
-    assert [type(c) for c in answer.commands] == [Deliver, Finish]
+    assert [type(c) for c in answer.commands] == [d.Deliver, d.Finish]
 
 
 def test_a_worker_is_told_less_time_than_is_left() -> None:
     story = Story("a")
     story.now_s = 10.0
-    [place] = story.submit("r", deadline_at_s=12.0).of(Place)
+    [place] = story.submit("r", deadline_at_s=12.0).of(d.Place)
     assert 1.9 < place.deadline_s < 2.0
 
 
@@ -106,7 +91,7 @@ def test_requests_beyond_the_bound_are_refused_with_a_delay() -> None:
     story.step("a", report=load(used_block_count=64, running_count=8, waiting_count=2))
     for index in range(3):
         assert story.submit(f"r{index}").commands == []
-    [refuse] = story.submit("more").of(Refuse)
+    [refuse] = story.submit("more").of(d.Refuse)
     assert isinstance(refuse.error, Overloaded)
     assert 0.1 <= refuse.error.retry_after_s <= 30.0
     assert "--max-num-queued-reqs" in str(refuse.error)
@@ -133,7 +118,7 @@ def test_the_delay_follows_the_rate_at_which_the_backlog_empties() -> None:
         story.step("a", report=full)
         for index in range(50):
             story.submit(f"w{index}")
-        [refuse] = story.submit("more").of(Refuse)
+        [refuse] = story.submit("more").of(d.Refuse)
         assert isinstance(refuse.error, Overloaded)
         return refuse.error.retry_after_s
 
@@ -158,7 +143,7 @@ def test_small_requests_overtake_a_large_one_until_its_patience_ends() -> None:
     assert story.submit("small").places == [("small", "a")]
     assert story.core.next_timer_s() == pytest.approx(2.0)
     story.now_s = 2.0
-    assert story.handle(Tick(2.0)).places == [("large", "a")]
+    assert story.handle(d.Tick(2.0)).places == [("large", "a")]
     # Its need counts now: nothing more runs before it, so it cannot starve.
     story.step("a", report=load(used_block_count=42, running_count=3, waiting_count=1, waiting_block_count=31))
     story.submit("next")
@@ -176,7 +161,7 @@ def test_patience_has_ended_when_its_timer_rings() -> None:
     due_at_s = story.core.next_timer_s()
     assert due_at_s is not None
     story.now_s = due_at_s
-    assert story.handle(Tick(due_at_s)).places == [("large", "a")]
+    assert story.handle(d.Tick(due_at_s)).places == [("large", "a")]
 
 
 def test_a_large_request_that_fits_elsewhere_does_not_wait() -> None:
@@ -200,7 +185,7 @@ def test_a_lost_workers_requests_go_on_elsewhere_behind_their_tokens() -> None:
     story.adopt(key("a"), key("b"))
     story.connect("b")
     old_handle = story.handle_of("r")
-    [place] = story.lose("a").of(Place)
+    [place] = story.lose("a").of(d.Place)
     assert (place.worker, place.attempt) == (key("b"), 2)
     assert (place.output_token_ids, place.delivered_text_chars) == ((5, 6, 7), 3)
     late = story.raw_step("a", {old_handle: [8]})
@@ -208,7 +193,7 @@ def test_a_lost_workers_requests_go_on_elsewhere_behind_their_tokens() -> None:
     assert story.core.relay.stale_count == 1
     rest = story.step("b", {"r": [8, 9]})
     assert delivered([first, late, rest], "r") == [5, 6, 7, 8, 9]
-    [finish] = story.finish("b", "r").of(Finish)
+    [finish] = story.finish("b", "r").of(d.Finish)
     assert (finish.facts.replay_count, finish.facts.completion_token_count) == (1, 5)
 
 
@@ -242,22 +227,22 @@ def test_losing_a_worker_twice_is_the_same_as_once() -> None:
 def test_a_worker_that_connects_anew_has_forgotten_what_it_had() -> None:
     story = Story("a")
     story.submit("r")
-    assert [p.attempt for p in story.connect("a").of(Place)] == [2]
+    assert [p.attempt for p in story.connect("a").of(d.Place)] == [2]
 
 
 def test_an_engine_error_is_tried_elsewhere_unless_the_request_is_at_fault() -> None:
     story = Story("a")
     story.submit("r")
     story.submit("bad")
-    broken = Ending(story.handle_of("r"), FinishReason.ERROR, error="step failed")
-    assert [p.attempt for p in story.step("a", endings=[broken]).of(Place)] == [2]
-    invalid = Ending(story.handle_of("bad"), FinishReason.ERROR, error="too long", invalid=True)
+    broken = d.Ending(story.handle_of("r"), FinishReason.ERROR, error="step failed")
+    assert [p.attempt for p in story.step("a", endings=[broken]).of(d.Place)] == [2]
+    invalid = d.Ending(story.handle_of("bad"), FinishReason.ERROR, error="too long", invalid=True)
     assert story.step("a", endings=[invalid]).errors == {"bad": "InvalidRequest"}
 
 
-def outgrown(story: Story) -> Ending:
+def outgrown(story: Story) -> d.Ending:
     """The ending of request r, after 1,100 tokens of prompt and 30 of its answer."""
-    return Ending(story.handle_of("r"), FinishReason.ERROR, error="1130 tokens do not fit")
+    return d.Ending(story.handle_of("r"), FinishReason.ERROR, error="1130 tokens do not fit")
 
 
 def test_a_request_that_has_outgrown_its_worker_goes_on_at_a_larger_group() -> None:
@@ -277,7 +262,7 @@ def test_a_request_that_has_outgrown_all_workers_ends_as_exhausted() -> None:
     story.step("a", {"r": [7] * 30}, report=load(block_count=128))
     answer = story.step("a", endings=[outgrown(story)], report=load(block_count=70))
     assert answer.errors == {"r": "Overloaded"}
-    [fail] = answer.of(Fail)
+    [fail] = answer.of(d.Fail)
     assert "after 30 tokens of the answer, 1130 tokens need more KV blocks than any worker has" in str(fail.error)
 
 
@@ -289,7 +274,7 @@ def test_a_failing_step_is_replayed_so_often_and_its_neighbours_go_on() -> None:
     limit = story.core.limits.replay_limit
 
     def fails(*names: str) -> Answer:
-        endings = [Ending(story.handle_of(name), FinishReason.ERROR, error="cuda error") for name in names]
+        endings = [d.Ending(story.handle_of(name), FinishReason.ERROR, error="cuda error") for name in names]
         return story.step("a", endings=endings)
 
     assert sorted(fails("bad", "good").places) == [("bad", "a"), ("good", "a")]
@@ -297,7 +282,7 @@ def test_a_failing_step_is_replayed_so_often_and_its_neighbours_go_on() -> None:
         assert fails("bad").places == [("bad", "a")]
     answer = fails("bad")
     assert answer.errors == {"bad": "Unavailable"}
-    [fail] = answer.of(Fail)
+    [fail] = answer.of(d.Fail)
     assert "cuda error" in str(fail.error)
     assert finishes(story.finish("a", "good")) == {"good": "length"}
 
@@ -309,7 +294,7 @@ def test_what_a_lost_group_could_hold_was_no_mistake_of_the_client() -> None:
     story.connect("b", load(block_count=128))
     story.submit("placed", prompt=3000)
     assert story.lose("a").errors == {"placed": "Overloaded"}
-    [fail] = story.submit("next", prompt=3000).of(Fail)
+    [fail] = story.submit("next", prompt=3000).of(d.Fail)
     assert isinstance(fail.error, Overloaded)
     assert story.submit("never", prompt=5000).errors == {"never": "InvalidRequest"}
 
@@ -317,11 +302,11 @@ def test_what_a_lost_group_could_hold_was_no_mistake_of_the_client() -> None:
 def test_a_refused_request_waits_a_moment_and_is_no_replay() -> None:
     story = Story("a")
     story.submit("r")
-    answer = story.step("a", endings=[Ending(story.handle_of("r"), None, refused=True)])
+    answer = story.step("a", endings=[d.Ending(story.handle_of("r"), None, refused=True)])
     assert answer.commands == []
     assert story.core.next_timer_s() == pytest.approx(0.05)
     story.now_s = 0.06
-    [place] = story.handle(Tick(0.06)).of(Place)
+    [place] = story.handle(d.Tick(0.06)).of(d.Place)
     assert (place.attempt, story.core.replay_count) == (2, 0)
 
 
@@ -341,8 +326,8 @@ def test_logprobs_of_a_request_that_has_ended_are_not_given_to_another() -> None
     story.submit("gone", logprobs=1)
     story.submit("stays", logprobs=1)
     gone, stays = story.handle_of("gone"), story.handle_of("stays")
-    story.handle(Withdrawn(0.0, "gone", "left"))  # pyright: ignore[reportArgumentType]
-    [deliver] = story.raw_step("a", {gone: [1, 2], stays: [3]}, logprobs=["l1", "l2", "l3"]).of(Deliver)
+    story.handle(d.Withdrawn(0.0, "gone", "left"))  # pyright: ignore[reportArgumentType]
+    [deliver] = story.raw_step("a", {gone: [1, 2], stays: [3]}, logprobs=["l1", "l2", "l3"]).of(d.Deliver)
     assert (deliver.request_id, deliver.logprobs) == ("stays", ["l3"])
 
 
@@ -352,8 +337,8 @@ def test_logprobs_of_a_request_that_has_ended_are_not_given_to_another() -> None
 def test_streams_follow_the_layout() -> None:
     story = Story("a")
     answer = story.adopt(key("b"), key("a", 2))
-    assert answer.of(Disconnect) == [Disconnect(key("a", 1))]
-    assert answer.of(Connect) == [Connect(key("a", 2), "a:1"), Connect(key("b"), "b:1")]
+    assert answer.of(d.Disconnect) == [d.Disconnect(key("a", 1))]
+    assert answer.of(d.Connect) == [d.Connect(key("a", 2), "a:1"), d.Connect(key("b"), "b:1")]
 
 
 def test_the_same_layout_again_changes_nothing() -> None:
@@ -366,7 +351,7 @@ def test_a_layout_made_anew_is_taken_whatever_its_epoch() -> None:
     story = Story("a")
     for epoch in (0, -1):
         story.epoch = epoch
-        assert story.adopt(key("b")).of(Connect) == ([Connect(key("b"), "b:1")] if epoch == 0 else [])
+        assert story.adopt(key("b")).of(d.Connect) == ([d.Connect(key("b"), "b:1")] if epoch == 0 else [])
 
 
 def test_a_draining_worker_keeps_what_it_has_and_gets_nothing_new() -> None:
@@ -393,10 +378,10 @@ def test_a_deadline_ends_a_request_wherever_it_is() -> None:
     story.submit("waiting", deadline_at_s=1.5)
     assert story.core.next_timer_s() == 1.0
     handle = story.handle_of("running")
-    early = story.handle(Tick(0.9))
+    early = story.handle(d.Tick(0.9))
     assert early.commands == []
-    answer = story.handle(Tick(2.0))
-    assert answer.of(AbortOnWorker) == [AbortOnWorker(key("a"), handle)]
+    answer = story.handle(d.Tick(2.0))
+    assert answer.of(d.AbortOnWorker) == [d.AbortOnWorker(key("a"), handle)]
     assert answer.errors == {"running": "DeadlineExceeded", "waiting": "DeadlineExceeded"}
     assert story.core.endings == {"deadline": 2}
 
@@ -413,8 +398,8 @@ def test_without_a_worker_requests_wait_and_then_fail() -> None:
     story.now_s = 5.0
     story.submit("r2")
     assert story.core.next_timer_s() == pytest.approx(10.0)
-    assert story.handle(Tick(10.0)).errors == {"r1": "Unavailable"}
-    assert story.handle(Tick(15.0)).errors == {"r2": "Unavailable"}
+    assert story.handle(d.Tick(10.0)).errors == {"r1": "Unavailable"}
+    assert story.handle(d.Tick(15.0)).errors == {"r2": "Unavailable"}
 
 
 def test_a_worker_that_comes_in_time_gets_what_waited() -> None:
@@ -423,7 +408,7 @@ def test_a_worker_that_comes_in_time_gets_what_waited() -> None:
     story.adopt(key("a"))
     story.now_s = 9.0
     assert story.connect("a").places == [("r", "a")]
-    assert story.handle(Tick(11.0)).commands == []
+    assert story.handle(d.Tick(11.0)).commands == []
 
 
 def test_ended_requests_leave_no_timers_behind() -> None:
@@ -431,7 +416,7 @@ def test_ended_requests_leave_no_timers_behind() -> None:
     for index in range(1000):
         story.submit(f"r{index}", deadline_at_s=1e6 + index)
         story.finish("a", f"r{index}")
-    assert story.handle(Tick(2e6)).commands == []
+    assert story.handle(d.Tick(2e6)).commands == []
     assert story.core.endings == {"length": 1000}
 
 
@@ -442,47 +427,47 @@ def test_a_client_that_leaves_frees_the_worker_at_once() -> None:
     story = Story("a")
     story.submit("r")
     handle = story.handle_of("r")
-    answer = story.handle(Withdrawn(1.0, "r", "the client went away"))  # pyright: ignore[reportArgumentType]
-    assert answer.of(AbortOnWorker) == [AbortOnWorker(key("a"), handle)]
+    answer = story.handle(d.Withdrawn(1.0, "r", "the client went away"))  # pyright: ignore[reportArgumentType]
+    assert answer.of(d.AbortOnWorker) == [d.AbortOnWorker(key("a"), handle)]
     assert answer.errors == {"r": "Cancelled"}
-    again = story.handle(Withdrawn(1.0, "r", "the client went away"))  # pyright: ignore[reportArgumentType]
+    again = story.handle(d.Withdrawn(1.0, "r", "the client went away"))  # pyright: ignore[reportArgumentType]
     assert again.commands == []
 
 
 def test_a_request_nobody_cancelled_must_not_end_cancelled() -> None:
     story = Story("a")
     story.submit("r")
-    answer = story.step("a", endings=[Ending(story.handle_of("r"), FinishReason.CANCELLED)])
+    answer = story.step("a", endings=[d.Ending(story.handle_of("r"), FinishReason.CANCELLED)])
     assert answer.errors == {"r": "PeerViolation"}
 
 
 def test_draining_refuses_new_requests_and_finishes_old_ones() -> None:
     story = Story("a")
     story.submit("old")
-    story.handle(DrainRequested(1.0))
+    story.handle(d.DrainRequested(1.0))
     assert story.submit("new").errors == {"new": "Unavailable"}
     assert finishes(story.finish("a", "old")) == {"old": "length"}
 
 
 def test_a_drain_is_taken_back_unless_the_process_is_going_to_end() -> None:
     story = Story("a")
-    story.handle(DrainRequested(1.0))
-    story.handle(UndrainRequested(2.0))
+    story.handle(d.DrainRequested(1.0))
+    story.handle(d.UndrainRequested(2.0))
     assert not story.submit("new").errors
-    for last in (DrainRequested(3.0, for_good=True), DrainRequested(3.5), UndrainRequested(4.0)):
+    for last in (d.DrainRequested(3.0, for_good=True), d.DrainRequested(3.5), d.UndrainRequested(4.0)):
         story.handle(last)
     assert story.submit("newer").errors == {"newer": "Unavailable"}
     story = Story("a")
-    story.handle(TimeIsUp(1.0))
-    story.handle(UndrainRequested(2.0))
+    story.handle(d.TimeIsUp(1.0))
+    story.handle(d.UndrainRequested(2.0))
     assert story.submit("new").errors == {"new": "Unavailable"}
 
 
 def test_when_time_is_up_everything_ends_with_a_reason() -> None:
     story = Story("a")
     story.submit("r")
-    answer = story.handle(TimeIsUp(1.0))
-    assert [type(c) for c in answer.commands] == [AbortOnWorker, Fail]
+    answer = story.handle(d.TimeIsUp(1.0))
+    assert [type(c) for c in answer.commands] == [d.AbortOnWorker, d.Fail]
     assert answer.errors == {"r": "Unavailable"}
 
 

@@ -8,11 +8,11 @@ from services.dispatcher.policy.freeness import (
     Need,
     RoutingRules,
     WorkerView,
-    choose,
     freeness,
     has_place,
     runs_at_once,
 )
+from services.dispatcher.policy.ranking import Ranking
 from tests.support.dispatcher_core import key
 
 RULES = RoutingRules(growth_tokens=0)
@@ -36,9 +36,14 @@ def view(name: str = "a", **changes: int | bool) -> WorkerView:
     return WorkerView(worker=key(name), **values)  # pyright: ignore[reportArgumentType] -- checked by the tests
 
 
-def chosen(views: list[WorkerView], tokens: int = 16, growth: int = 0, *, patient: bool = False) -> str | None:
-    found = choose(views, Need(tokens=tokens, growth_tokens=growth), RULES, may_queue_large=patient)
-    return None if found is None else found.worker.worker_id
+def chosen(
+    views: list[WorkerView], tokens: int = 16, growth: int = 0, rules: RoutingRules = RULES, *, patient: bool = False
+) -> str | None:
+    ranking = Ranking(rules)
+    for one in views:
+        ranking.update(one)
+    found = ranking.choose(Need(tokens=tokens, growth_tokens=growth), may_queue_large=patient)
+    return None if found is None else found.worker_id
 
 
 def test_freeness_is_what_is_left_for_each_running_request() -> None:
@@ -78,11 +83,9 @@ def test_a_group_with_much_memory_does_not_draw_all_the_load() -> None:
     """A pair with ten times the blocks, and singles that have enough for what runs to grow by 64 tokens."""
     rules = RoutingRules(growth_tokens=64)
 
-    def went_to(single: WorkerView, pair_running: int) -> str:
+    def went_to(single: WorkerView, pair_running: int) -> str | None:
         pair = view("p", block_count=1000, running_count=pair_running, max_running_count=64, instance_count=2)
-        found = choose([single, pair], Need(tokens=16, growth_tokens=64), rules, may_queue_large=False)
-        assert found is not None
-        return found.worker.worker_id
+        return chosen([single, pair], growth=64, rules=rules)
 
     enough, little = (view("s", used_block_count=n, running_count=5) for n in (80, 81))
     assert went_to(enough, pair_running=11) == "s", "five for its instance, against five and a half"

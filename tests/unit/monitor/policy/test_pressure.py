@@ -31,17 +31,16 @@ def test_steady_growth_is_an_overload_one_horizon_before_capacity_is_reached() -
     said = tell(Pressure(RULES), series(10, lambda t: sample(t, int(600 + 100 * t))))
     at_s, overload = said[0]
     forecast = 600 + 100 * (at_s + 1.0)
-    assert forecast - 100 * STEP_S > 950 >= forecast - 2 * 100 * STEP_S, "at the second sample that shows it"
+    assert forecast > 950 >= forecast - 100 * STEP_S, "at the first sample that shows it"
     assert isinstance(overload, Overload)
     assert overload.required_bytes == pytest.approx(forecast * 1.1 / 0.95 - 1000, abs=3)
     assert overload.required_bytes > 0
 
 
-def test_a_shortage_of_one_moment_is_chance_and_a_lasting_one_is_not() -> None:
-    moments = series(20, lambda t: sample(t, 1100 if int(t / STEP_S + 0.5) % 5 == 0 else 900))
-    assert tell(Pressure(RULES), moments) == []
-    lasting = series(4, lambda t: sample(t, 1100 if t >= 2 else 900))
-    assert [at_s for at_s, _ in tell(Pressure(RULES), lasting)] == [2.2]
+def test_a_shortage_of_one_moment_is_told_as_a_lasting_one_is() -> None:
+    """Whether it is chance shows in what the planner predicts."""
+    moments = series(2, lambda t: sample(t, 1100 if t == 1.0 else 900))
+    assert [at_s for at_s, _ in tell(Pressure(RULES), moments)] == [1.0]
 
 
 def test_a_burst_is_an_overload_at_the_first_sample_that_shows_it() -> None:

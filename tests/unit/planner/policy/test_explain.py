@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from services.planner.policy.drop import Method, plan
+from services.planner.policy.drop import by_need, plan_of
 from services.planner.policy.explain import (
     MOST_GROUPS,
     explain,
@@ -15,59 +15,53 @@ SNAPSHOT = singles(2, SHAPE, used=[10, 10], kv_bytes=970_000)
 
 
 def test_one_line_per_group() -> None:
-    (pair,) = plan(SNAPSHOT, 1).groups
+    (pair,) = by_need(SNAPSHOT, 1).groups
     assert (
         group_line(pair, SHAPE)
         == "group {w0,w1}: dropped layers 4-7 of w0, 0-3 of w1, +12.0 MiB KV (3.1k -> 23.3k tokens)"
     )
 
 
-def test_need_cost_and_groups_are_told() -> None:
-    done = plan(SNAPSHOT, 5_000_000)
+def test_need_moves_and_groups_are_told() -> None:
+    done = by_need(SNAPSHOT, 5_000_000)
     assert explain(done, SHAPE)[:2] == [
         "needed 4.8 MiB, the plan frees 12.0 MiB and meets it",
-        "cost of pipelines 0.00 -> 2.00: further stages that tokens pass, times the load that passes them"
-        " (exact; the least possible); 97.7 KiB of KV to move",
+        "97.7 KiB of KV to move",
     ]
     assert explain(done, SHAPE)[2].startswith("group {w0,w1}")
 
 
 def test_a_shortfall_is_told() -> None:
-    assert "falls short by 7.1 MiB" in explain(plan(SNAPSHOT, 20_000_000), SHAPE)[0]
-
-
-def test_what_figure_6_costs_more_is_told() -> None:
-    snapshot = singles(10, model(8))
-    lines = explain(plan(snapshot, 6 * 8_000, Method.FIGURE6), model(8))
-    assert "figure6; at most 12.5% above the least possible" in lines[1]
+    assert "falls short by 7.1 MiB" in explain(by_need(SNAPSHOT, 20_000_000), SHAPE)[0]
 
 
 def test_memory_that_admission_cannot_use_is_told() -> None:
     shape = model(4)
-    lines = explain(plan(singles(3, shape, kv_bytes=1000), 8_000), shape)
+    snapshot = singles(3, shape, kv_bytes=1000)
+    lines = explain(plan_of(snapshot, [[group.group_id for group in snapshot.groups]], 8_000), shape)
     assert "count for admission" in lines[2]
 
 
 def test_nothing_to_do_is_told() -> None:
-    assert explain(plan(SNAPSHOT, 0), SHAPE)[-1] == "nothing changes"
+    assert explain(by_need(SNAPSHOT, 0), SHAPE)[-1] == "nothing changes"
 
 
 def test_groups_that_stay_are_counted() -> None:
     snapshot = singles(5, model(8))
-    assert explain(plan(snapshot, 8_000), model(8))[-1] == "unchanged: 3 of 5 groups"
+    assert explain(by_need(snapshot, 8_000), model(8))[-1] == "unchanged: 3 of 5 groups"
 
 
 def test_of_very_many_groups_some_are_named_and_the_others_counted() -> None:
     snapshot = singles(100, model(8))
-    lines = explain(plan(snapshot, 45 * 8_000, Method.FIGURE6), model(8))
-    groups = len(plan(snapshot, 45 * 8_000, Method.FIGURE6).groups)
+    lines = explain(by_need(snapshot, 45 * 8_000), model(8))
+    groups = len(by_need(snapshot, 45 * 8_000).groups)
     assert groups > MOST_GROUPS
     assert sum(line.startswith("group {") for line in lines) == MOST_GROUPS
     assert f"and {groups - MOST_GROUPS} groups more" in lines
 
 
 def test_a_restore_is_told() -> None:
-    dropped = after(SNAPSHOT, plan(SNAPSHOT, 1))
+    dropped = after(SNAPSHOT, by_need(SNAPSHOT, 1))
     assert explain_restore(plan_restore(dropped)) == [
         "group {w0,w1}: dissolved, 12.0 MiB of parameters to pull from w0, w1"
     ]

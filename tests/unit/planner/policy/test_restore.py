@@ -1,7 +1,7 @@
 from collections import Counter
 
 from ballast.common.ids import GroupId
-from services.planner.policy.drop import plan
+from services.planner.policy.drop import by_need
 from services.planner.policy.restore import RestorePlan, plan_restore
 from services.planner.policy.snapshot import Snapshot
 from tests.support.drop_plans import after, group, model, singles, stage
@@ -9,7 +9,7 @@ from tests.support.drop_plans import after, group, model, singles, stage
 
 def dropped(count: int, copies: int, used: list[int] | None = None) -> Snapshot:
     snapshot = singles(count, model(8), used or [])
-    return after(snapshot, plan(snapshot, copies * 8_000))
+    return after(snapshot, by_need(snapshot, copies * 8_000))
 
 
 def test_an_idle_pipeline_is_dissolved_and_everybody_pulls_what_it_lacks() -> None:
@@ -46,12 +46,12 @@ def test_a_second_source_is_named_where_there_is_one() -> None:
     restore = plan_restore(dropped(3, 1))
     for pull in restore.dissolutions[0].pulls:
         assert pull.source is not None
-        assert {pull.source, *pull.others} >= {"w0"}
+        assert {pull.source, *pull.others} >= {"w1"}
         assert pull.worker_id not in (pull.source, *pull.others)
 
 
 def test_a_busy_pipeline_stays_and_the_idle_one_goes() -> None:
-    snapshot = dropped(4, 2, [30, 30, 1, 1])
+    snapshot = dropped(4, 2, [60, 1, 20, 1])
     assert len(snapshot.groups) == 2
     restore = plan_restore(snapshot, usage_limit=0.5)
     used = {g.group_id: g.used_block_count for g in snapshot.groups}

@@ -43,3 +43,13 @@ def test_what_is_sound_passes() -> None:
 def test_what_is_not_is_named(wrong: Snapshot, why: str) -> None:
     with pytest.raises(InvariantViolation, match=why):
         wrong.check()
+
+
+def test_extents_are_those_of_the_members_own_memory() -> None:
+    """Four layers of 1,000 bytes and 500 of others, by hand: in extents of 64 bytes 16 each and 8."""
+    shape = SHAPE.at(64)
+    assert shape.at(0) is shape
+    assert shape.occupied_bytes((0, 1)) == 2 * 16 * 64
+    free = 10_000 // 64 - 8 - 4 * 16
+    assert shape.block_count(10_000, 0, 4) == free // 4 * 64 // SHAPE.block_bytes == 134
+    assert SHAPE.block_count(10_000, 0, 4) == (10_000 - 4500) // 4 // SHAPE.block_bytes == 137

@@ -65,3 +65,11 @@ def test_a_group_swaps_as_much_as_the_stage_with_the_least_host_memory_until_it_
     assert told[-1].swap_block_count == 5
     capacities.tell_core(ends=True)
     assert told[-1].swap_block_count == 0
+
+
+def test_each_member_goes_home_to_as_many_blocks_as_it_has_itself() -> None:
+    capacities = leader([])
+    capacities.begin()
+    larger = RoomSizes(leaving=8, home=30, host=5)
+    capacities.told(CapacityTold(Epoch(2), STAGE, 18, larger, Epoch(0)))
+    assert capacities.homes == {ME: 12, STAGE: 30}
