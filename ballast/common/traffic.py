@@ -88,6 +88,8 @@ def read_traffic(text: str) -> Traffic:
         ValueError: another version has written it, or nobody of ours.
     """
     words = text.split(" ")
+    if words[-1].endswith("]"):  # of a version that knew no long requests
+        words += ["0"] * 4
     *numbers, firsts, later, later_s, prompts, long_count, need, prompt, long_wait = words
     queued, queued_tokens, recent, minute, minute_tokens, calm, ended, ended_tokens, going_on, known, oldest = numbers
     counts = [

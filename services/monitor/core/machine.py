@@ -293,7 +293,7 @@ class MonitorCore:
 
     def _long_request(self, at_s: float) -> LongRequest | None:
         """One that waits comes before one that has room for a while yet."""
-        if (long := self._backlogs.fresh_traffic(at_s).long).count:
+        if (long := self._backlogs.long(at_s)).count:
             return LongRequest(long.need_tokens, long.prompt_tokens)
         for leader_id, load in self.groups.led(self.entries):
             room_tokens, longest = load.block_count * load.block_tokens, load.longest_token_count
