@@ -133,7 +133,7 @@ class Scheduler(GroupCounts):
         keys = self.prefixes.on_host(sequence, first)
         cost = self.policies.harvest.cost()
         computing_s = cost.own_s(first * size, len(keys) * size) if keys and cost is not None else math.inf
-        return first, keys if self.swap.brings_within(len(keys), computing_s, busy=bool(self.running)) else ()
+        return first, keys if self.swap.brings_within(len(keys), computing_s) else ()
 
     def _cost(self, sequence: Sequence, without: list[Sequence] | None = None) -> int:
         """Blocks that it needs and no other sequence holds; those `without` are about to hold none."""
