@@ -9,6 +9,8 @@ import multiprocessing
 import statistics
 import tempfile
 import time
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import torch
@@ -29,7 +31,7 @@ def _rate(size_bytes: int, seconds: list[float]) -> float:
     return round(size_bytes / statistics.median(seconds) / 1e9, 2)
 
 
-def _use(root: Path, layer_bytes: int, ready: "multiprocessing.Queue[float]", leave: "multiprocessing.Event") -> None:  # pyright: ignore[reportInvalidTypeForm]
+def _use(root: Path, layer_bytes: int, ready: "Queue[float]", leave: Event) -> None:
     """A worker that starts from the copy, and tells how long that took."""
     target = torch.ones(layer_bytes, dtype=torch.uint8)
     begin_s = time.process_time()

@@ -22,8 +22,9 @@ LONG = [3 + (7 * i) % 900 for i in range(4 * ALONE)]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "half"
-    sizes = {"hidden": 256, "layers": 8, "heads": 8, "kv_heads": 1, "intermediate": 1024, "vocab": 1024}
-    return make_tiny("llama", folder, max_len=16 * ALONE, **sizes)
+    return make_tiny(
+        "llama", folder, hidden=256, layers=8, heads=8, kv_heads=1, intermediate=1024, vocab=1024, max_len=16 * ALONE
+    )
 
 
 @pytest.fixture

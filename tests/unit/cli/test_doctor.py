@@ -44,7 +44,11 @@ def test_this_machine_is_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 def test_a_host_copy_needs_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = make_preset("tiny", tmp_path / "tiny")
     assert checks.host_copy(model).verdict is Verdict.OK
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+
+    def disk_usage(path: str) -> SimpleNamespace:
+        return SimpleNamespace(free=1000, path=path)
+
+    monkeypatch.setattr(checks.shutil, "disk_usage", disk_usage)
     finding = checks.host_copy(model)
     assert finding.verdict is Verdict.WARN
     assert "--shm-size=2g" in finding.remedy
