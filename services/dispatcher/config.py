@@ -14,6 +14,7 @@ class DispatcherSettings(ServiceSettings):
     summary: ClassVar[str] = "Accepts requests, keeps the backlog, picks workers and relays tokens."
     developer: ClassVar[frozenset[str]] = frozenset(
         {
+            "long_wait_s",
             "prefix_marks",
             "growth_tokens",
             "max_deadline_s",

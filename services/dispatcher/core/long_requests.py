@@ -53,7 +53,7 @@ class LongRequests(ArrivalOrder):
                 why = f"{tokens} tokens need a larger group than is left: it holds {self.reach.group_tokens}"
                 yield tracked, Overloaded(why, _RETRY_S)
             else:
-                why = f"no group for {tokens} tokens was formed within {self._wait_s:g} s (--long-wait-s)"
+                why = f"no group for {tokens} tokens was formed within {self._wait_s:g} s"
                 yield tracked, Overloaded(why, self._wait_s)
 
     def next_timer_s(self) -> float:
