@@ -76,6 +76,11 @@ class LoadReport:
         return self.used_block_count / self.block_count if self.block_count else 0.0
 
     @property
+    def retained_fraction(self) -> float:
+        """Of the KV blocks those that are free and keep KV for prompts that begin so."""
+        return self.retained_block_count / self.block_count if self.block_count else 0.0
+
+    @property
     def prefix_hit_fraction(self) -> float:
         return self.prefix_hits_total / self.prefix_queries_total if self.prefix_queries_total else 0.0
 
