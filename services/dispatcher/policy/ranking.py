@@ -15,6 +15,7 @@ from services.dispatcher.policy.freeness import (
     Hits,
     Need,
     RoutingRules,
+    Shape,
     WorkerKey,
     WorkerView,
     blocks_for,
@@ -58,7 +59,7 @@ class Ranking:
     def __init__(self, rules: RoutingRules) -> None:
         self._rules = rules
         self._entries: dict[WorkerKey, _Entry] = {}
-        self._shapes: dict[tuple[int, int], _Shape] = {}  # (blocks, tokens of a block)
+        self._shapes: dict[Shape, _Shape] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -76,7 +77,7 @@ class Ranking:
         runs, queues = runs_at_once(view, 1), may_queue(view, self._rules)
         if not runs and not queues:
             return
-        key = view.block_count, view.block_tokens
+        key = view.shape
         shape = self._shapes.get(key)
         if shape is None:
             shape = self._shapes[key] = _Shape()
@@ -99,14 +100,14 @@ class Ranking:
         if queues:
             _take(shape.queues, place)
         if not shape.runs and not shape.queues:
-            del self._shapes[view.block_count, view.block_tokens]
+            del self._shapes[view.shape]
 
     def choose(self, need: Need, hits: Hits = NO_HITS, *, may_queue_large: bool) -> WorkerKey | None:
         """The worker that gets the request now; None to keep it in the backlog. Ties go to the smallest id."""
         if (at_once := self.at_once(need, hits)) is not None:
             return at_once
         best: _Place | None = None
-        for (block_count, block_tokens), shape in self._shapes.items():
+        for (block_count, block_tokens, _), shape in self._shapes.items():
             wanted = blocks_for(need.tokens, block_tokens)
             if not shape.queues or wanted > block_count:
                 continue
@@ -143,7 +144,7 @@ class Ranking:
     def _contenders(self, need: Need) -> list[WorkerKey]:
         return [
             place.worker
-            for (block_count, block_tokens), shape in self._shapes.items()
+            for (block_count, block_tokens, _), shape in self._shapes.items()
             if (place := self._at_once(shape, need, block_count, block_tokens)) is not None
         ]
 
