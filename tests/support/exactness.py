@@ -193,7 +193,7 @@ class History:
             self._names = self._names[:2]
             self._sizes = replace(self._sizes, memory_bytes=crowded_bytes, max_running_count=64, max_batch_tokens=64)
         eligible = [i for i, wish in enumerate(wishes) if not self._crowded or _is_long(wish)]
-        self._offline_share = 0.5 if self._sizes.harvest is not None else 0.0
+        self._offline_share = 0.5 if self._sizes.harvest is not None and not self._crowded else 0.0
         self._chosen = [eligible[rng.randrange(len(eligible))] for _ in range(request_count)]
         self._asked: list[tuple[int, Answer]] = []
         self._all_asked = False
