@@ -25,28 +25,28 @@ from services.dispatcher.policy.freeness import (
 )
 
 
-class _Place(NamedTuple):
+class _FreenessRank(NamedTuple):
     """Sorts as the plain choice ranks: the freest first, then the smallest id."""
 
     minus_freeness: float
     worker: WorkerKey
 
 
-class _Shape:
+class _WorkerShape:
     __slots__ = ("free_block_counts", "queues", "runs")
 
     def __init__(self) -> None:
-        self.runs: list[_Place] = []  # a request of one block could run at once
+        self.runs: list[_FreenessRank] = []  # a request of one block could run at once
         self.free_block_counts: list[int] = []  # of the workers in `runs`, ascending
-        self.queues: list[_Place] = []  # a request may wait there
+        self.queues: list[_FreenessRank] = []  # a request may wait there
 
 
-class _Entry(NamedTuple):
+class _RankedWorker(NamedTuple):
     """Where a worker stands."""
 
     view: WorkerView
-    shape: _Shape
-    place: _Place
+    shape: _WorkerShape
+    place: _FreenessRank
     free_block_count: int
     runs: bool
     queues: bool
@@ -57,8 +57,8 @@ class Ranking:
 
     def __init__(self, rules: RoutingRules) -> None:
         self._rules = rules
-        self._entries: dict[WorkerKey, _Entry] = {}
-        self._shapes: dict[tuple[int, int], _Shape] = {}  # (blocks, tokens of a block)
+        self._entries: dict[WorkerKey, _RankedWorker] = {}
+        self._shapes: dict[tuple[int, int], _WorkerShape] = {}  # (blocks, tokens of a block)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -79,9 +79,9 @@ class Ranking:
         key = view.block_count, view.block_tokens
         shape = self._shapes.get(key)
         if shape is None:
-            shape = self._shapes[key] = _Shape()
-        place, free_block_count = _Place(-freeness(view), view.worker), view.free_block_count
-        self._entries[view.worker] = _Entry(view, shape, place, free_block_count, runs, queues)
+            shape = self._shapes[key] = _WorkerShape()
+        place, free_block_count = _FreenessRank(-freeness(view), view.worker), view.free_block_count
+        self._entries[view.worker] = _RankedWorker(view, shape, place, free_block_count, runs, queues)
         if runs:
             bisect.insort(shape.runs, place)
             bisect.insort(shape.free_block_counts, free_block_count)
@@ -105,7 +105,7 @@ class Ranking:
         """The worker that gets the request now; None to keep it in the backlog. Ties go to the smallest id."""
         if (at_once := self.at_once(need, hits)) is not None:
             return at_once
-        best: _Place | None = None
+        best: _FreenessRank | None = None
         for (block_count, block_tokens), shape in self._shapes.items():
             wanted = blocks_for(need.tokens, block_tokens)
             if not shape.queues or wanted > block_count:
@@ -147,7 +147,7 @@ class Ranking:
             if (place := self._at_once(shape, need, block_count, block_tokens)) is not None
         ]
 
-    def _at_once(self, shape: _Shape, need: Need, block_count: int, block_tokens: int) -> _Place | None:
+    def _at_once(self, shape: _WorkerShape, need: Need, block_count: int, block_tokens: int) -> _FreenessRank | None:
         if not shape.runs or blocks_for(need.tokens, block_tokens) > block_count:
             return None
         wanted = min(block_count, blocks_for(need.tokens + need.growth_tokens, block_tokens))
@@ -156,5 +156,5 @@ class Ranking:
         return next(place for place in shape.runs if wanted <= self._entries[place.worker].free_block_count)
 
 
-def _take(places: list[_Place], place: _Place) -> None:
+def _take(places: list[_FreenessRank], place: _FreenessRank) -> None:
     del places[bisect.bisect_left(places, place)]

@@ -36,7 +36,7 @@ _TYPICAL = Chunk(1000, 128)  # that machines are compared by
 _UNLIKE, _MISTAKEN = 1.25, 30.0
 _REPORTS_PER_S = 150.0  # of all together, as far as the lease allows: each takes a millisecond, both sides counted
 _REPORTS_PER_LEASE = 4
-LEAST_LOOK_S = 0.02  # between two looks at the demand of all, however it jumps
+LEAST_LOOK_S = 0.02  # least interval between two evaluations of the cluster's demand
 
 
 def sample_count(trend_window_s: float) -> int:

@@ -238,7 +238,7 @@ class _SizeEvaluator(_Evaluator):
         return replace(finished, loss=finished.loss + self.fear(begun.candidate))
 
     def fear(self, candidate: Candidate) -> float:
-        """0: memory enough is free for what may come from nothing."""
+        """Loss for too little free memory: the log of KV wanted over KV that a burst leaves; 0 if enough is free."""
         fill = _FILL_AFTER if candidate.added < 0 else _FILL
         enough = fill * (self._instances + candidate.added)
         return max(0.0, math.log(self._wanted / enough)) if self._wanted > 0.0 and enough > 0.0 else 0.0
