@@ -107,8 +107,11 @@ install-check: setup  ## install the wheels into empty environments, on every Py
 	$(PY) -m deploy.install_check --pythons $(PYTHONS)
 
 OLD ?= $(shell git log -1 --format=%h --diff-filter=A -- ballast/common/protocol.py)
-upgrade-check: setup  ## a worker of an older commit in today's cluster, under load, with drops: make upgrade-check OLD=REF
+upgrade-check: setup  ## each service of an older commit in today's cluster, and the other way round: make upgrade-check OLD=REF
 	$(PY) -m benchmarks.upgrade $(OLD)
+	for one in monitor planner dispatcher gateway; do \
+		$(PY) -m benchmarks.upgrade $(OLD) --old $$one && $(PY) -m benchmarks.upgrade $(OLD) --old $$one --backward || exit 1; \
+	done
 
 TOOLS := out/tools
 UV := $(TOOLS)/bin/uv pip compile -q --generate-hashes --no-header --no-annotate -c constraints.txt --python-version 3.11 \

@@ -1,20 +1,26 @@
-"""A worker of an older commit in today's cluster, under load and with drops: is anything lost, does a token differ?
+"""Services of an older commit in today's cluster, under load and with drops: is anything lost, does a token differ?
 
     python -m benchmarks.upgrade REF
+    python -m benchmarks.upgrade REF --old dispatcher gateway
+    python -m benchmarks.upgrade REF --old dispatcher --backward
 
 A cluster of two of today's workers gets a third one from REF's own tree. While requests run, what can be grouped is
 merged and restored twice: the old worker with a new one if they speak the same protocol, else the new ones, and the
-planner has to refuse the old one. Ends with status 1 if a request failed or an answer differs from the one at rest.
+planner has to refuse the old one. With `--old` it is those services that are REF's, and with `--backward` all others
+but those; the two workers are merged and restored. Half of the requests go through a gateway. Ends with status 1 if a
+request failed or an answer differs from the one at rest.
 """
 
 import argparse
 import asyncio
 import contextlib
 import itertools
+import json
 import os
 import subprocess
 import sys
 import tempfile
+import urllib.request
 import uuid
 from collections import Counter
 from collections.abc import Generator, Sequence
@@ -34,9 +40,10 @@ _ROOT = Path(__file__).resolve().parents[1]
 _MEMORY_BYTES = 16 << 20
 _WORKER = ("--threads", "1", "--kernels", "torch", "--dtype", "float64")
 _JOIN_TIMEOUT_S = 120.0
-_GAP_S = 0.25  # between two requests
+_GAP_S = 0.12  # between two requests
 _PROMPTS = [[3 + (5 * i + 7 * j) % 200 for j in range(6 + 9 * i)] for i in range(6)]
 _OLD = "old"
+_SERVICES: tuple[Service, ...] = ("monitor", "planner", "dispatcher", "gateway", "worker")
 
 
 def _sampling(i: int) -> SamplingParams:
@@ -46,9 +53,11 @@ def _sampling(i: int) -> SamplingParams:
 class UpgradeLoad:
     """Requests that come one after the other, and how they have ended."""
 
-    def __init__(self, client: AsyncClient) -> None:
+    def __init__(self, client: AsyncClient, gateway_url: str) -> None:
         self._client = client
+        self._gateway_url = gateway_url
         self._expected: list[tuple[int, ...]] = []
+        self._texts: list[str] = []
         self.endings: Counter[str] = Counter()
 
     async def run(self, stopping: asyncio.Event) -> None:
@@ -57,12 +66,31 @@ class UpgradeLoad:
             for number in itertools.count():
                 if stopping.is_set():
                     return
-                tasks.create_task(self._ask(number % len(_PROMPTS)))
+                ask = self._ask if number % 2 else self._ask_gateway
+                tasks.create_task(ask(number // 2 % len(_PROMPTS)))
                 await asyncio.sleep(_GAP_S)
 
     async def expect(self) -> None:
         for i, prompt in enumerate(_PROMPTS):
             self._expected.append((await self._client.generate(token_ids=prompt, sampling=_sampling(i))).token_ids)
+            self._texts.append(await asyncio.to_thread(self._text, i))
+
+    async def _ask_gateway(self, i: int) -> None:
+        try:
+            text = await asyncio.to_thread(self._text, i)
+        except (OSError, KeyError, ValueError) as error:
+            self.endings[f"lost: at a gateway: {type(error).__name__} {str(error)[:100]}"] += 1
+        else:
+            self.endings["right" if text == self._texts[i] else "differs"] += 1
+
+    def _text(self, i: int) -> str:
+        sampling = _sampling(i)
+        body = {"model": "tiny", "prompt": _PROMPTS[i], "max_tokens": sampling.max_tokens, "seed": sampling.seed}
+        body |= {"temperature": sampling.temperature, "ignore_eos": True}
+        url, head = f"{self._gateway_url}/completions", {"content-type": "application/json"}
+        request = urllib.request.Request(url, json.dumps(body).encode(), head)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)["choices"][0]["text"]
 
     async def _ask(self, i: int) -> None:
         try:
@@ -76,7 +104,9 @@ class UpgradeLoad:
 class Scene:
     """The cluster, its planner, and what is found."""
 
-    def __init__(self, planner: "planner_pb2_grpc.PlannerServiceAsyncStub", old: subprocess.Popen[bytes]) -> None:
+    def __init__(
+        self, planner: "planner_pb2_grpc.PlannerServiceAsyncStub", old: subprocess.Popen[bytes] | None
+    ) -> None:
         self._planner = planner
         self._old = old
         self.kept_out: dict[str, str] = {}
@@ -84,7 +114,7 @@ class Scene:
     async def join(self) -> None:
         async with asyncio.timeout(_JOIN_TIMEOUT_S):
             while _OLD not in await self._layout():
-                if self._old.poll() is not None:
+                if self._old is not None and self._old.poll() is not None:
                     raise SystemExit(f"the old worker has ended with status {self._old.returncode}")
                 await asyncio.sleep(0.2)
 
@@ -102,8 +132,12 @@ class Scene:
             return f"refused: {error.details()}"
 
     async def restore(self) -> str:
-        answer = await self._planner.Restore(pb.RestoreRequest(request_id=uuid.uuid4().hex), timeout=30)
-        return await self._ended(answer.epoch)
+        """Likewise. The planner may have begun one by itself."""
+        request = pb.RestoreRequest(request_id=uuid.uuid4().hex)
+        try:
+            return await self._ended((await self._planner.Restore(request, timeout=30)).epoch)
+        except grpc.aio.AioRpcError as error:
+            return f"refused: {error.details()}"
 
     async def _ended(self, epoch: int) -> str:
         async with asyncio.timeout(60):
@@ -139,27 +173,39 @@ def old_worker(tree: Path, cluster: LocalCluster, log: Path) -> Generator[subpro
             process.wait(30)
 
 
-async def check(tree: Path, logs: Path) -> Counter[str]:
-    """Endings of the requests, and of the drops."""
-    model = Path(make_tiny("llama", logs / "model", max_len=512))
+async def check(tree: Path, logs: Path, old_services: Sequence[Service]) -> Counter[str]:
+    """Endings of the requests, and of the drops. Without `old_services` there is a worker more, which is old."""
+    model = Path(make_tiny("llama", logs / "tiny", max_len=512))
+    trees = dict.fromkeys(old_services, tree)
     flags: dict[Service, Sequence[str]] = {"worker": _WORKER}
     async with contextlib.AsyncExitStack() as stack:
-        started = LocalCluster(model, workers=2, device_memory_bytes=_MEMORY_BYTES, log_dir=logs, flags=flags)
+        started = LocalCluster(
+            model,
+            workers=2,
+            gateways=1,
+            device_memory_bytes=_MEMORY_BYTES,
+            log_dir=logs,
+            flags=flags,
+            trees=trees,
+        )
         cluster = await stack.enter_async_context(started)
         client = await stack.enter_async_context(AsyncClient(cluster.address, **cluster.credentials))
-        load, stopping = UpgradeLoad(client), asyncio.Event()
+        load, stopping = UpgradeLoad(client, cluster.http_urls[0]), asyncio.Event()
         await load.expect()
-        old = stack.enter_context(old_worker(tree, cluster, logs / "old.log"))
+        old = None if trees else stack.enter_context(old_worker(tree, cluster, logs / "old.log"))
         channel = await stack.enter_async_context(cluster.access.open(cluster.address))
         scene = Scene(planner_pb2_grpc.PlannerServiceStub(cluster.access.bearing(channel)), old)
-        await scene.join()
+        if old is not None:
+            await scene.join()
         said: Counter[str] = Counter()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(load.run(stopping))
             for _ in range(2):
                 await asyncio.sleep(3)
-                ended = await scene.drop([_OLD, "worker-1"])
-                said[f"drop with the old worker: {ended}"] += 1
+                ended = "refused"
+                if old is not None:
+                    ended = await scene.drop([_OLD, "worker-1"])
+                    said[f"drop with the old worker: {ended}"] += 1
                 if ended.startswith("refused"):
                     said[f"drop without it: {await scene.drop(['worker-0', 'worker-1'])}"] += 1
                 await asyncio.sleep(3)
@@ -172,17 +218,20 @@ async def check(tree: Path, logs: Path) -> Counter[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ref", help="commit, branch or tag of the older worker")
+    parser.add_argument("ref", help="commit, branch or tag that is older")
+    parser.add_argument("--old", nargs="+", choices=_SERVICES, default=[], help="services that are the older commit's")
+    parser.add_argument("--backward", action="store_true", help="all services but those of --old are")
     parser.add_argument("--logs", type=Path, help="where logs stay; a temporary folder without it")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, tree_of(args.ref) as tree:
         logs: Path = args.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
-        found = asyncio.run(check(tree, logs))
+        others: list[Service] = [service for service in _SERVICES if service not in args.old]
+        found = asyncio.run(check(tree, logs, others if args.backward else args.old))
     for what, count in sorted(found.items()):
         print(f"{count:5} {what}")
     wrong = [what for what in found if what.startswith(("lost", "differs")) or what.endswith("aborted")]
-    print("failed" if wrong else f"nothing is lost and no token differs with a worker of {args.ref}")
+    print("failed" if wrong else f"nothing is lost and no token differs with {args.ref}")
     return 1 if wrong or not found["right"] else 0
 
 

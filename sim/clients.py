@@ -155,12 +155,14 @@ class Clients:
     def deliver_steps(self, commands: Iterable[Deliver], instants_s: "array[float]") -> None:
         """To each of them one token at each of these instants."""
         since_s = array("d", [at_s - self._zero_s for at_s in instants_s])
+        count = len(since_s)
         for command in commands:
             record, token_ids = self._by_id[command[0]], command[1]
-            place = record.input_tokens + len(record.token_times_s)
-            if len(token_ids) != len(since_s) or token_ids[0] != place or token_ids[-1] != place + len(since_s) - 1:
+            times_s = record.token_times_s
+            place = record.input_tokens + len(times_s)
+            if len(token_ids) != count or token_ids[0] != place or token_ids[-1] != place + count - 1:
                 raise InvariantViolation(f"{record.request_id} gets {len(token_ids)} tokens of places from {place} on")
-            record.token_times_s.extend(since_s)
+            times_s.extend(since_s)
 
     def end(self, command: Finish | Fail | Refuse, at_s: float) -> None:
         if self.offline is not None and self.offline.owns(command.request_id):

@@ -307,6 +307,7 @@ class DispatcherNode:
                 wants_text=False,
                 expects_handover=command.expects_handover,
                 cache_salt=request.cache_salt,
+                targets=request.targets,
                 caller=request.caller_number,
             )
         )

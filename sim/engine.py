@@ -86,7 +86,9 @@ class SimEngine:
         *,
         first_layer: int,
         last_layer: int,
+        preempted: Callable[[], bool] = never,
     ) -> StepResult | torch.Tensor:
+        """A stage runs to its end here, in a moment of virtual time: `preempted` is not asked."""
         if self._marks is not None:
             self._look(self._marks, batch, block_tables, range(first_layer, last_layer))
         if not batch.slices:

@@ -21,6 +21,7 @@ from services.worker.core.events import (
     Removed,
     StepDone,
     StepFailed,
+    StepPreempted,
     StreamClosed,
     StreamOpened,
     StreamsLost,
@@ -339,8 +340,14 @@ class Instance:
                 layers = member.role.layers
                 copy_s = self._copier.copy(formed.copies, layers) if formed.copies else 0.0
                 seconds = self.begin(self._execution.work(batch), self._token_count(batch), len(layers))
-                yield max(seconds, copy_s)
-                self._feed(StepDone(self._clock.now_s, result_of(batch, seconds, copy_s), self._texts(batch)))
+                preempted = yield from self._run_slices(
+                    seconds, copy_s, -(-len(layers) // (batch.safepoint_layers or len(layers)))
+                )
+                now_s = self._clock.now_s
+                if preempted:
+                    self._feed(StepPreempted(now_s, batch.step_id))
+                else:
+                    self._feed(StepDone(now_s, result_of(batch, seconds, copy_s), self._texts(batch)))
                 return
             outcome = member.run(formed)
             yield from self._be_busy()
@@ -349,6 +356,18 @@ class Instance:
                 return
             if not (core.has_work and member.may_form):
                 return
+
+    def _run_slices(self, seconds: float, copy_s: float, count: int) -> Generator[float, None, bool]:
+        """A batch of so many slices and the copies beside it. True: online work has come, and it was preempted."""
+        for done in range(1, count):
+            yield seconds / count
+            if any(isinstance(event, Submitted) and not event.priority.offline for event in self._inbox):
+                left_s = seconds * (1.0 - done / count)
+                self.busy_s -= left_s
+                yield max(0.0, copy_s - (seconds - left_s))
+                return True
+        yield max(seconds / count, copy_s - seconds * (count - 1) / count)
+        return False
 
     @staticmethod
     def _texts(batch: Batch) -> tuple[str, ...]:

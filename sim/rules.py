@@ -21,6 +21,7 @@ class WorkerRules:
     report_interval_s: float
     lookahead: bool  # microbatches of equal cost; else of equal numbers of tokens
     tpot_target_s: float | None = None  # what a token may take; None: whatever it does
+    ttft_target_s: float | None = None  # what a first token may take: long steps of offline work alone are cut for it
     offline_slowdown: float = 0.25  # without a target, a step takes so much longer at most
     swap_space_bytes: int = 0  # host memory of an instance for KV of who gives way; 0: they are computed anew
     swaps_online: bool = True  # False: it is for offline requests alone

@@ -17,6 +17,7 @@ from ballast.common.ids import DispatcherId, Epoch, Incarnation, WorkerId
 from ballast.common.load import LoadReport
 from ballast.common.model import ModelInfo
 from ballast.common.sampling import PriorityClass
+from ballast.common.targets import for_all
 from ballast.common.traffic import Pace
 from ballast.service.logs import silence
 from services.monitor.core.messages import Instance as Announcement
@@ -231,8 +232,13 @@ class World:
             book=book,
             first_sequence_id=((number + 1) << 32) + ((incarnation - 1) << 24),
             microbatching=self._microbatching,
-            target=None if rules.tpot_target_s is None else TokenTarget(rules.tpot_target_s, lambda: self._cost),
-            harvest=Harvest(lambda: self._cost, rules.offline_slowdown, rules.tpot_target_s),
+            target=TokenTarget(math.inf, lambda: self._cost),
+            harvest=Harvest(
+                lambda: self._cost,
+                rules.offline_slowdown,
+                for_all(rules.ttft_target_s, rules.tpot_target_s),
+                options.model.layer_count,
+            ),
         )
         instance = Instance(
             worker_id,

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import math
 import secrets
 import time
 import uuid
@@ -26,6 +27,7 @@ from ballast.common.errors import (
 )
 from ballast.common.ids import RequestId, WorkerId
 from ballast.common.sampling import FinishReason, SamplingParams
+from ballast.common.targets import TARGET_HEADERS, Targets, seconds_of
 from ballast.rpc.callers import caller, caller_name
 from ballast.rpc.codec import LAYOUT, LOAD, MODEL, PRIORITY, SAMPLING, finish_to_proto
 from ballast.rpc.deadline import remaining_s
@@ -362,6 +364,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             output_token_ids=output,
             text_chars=resumption.text_char_count if resumption is not None else 0,
             cache_salt=_cache_salt(message.cache_salt),
+            targets=targets_of(context),
         )
 
     async def _encode_prompt(self, message: pb.GenerateRequest) -> Sequence[int]:
@@ -502,6 +505,21 @@ def _traceparent(context: Context) -> str:
         if key == "traceparent":
             return str(value)[:64]
     return ""
+
+
+def targets_of(context: Context) -> Targets:
+    """
+    Raises:
+        InvalidRequest: a header is no positive number of seconds.
+    """
+    headers = {key: str(value) for key, value in context.invocation_metadata() or () if key in TARGET_HEADERS}
+    found: list[float] = []
+    for name in TARGET_HEADERS:
+        try:
+            found.append(seconds_of(headers[name]) if name in headers else math.inf)
+        except ValueError as error:
+            raise InvalidRequest(name, str(error)) from error
+    return Targets(*found)
 
 
 def _response(request: Request, delivery: Delivery, *, is_first: bool) -> pb.GenerateResponse:

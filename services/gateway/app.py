@@ -23,6 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ballast.common.errors import Unauthenticated
+from ballast.common.targets import TARGET_HEADERS
 from ballast.service.http_client import BrokenCall, HttpClient
 from ballast.service.http_forward import ClientGone, forward
 from ballast.service.logs import get_logger
@@ -35,12 +36,12 @@ from services.gateway.openai.writing import dumps, event
 
 _CLIENT_GONE = 499  # nginx's number for a client that has closed the connection
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,96}")
-_PASSED_ON = ("authorization", "traceparent", "tracestate")
+_PASSED_ON = ("authorization", "traceparent", "tracestate", *TARGET_HEADERS)
 _TRACED = ("chatcmpl", "cmpl", "resp", "msg")  # kinds of calls that generate something
 _JSON, _SSE = b"application/json", b"text/event-stream; charset=utf-8"
 
 _LARGE_BYTES = 16 << 10  # a smaller body costs less than asking who sends it
-_MAX_HEADER_CHARS = {"authorization": 4096, "traceparent": 128, "tracestate": 512}
+_MAX_HEADER_CHARS = {"authorization": 4096, "traceparent": 128, "tracestate": 512, **dict.fromkeys(TARGET_HEADERS, 32)}
 # Paths of OpenAI and vLLM that want another kind of model.
 _UNSERVED = {
     "/v1/embeddings": "embeddings",

@@ -255,20 +255,18 @@ def limits_of(settings: WorkerSettings, engine: LoadedEngine, swap_block_count: 
     )
 
 
-def target_of(settings: WorkerSettings, kit: Kit) -> TokenTarget | None:
+def target_of(kit: Kit) -> TokenTarget:
     """The bound on requests that run, by the costs of all layers, which an emulated engine knows from the start."""
-    if settings.tpot_target_s is None or math.isinf(settings.tpot_target_s):
-        return None
-    return TokenTarget(settings.tpot_target_s, _cost_of_all_layers(kit))
+    return TokenTarget(math.inf, _cost_of_all_layers(kit))
 
 
 def harvest_of(settings: WorkerSettings, kit: Kit) -> Harvest:
     """The bound on offline work in a step."""
-    target_s = settings.tpot_target_s
     return Harvest(
         cost=_cost_of_all_layers(kit),
         slowdown=settings.offline_slowdown,
-        target_s=None if target_s is None or math.isinf(target_s) else target_s,
+        targets=settings.targets,
+        layer_count=0 if settings.preempt_within_step == "off" else kit.engine.info.layer_count,
     )
 
 
@@ -323,7 +321,7 @@ class WorkerProcess:
         self._detokenizer = functools.partial(primed_detokenizer, load_tokenizer(settings.model))
         # Unique but for one chance in 2^31 per pair: the ids of sequences that meet in a group begin with it.
         microbatching = lookahead(kit.cost) if settings.microbatching == "lookahead" else by_token_count
-        target = target_of(settings, kit)
+        target = target_of(kit)
         core, book = stage_core(
             limits_of(settings, engine, kit.swap_blocks),
             engine,

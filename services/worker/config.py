@@ -1,13 +1,16 @@
 """Settings of a worker. Flag names follow vLLM where it has the same setting."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import ByteSize, Field
+from pydantic import ByteSize, Field, field_validator
 from pydantic_settings import CliImplicitFlag
 
 from ballast.common.overload import OverloadPolicy
+from ballast.common.sampling import PriorityClass
+from ballast.common.targets import Targets, read_by_class
 from ballast.service.security import ServiceSettings
 
 
@@ -78,9 +81,16 @@ class WorkerSettings(ServiceSettings):
     # How it schedules.
     max_num_seqs: int | None = Field(None, ge=1, le=4096)
     """Requests that run at once. Default: 64; on a GPU by its memory 256, from 70 GiB on 512."""
-    tpot_target_s: float | None = Field(None, gt=0)
+    tpot_target_s: str | None = None
     """Seconds that a token after the first may take on average: no more requests are let in than run within that, by
-    the costs that a worker learns; the others wait. Default: whatever it takes, as many run as --max-num-seqs."""
+    the costs that a worker learns; the others wait. 0.05, or by class interactive=0.03,default=0.1, or a JSON file with
+    such an object; the strictest of what runs decides. Default: whatever it takes."""
+    ttft_target_s: str | None = None
+    """Seconds that a first token may take, likewise: offline work (class batch) makes none later than that, and see
+    --preempt-within-step. Default: none."""
+    preempt_within_step: Literal["auto", "off"] = "auto"
+    """Whether a step of offline work alone gives way to an online request between two slices of layers (auto: where
+    such a step takes more than a quarter of --ttft-target-s), or runs to its end."""
     offline_slowdown: float = Field(0.25, ge=0, le=10)
     """Share by which a step with online requests may take longer for offline ones (class batch) that go along, where
     --tpot-target-s does not say how long it may take; 0: they get only what costs nothing."""
@@ -142,6 +152,18 @@ class WorkerSettings(ServiceSettings):
     check_every_steps: int = Field(0, ge=0)
     """Check all invariants every so many steps; 0: never. For tests and for the hunt after a bug; costs more than the
     step itself."""
+
+    @field_validator("tpot_target_s", "ttft_target_s")
+    @classmethod
+    def _is_read(cls, given: str | None) -> str | None:
+        read_by_class(given)
+        return given
+
+    @property
+    def targets(self) -> Mapping[PriorityClass, Targets]:
+        """Of each online class."""
+        ttft, tpot = read_by_class(self.ttft_target_s), read_by_class(self.tpot_target_s)
+        return {each: Targets(ttft.get(each, math.inf), tpot.get(each, math.inf)) for each in {*ttft, *tpot}}
 
     @property
     def swaps(self) -> bool:

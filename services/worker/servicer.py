@@ -16,6 +16,7 @@ from ballast.common.ids import Incarnation, RequestId, WorkerId
 from ballast.common.model import ModelInfo
 from ballast.common.protocol import PROTOCOL
 from ballast.common.sampling import FinishReason, Grammar
+from ballast.common.targets import Targets
 from ballast.rpc.codec import LOAD, MODEL, PRIORITY, SAMPLING
 from ballast.rpc.fencing import Fence
 from ballast.rpc.mapping import Mapper
@@ -318,6 +319,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             wants_text=not submit.omit_text,
             expects_handover=submit.expects_handover,
             cache_salt=submit.cache_salt,
+            targets=Targets(submit.ttft_target_s or math.inf, submit.tpot_target_s or math.inf),
             caller=submit.caller,
         )
 

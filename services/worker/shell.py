@@ -19,7 +19,7 @@ from typing import Protocol
 from ballast.common.errors import InvariantViolation, Unavailable
 from ballast.common.load import LoadReport, MemoryReport
 from ballast.service.logs import get_logger
-from services.worker.core.batch import Batch, NewSequence, SequenceId, StepResult
+from services.worker.core.batch import PREEMPTED, Batch, NewSequence, SequenceId, StepResult
 from services.worker.core.events import (
     BatchWanted,
     Command,
@@ -31,6 +31,7 @@ from services.worker.core.events import (
     Removed,
     StepDone,
     StepFailed,
+    StepPreempted,
     StreamClosed,
     StreamOpened,
     StreamsLost,
@@ -70,6 +71,11 @@ class MemberEvent:
     """Base of what concerns this worker as a member of a group; handled by `Member`, not by the core."""
 
     __slots__ = ()
+
+    @property
+    def preempts(self) -> bool:
+        """Whether offline work makes way for it within its step."""
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +163,7 @@ class WorkerShell:
         self._requests_came: Callable[[LoadReport], None] | None = None
         self._in_flight: dict[int, Batch] = {}  # step id -> what has been sent and not come back
         self._inbox: queue.SimpleQueue[Event | MemberEvent | None] = queue.SimpleQueue()
+        self._preempting = threading.Event()  # what offline work makes way for lies in the inbox
         self._slots = asyncio.Semaphore(INBOX_EVENTS)
         self._streams: dict[int, OutputStream] = {}  # stream id -> its outputs
         self._next_stream_id = 1
@@ -224,11 +231,20 @@ class WorkerShell:
     def post_member(self, event: MemberEvent) -> None:
         """From any thread. Not bounded here: links and the planner bound what they send."""
         self._inbox.put(event)
+        if event.preempts:
+            self._preempting.set()
 
     async def post(self, event: Event) -> None:
         """Hands an event to the engine thread. Waits while the inbox is full, which stops the caller's reading."""
         await self._slots.acquire()
         self._inbox.put(event)
+        if isinstance(event, Submitted) and not event.priority.offline:
+            self._preempting.set()
+
+    @property
+    def preempts(self) -> Callable[[], bool]:
+        """Whether online work has come since the engine thread last took in events."""
+        return self._preempting.is_set
 
     async def open_stream(self) -> OutputStream:
         stream = OutputStream(self._next_stream_id)
@@ -396,6 +412,7 @@ class WorkerShell:
             wakes_at_s = None if self._member is None else self._member.wakes_at_s
             due = [at_s for at_s in (self._core.next_deadline_at_s, wakes_at_s) if at_s is not None]
             wait_s = min(_IDLE_WAIT_S, max(0.0, min(due) - time.monotonic())) if due else _IDLE_WAIT_S
+        self._preempting.clear()
         with contextlib.suppress(queue.Empty):
             event = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
             while event is not None:
@@ -438,6 +455,8 @@ class WorkerShell:
 
     def _on_outcome(self, outcome: StepOutcome) -> list[Command]:
         batch = self._in_flight.pop(outcome.step_id)
+        if outcome.why == PREEMPTED:
+            return self._feed(StepPreempted(time.monotonic(), outcome.step_id))
         if outcome.result is None:
             return self._on_failed_step(batch, outcome.why)
         self._failed_steps = 0

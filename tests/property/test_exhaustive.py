@@ -8,7 +8,9 @@ from ballast.common.ids import WorkerId
 from ballast.common.transition import Phase
 from services.dispatcher.core.dispatcher import DispatcherCore
 from services.dispatcher.core.events import AbortOnWorker, Command, Event
+from services.dispatcher.core.tracked import Tracked
 from services.planner.core.stages import Stage
+from services.planner.core.transition import Command as PlannerCommand
 from services.planner.core.transition import Coordinator
 from tests.support.exhaustive import Broken, search
 from tests.support.planner_handover import Handover
@@ -71,3 +73,28 @@ def test_an_abort_that_does_not_wait_for_a_prepared_member_is_found(monkeypatch:
     monkeypatch.setattr(Coordinator, "_is_through", hasty)
     with pytest.raises(Broken, match=r"it was taken back, and members are .*prepared"):
         search(Handover(losses=2, only=("b fails", "ABORT of p0 is lost")), LIMIT)
+
+
+def test_a_request_that_is_placed_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    move = DispatcherCore._move
+
+    def doubled(self: DispatcherCore, tracked: Tracked, worker_id: WorkerId, at_s: float) -> list[Command]:
+        commands = move(self, tracked, worker_id, at_s)
+        return [*commands, *commands]
+
+    monkeypatch.setattr(DispatcherCore, "_move", doubled)
+    with pytest.raises(Broken, match=r"behind other tokens|workers have it"):
+        search(Ownership(losses=1), LIMIT)
+
+
+def test_a_commit_for_which_one_member_is_not_prepared_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    advance = Coordinator._advance
+
+    def hasty(self: Coordinator) -> list[PlannerCommand]:
+        if self.stage is Stage.PREPARING and Phase.PREPARED in self.said.values() and self._writing is None:
+            return self._write(Stage.COMMITTING)
+        return advance(self)
+
+    monkeypatch.setattr(Coordinator, "_advance", hasty)
+    with pytest.raises(Broken, match="commit while preparing"):
+        search(Handover(losses=0), LIMIT)

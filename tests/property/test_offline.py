@@ -7,6 +7,7 @@ import pytest
 
 from ballast.common.cost import CostModel
 from ballast.common.sampling import FinishReason, PriorityClass
+from ballast.common.targets import for_all
 from services.dispatcher.core import events as d
 from services.dispatcher.core.dispatcher import DispatcherCore
 from services.dispatcher.core.limits import Limits
@@ -166,7 +167,7 @@ class Fed:
             swap_blocks_per_step=rng.choice((0, 1, 4)),
             swaps_online=False,  # what is copied alone would be copied beside an offline step, and so a step later
         )
-        harvest = Harvest(lambda: COST, rng.choice((0.0, 0.25, 2.0)), rng.choice((None, 0.02)))
+        harvest = Harvest(lambda: COST, rng.choice((0.0, 0.25, 2.0)), for_all(tpot_s=rng.choice((None, 0.02))))
         self.made = made = Driver(bounds, rng.choice((12, 20, 40)), harvest=harvest)
         self.steps: list[list[tuple[int, int, int]]] = []  # of each: online request, first position, tokens
         self._online: dict[int, int] = {}  # sequence -> number

@@ -4,11 +4,15 @@ A history is drawn from its seed (see tests.support.prefix_history): a failure i
 """
 
 from collections import Counter
+from dataclasses import replace
 
+import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from sim.world import World
 from tests.support.prefix_history import PrefixHistory
+from tests.support.simulated import burst, options
 from tests.support.worker_core import MEMORY, VOCAB_SIZE, Driver, greedy, limits
 
 _PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
@@ -58,3 +62,29 @@ def test_an_overload_is_met_as_with_an_empty_cache(seed: int, turns: int) -> Non
         return told
 
     assert play(warm=True) == play(warm=False)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3, 4])
+def test_a_cluster_meets_an_overload_as_with_an_empty_cache(seed: int) -> None:
+    """No two prompts are alike: all that is retained is in nobody's way, from workers' decisions to the planner's."""
+    begin_s = 20.0
+    arrivals = [
+        arrival._replace(hash_ids=tuple(range(3 * place, 3 * place + 3)), hash_tokens=512)
+        for place, arrival in enumerate(burst(seed=seed, base_per_s=2.0, begin_s=begin_s))
+    ]
+
+    def world_of(*, caches: bool, stop_after_s: float | None = None) -> World:
+        made = options("drop", check_every=0)
+        rules = replace(made.rules, worker=replace(made.rules.worker, prefix_caching=caches))
+        return World(replace(made, rules=rules, stop_after_s=stop_after_s), arrivals)
+
+    before = world_of(caches=True, stop_after_s=begin_s)
+    before.run()
+    loads = [instance.load() for instance in before.instances.values()]
+    assert sum(load.retained_block_count for load in loads) >= 0.5 * sum(load.block_count for load in loads)
+    caching, plain = (world_of(caches=caches).run() for caches in (True, False))
+    assert caching.records == plain.records
+    assert caching.signals == plain.signals
+    told = [[(t.journal.kind, t.journal.stage) for t in run.transitions] for run in (caching, plain)]
+    assert told[0] == told[1]
+    assert told[0], "memory was short"

@@ -18,7 +18,8 @@ import torch
 from ballast.common.cost import CostModel
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import Group, Layout
-from ballast.common.sampling import FinishReason, SamplingParams
+from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
+from ballast.common.targets import for_all
 from ballast.common.transition import Phase, TransitionKind
 from services.worker.core.batch import Batch, TokenLogprobs
 from services.worker.core.room import RoomSizes
@@ -48,6 +49,7 @@ from services.worker.pipeline.events import (
     RosterArrived,
     Told,
 )
+from services.worker.policy.harvest import Harvest
 from services.worker.shell import MemberEvent
 from tests.support.group import HERE, Answer, Cluster, Place, Sizes, Unprepared, layout, running_group
 from tests.support.shells import until
@@ -71,6 +73,12 @@ class Expected:
     finish_reason: FinishReason | None
     matched_stop: str
     logprobs: tuple[TokenLogprobs, ...]
+
+
+def _harvest(seed: int) -> Harvest | None:
+    """Two of three clusters have offline work, and preempt it within its steps."""
+    cost = CostModel(1e-7, 1e-5, 1e-4, 5e-5)
+    return None if seed % 3 == 0 else Harvest(lambda: cost, 1.0, targets=for_all(ttft_s=1e-4), layer_count=32)
 
 
 def make_wishes(count: int, seed: int) -> list[Wish]:
@@ -133,6 +141,9 @@ class Tally:
     not_migrated: int = 0  # begun, and given up
     migrated_anew: int = 0  # without all of their KV
     swapped_in_pipelines: int = 0  # copies to host memory and back
+    offline: int = 0  # requests
+    yields: int = 0  # of those, and
+    preempted: int = 0  # steps of theirs that gave way between two layers
     epochs: list[int] = field(default_factory=list[int])
 
     def add(self, other: "Tally") -> None:
@@ -174,6 +185,7 @@ class History:
             handover_timeout_s=1.0,
             swap_block_count=64 if seed % 4 == 1 else 0,
             cost=random.Random(f"microbatching {seed}").choice(_COSTS),
+            harvest=_harvest(seed),
             transport=TransportConfig(rate_bytes_per_s=rate),
             place=place,
         )
@@ -181,6 +193,7 @@ class History:
             self._names = self._names[:2]
             self._sizes = replace(self._sizes, memory_bytes=crowded_bytes, max_running_count=64, max_batch_tokens=64)
         eligible = [i for i, wish in enumerate(wishes) if not self._crowded or _is_long(wish)]
+        self._offline_share = 0.5 if self._sizes.harvest is not None else 0.0
         self._chosen = [eligible[rng.randrange(len(eligible))] for _ in range(request_count)]
         self._asked: list[tuple[int, Answer]] = []
         self._all_asked = False
@@ -220,7 +233,10 @@ class History:
             wish = self._wishes[index]
             within_s = rng.uniform(0.01, 0.5) if rng.random() < 0.05 else None
             leader = rng.choice(self._names)
-            answer = await cluster.dispatcher.submit(leader, wish.prompt, wish.sampling, within_s)
+            offline = random.Random(f"offline {self._seed} {len(self._asked)}").random() < self._offline_share
+            priority = PriorityClass.BATCH if offline else PriorityClass.DEFAULT
+            self.tally.offline += offline
+            answer = await cluster.dispatcher.submit(leader, wish.prompt, wish.sampling, within_s, priority)
             self._asked.append((index, answer))
             if pause_s:
                 await asyncio.sleep(rng.expovariate(1 / pause_s))
@@ -365,6 +381,9 @@ class History:
 
     def _count(self, cluster: Cluster) -> None:
         for worker in cluster.workers.values():
+            for group in worker.core._group_schedulers:
+                self.tally.preempted += group.scheduler.offline_work.preemptions_total
+            self.tally.yields += worker.shell.load().offline_yields_total
             self.tally.moved += worker.core.totals.moved
             self.tally.swapped_in_pipelines += 0 if worker.copier is None else worker.copier.in_pipelines
             migrations = worker.member.published.migrations

@@ -15,7 +15,7 @@ from ballast.common.cost import CostModel
 from ballast.common.errors import Unavailable
 from ballast.common.ids import Epoch, GroupId, Incarnation, RequestId, WorkerId
 from ballast.common.layout import Group, Layout, Member, group_of
-from ballast.common.sampling import FinishReason, SamplingParams
+from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
 from ballast.common.transition import Phase, TransitionKind
 from services.worker.core.batch import NewSequence, TokenLogprobs
 from services.worker.core.blocks import BlockBook
@@ -32,6 +32,7 @@ from services.worker.pipeline.build import Membership, join, stage_core
 from services.worker.pipeline.events import MigrationOrdered, PlanReceived, Told
 from services.worker.pipeline.member import GroupMember
 from services.worker.pipeline.status import Progress
+from services.worker.policy.harvest import Harvest
 from services.worker.policy.lookahead import lookahead
 from services.worker.ranks.channel import RankLog
 from services.worker.ranks.load import load_ranked
@@ -64,6 +65,7 @@ class Answer:
     prompt: tuple[int, ...]
     sampling: SamplingParams
     request_id: RequestId
+    priority: PriorityClass = PriorityClass.DEFAULT
     token_ids: list[int] = field(default_factory=list[int])
     text: str = ""
     finish_reason: FinishReason | None = None
@@ -121,6 +123,7 @@ class Sizes:
     handover_timeout_s: float = 10.0
     swap_block_count: int = 0
     cost: CostModel | None = None  # with one, pipelines form their microbatches by it
+    harvest: Harvest | None = None  # by what offline work is bounded
     place: Place = HERE
     step_s: float = 0.0  # the least that a step takes: no machine is so fast that requests end before a test acts
     transport: TransportConfig = field(default_factory=TransportConfig)
@@ -186,7 +189,7 @@ class GroupWorker:
             swap_blocks_per_step=2,
         )
         microbatching = lookahead(lambda: sizes.cost)
-        self.core, book = stage_core(limits, self.engine, ordinal, microbatching)
+        self.core, book = stage_core(limits, self.engine, ordinal, microbatching, harvest=sizes.harvest)
         self.shell = WorkerShell(
             core=self.core,
             engine=self.engine,
@@ -246,9 +249,14 @@ class Dispatcher:
         self._tasks[name] = asyncio.create_task(self._listen(name, self._streams[name]))
 
     async def submit(
-        self, name: str, prompt: Sequence[int], sampling: SamplingParams, within_s: float | None = None
+        self,
+        name: str,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        within_s: float | None = None,
+        priority: PriorityClass = PriorityClass.DEFAULT,
     ) -> Answer:
-        answer = Answer(tuple(prompt), sampling, RequestId(f"r{next(self._serial)}"))
+        answer = Answer(tuple(prompt), sampling, RequestId(f"r{next(self._serial)}"), priority)
         answer.deadline_at_s = None if within_s is None else time.monotonic() + within_s
         self._done[answer.request_id] = asyncio.Event()
         await self._place(name, answer, follows=False)
@@ -295,6 +303,7 @@ class Dispatcher:
                 output_token_ids=tuple(answer.token_ids),
                 output_text=self._text_of(answer),
                 delivered_text_chars=len(answer.text),
+                priority=answer.priority,
                 deadline_at_s=answer.deadline_at_s,
                 expects_handover=follows,
             )

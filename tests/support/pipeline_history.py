@@ -9,6 +9,7 @@ from collections.abc import Callable
 from ballast.common.cost import CostModel
 from ballast.common.ids import RequestId
 from ballast.common.sampling import PriorityClass
+from ballast.common.targets import for_all
 from services.worker.core.events import AdmissionLimited, Execute, PrefillLimited, Removed
 from services.worker.policy.harvest import Harvest
 from services.worker.policy.lookahead import lookahead
@@ -44,11 +45,18 @@ class History:
             ),
             [LAYERS * rng.randrange(12, 44) for _ in range(rng.randrange(2, 5))],
             by_token_count if rng.random() < 0.3 else lookahead(lambda: None if rng.random() < 0.05 else cost),
-            Harvest(lambda: cost, 1.0) if random.Random(seed + 2).random() < 0.5 else None,
+            self._harvest(seed, cost),
         )
         self.left = requests
         self.events = events
         self.counts: Counter[str] = Counter()
+
+    @staticmethod
+    def _harvest(seed: int, cost: CostModel) -> Harvest | None:
+        if random.Random(seed + 2).random() >= 0.5:
+            return None
+        targets = for_all(random.Random(seed + 3).choice([None, 1e-3]))
+        return Harvest(lambda: cost, 1.0, targets=targets, layer_count=LAYERS)
 
     def play(self) -> "History":
         for _ in range(self.events):
@@ -112,11 +120,14 @@ class History:
     def want_batch(self) -> bool:
         return self.cluster.want_batch(self._group())
 
-    def run_stage(self) -> bool:
+    def run_stage(self, *, preempted: bool = False) -> bool:
         ready = [w for w in self.cluster.workers if w.queue]
         if ready:
-            self.cluster.run_stage(self.rng.choice(ready))
+            self.cluster.run_stage(self.rng.choice(ready), preempted=preempted)
         return bool(ready)
+
+    def preempt(self) -> bool:
+        return self.run_stage(preempted=True)
 
     def finish_step(self, *, fail: bool = False) -> bool:
         ready = [g for g in self.cluster.groups if g.results]
@@ -248,6 +259,7 @@ _ACTIONS = {
     "submit": (12, History.submit),
     "want_batch": (45, History.want_batch),
     "run_stage": (70, History.run_stage),
+    "preempt": (10, History.preempt),
     "finish_step": (40, History.finish_step),
     "step": (8, History.step),
     "fail_step": (0.5, History.fail_step),

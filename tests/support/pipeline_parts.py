@@ -125,7 +125,7 @@ class Worker:
 @dataclass(eq=False)
 class Group:
     members: list[Worker]
-    results: deque[StepResult] = field(default_factory=deque)
+    results: deque[StepResult | int] = field(default_factory=deque)  # or the number of one that was preempted
     batches: dict[int, Batch] = field(default_factory=dict)  # step id -> batch in flight
     handovers: list[tuple[SequenceSnapshot, ...]] = field(default_factory=list)  # on their way to the leader
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import count
 
 from ballast.common.ids import WorkerId
-from services.worker.core.batch import Batch, StepResult, TokenLogprobs
+from services.worker.core.batch import PREEMPTED, Batch, StepResult, TokenLogprobs
 from services.worker.core.blocks import Table, blocks_for
 from services.worker.core.events import (
     Aborted,
@@ -36,6 +36,7 @@ from services.worker.core.events import (
     SequenceKey,
     StepDone,
     StepFailed,
+    StepPreempted,
     StreamClosed,
     StreamOpened,
     Submitted,
@@ -74,6 +75,7 @@ class Cluster:
         self.resumed_from_kv = 0
         self.overlapped = 0  # chunks that followed one that was in flight
         self.swapped_in_pipelines = 0
+        self.preempted = 0  # batches, within their step
         self._stream_ids, self._handles = count(1), count(1)
 
     # ---------------------------------------------------------------- workers
@@ -124,8 +126,8 @@ class Cluster:
     def group_of(self, worker: Worker) -> Group:
         return next(group for group in self.groups if worker in group.members)
 
-    def run_stage(self, worker: Worker) -> None:
-        """The worker's stage runs the next batch that waits there."""
+    def run_stage(self, worker: Worker, *, preempted: bool = False) -> None:
+        """The worker's stage runs the next batch that waits there; `preempted`: of one with safepoints only a part."""
         group = self.group_of(worker)
         batch, tables, read = worker.queue.popleft()
         if worker is not group.leader:
@@ -141,10 +143,15 @@ class Cluster:
         for new in batch.added:
             assert new.sequence_id not in worker.known
             worker.known[new.sequence_id] = new
+        preempted = preempted and batch.safepoint_layers > 0 and bool(batch.slices)
         for part, table in zip(batch.slices, tables, strict=True):
             assert part.sequence_id in worker.known
-            for layer in worker.layers:
+            for layer in worker.layers[: batch.safepoint_layers] if preempted else worker.layers:
                 self._write(worker, layer, table, part.first_position, part.token_ids)
+        if preempted:
+            self.preempted += 1
+            batch = replace(batch, slices=(), failure=PREEMPTED)
+            tables = ()
         for part, table in zip(batch.slices, tables, strict=True):
             for layer in worker.layers:
                 tokens = self._read(worker, layer, table, part.first_position + len(part.token_ids))
@@ -154,6 +161,8 @@ class Cluster:
         stage = group.members.index(worker)
         if stage + 1 < len(group.members):
             group.members[stage + 1].queue.append((batch, None, read))
+        elif batch.failure:
+            group.results.append(batch.step_id)
         elif batch.slices:
             group.results.append(self._sample(worker, batch, read))
 
@@ -189,6 +198,10 @@ class Cluster:
     def finish_step(self, group: Group, *, fail: bool = False) -> None:
         """The leader hears of the oldest batch that has come through."""
         result = group.results.popleft()
+        if isinstance(result, int):
+            del group.batches[result]
+            self.feed(group.leader, StepPreempted(0.0, result))
+            return
         batch = group.batches.pop(result.step_id)
         if fail:
             self.feed(group.leader, StepFailed(0.0, result.step_id, "out of luck"))

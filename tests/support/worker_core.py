@@ -12,6 +12,7 @@ from itertools import count
 from ballast.common.ids import RequestId
 from ballast.common.load import MemoryReport
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
+from ballast.common.targets import NO_TARGETS, Targets
 from services.worker.core.batch import NewSequence, Slice, StepResult, TokenLogprobs
 from services.worker.core.events import (
     BatchWanted,
@@ -26,6 +27,7 @@ from services.worker.core.events import (
     SequenceKey,
     StepDone,
     StepFailed,
+    StepPreempted,
     StreamOpened,
     Submitted,
 )
@@ -282,6 +284,7 @@ class Driver:
         deadline_at_s: float | None = None,
         wants_text: bool = True,
         cache_salt: bytes = b"",
+        targets: Targets = NO_TARGETS,
         caller: int = 0,
     ) -> SequenceKey:
         key = SequenceKey(stream_id, next(self._handles))
@@ -302,6 +305,7 @@ class Driver:
                 deadline_at_s=deadline_at_s,
                 wants_text=wants_text,
                 cache_salt=cache_salt,
+                targets=targets,
                 caller=caller,
             )
         )
@@ -325,11 +329,20 @@ class Driver:
 
     def fail_step(self) -> None:
         """Nothing of it is written."""
+        self.feed(StepFailed(self.at_s, self._run_without_slices(), "out of luck"))
+
+    def preempt_step(self) -> None:
+        """At its first safepoint. Nothing of it is written."""
+        assert self.pending is not None
+        assert self.pending.batch.safepoint_layers
+        self.feed(StepPreempted(self.at_s, self._run_without_slices()))
+
+    def _run_without_slices(self) -> int:
         assert self.pending is not None
         step_id, batch = self.pending.batch.step_id, replace(self.pending.batch, slices=())
         self.engine.run(replace(self.pending, batch=batch, block_tables=()))
         self.pending = None
-        self.feed(StepFailed(self.at_s, step_id, "out of luck"))
+        return step_id
 
     def step(self) -> Execute | None:
         execute = self.want_batch()

@@ -104,6 +104,7 @@ class LocalCluster:
             something failed.
         redis_url: A state server that runs already; None: see `tools.local.state_server`.
         worker_ports: Of the workers in their order; None: any free ports.
+        trees: Services that are run from the files of another commit, and where these are.
         state_front: Gets host:port of the state server and gives the one that services are told instead.
         start_timeout_s: For the whole start, the loading of the model included.
         stop_timeout_s: What a service gets to finish its requests before it is killed.
@@ -136,6 +137,7 @@ class LocalCluster:
         log_dir: Path | None = None,
         redis_url: str | None = None,
         worker_ports: Sequence[int] | None = None,
+        trees: Mapping[Service, Path] | None = None,
         state_front: Callable[[str], Awaitable[str]] | None = None,
         start_timeout_s: float = 120.0,
         stop_timeout_s: float = 20.0,
@@ -163,6 +165,7 @@ class LocalCluster:
         if device_memory_bytes is not None:
             self._flags["worker"] = ("--device-memory-bytes", str(device_memory_bytes), *self._flags["worker"])
         self._environ = {**os.environ, **(environ or {}), "PYTHONUNBUFFERED": "1"}
+        self._trees = trees or {}
         self._secure = None if secure is None else secure.absolute()
         self._own_state_server = False  # with a user for us
         self._tokens_file = tokens_file
@@ -377,7 +380,9 @@ class LocalCluster:
         if service in ("dispatcher", "jobs") and self._tokens_file is not None:
             command += ["--tokens-file", str(self._tokens_file)]
         command += [*self._flags[service], *flags]
-        child = ChildProcess(name, command, log_path=self.log_dir / f"{name}.log", environ=self._environ)
+        tree = self._trees.get(service)
+        environ = self._environ if tree is None else {**self._environ, "PYTHONPATH": str(tree)}
+        child = ChildProcess(name, command, log_path=self.log_dir / f"{name}.log", environ=environ, cwd=tree)
         process = ServiceProcess(service, name, child)
         self.processes[service].append(process)
         return process

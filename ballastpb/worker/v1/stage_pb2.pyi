@@ -40,6 +40,7 @@ class StageBatch(_message.Message):
     NAMED_FIELD_NUMBER: _builtins.int
     FORGOTTEN_FIELD_NUMBER: _builtins.int
     TAKEN_FIELD_NUMBER: _builtins.int
+    SAFEPOINT_LAYERS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     quiet_s: _builtins.float
     """How long the leader had no work before this batch: stages do not count that as their idleness."""
@@ -47,6 +48,8 @@ class StageBatch(_message.Message):
     """Requests have not been let in: parameters that a restore brings come at full speed."""
     failure: _builtins.str
     """Why a stage could not run it; without slices from there on."""
+    safepoint_layers: _builtins.int
+    """Of offline work alone: behind each so many layers it may give way to online work; 0: never."""
     @_builtins.property
     def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sequences to forget, before the added ones enter and the slices run."""
@@ -93,10 +96,11 @@ class StageBatch(_message.Message):
         named: _abc.Iterable[Global___NamedBlocks] | None = ...,
         forgotten: _abc.Iterable[Global___BlockRun] | None = ...,
         taken: _abc.Iterable[Global___TakenBlocks] | None = ...,
+        safepoint_layers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "copies", b"copies", "failure", b"failure", "first_positions", b"first_positions", "forgotten", b"forgotten", "memory_is_awaited", b"memory_is_awaited", "named", b"named", "quiet_s", b"quiet_s", "removed", b"removed", "samples", b"samples", "sequence_ids", b"sequence_ids", "step_id", b"step_id", "taken", b"taken", "token_counts", b"token_counts", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "copies", b"copies", "failure", b"failure", "first_positions", b"first_positions", "forgotten", b"forgotten", "memory_is_awaited", b"memory_is_awaited", "named", b"named", "quiet_s", b"quiet_s", "removed", b"removed", "safepoint_layers", b"safepoint_layers", "samples", b"samples", "sequence_ids", b"sequence_ids", "step_id", b"step_id", "taken", b"taken", "token_counts", b"token_counts", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

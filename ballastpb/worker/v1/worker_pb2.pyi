@@ -153,6 +153,8 @@ class Submit(_message.Message):
     EXPECTS_HANDOVER_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    TTFT_TARGET_S_FIELD_NUMBER: _builtins.int
+    TPOT_TARGET_S_FIELD_NUMBER: _builtins.int
     CALLER_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """Chosen by the dispatcher, unique on this stream: stands for (request_id, attempt) in all that follows."""
@@ -171,6 +173,9 @@ class Submit(_message.Message):
     """Of the request's span, as W3C writes it: the worker's spans are inside it. Empty: nobody records this request."""
     cache_salt: _builtins.bytes
     """KV is shared only among requests with the same. Empty: with all that have none."""
+    ttft_target_s: _builtins.float
+    """Seconds that its first token, and each after it, may take; 0: what its class may."""
+    tpot_target_s: _builtins.float
     caller: _builtins.int
     """Who asks, as a number: callers take turns with memory. 0: unknown."""
     @_builtins.property
@@ -197,11 +202,13 @@ class Submit(_message.Message):
         expects_handover: _builtins.bool = ...,
         traceparent: _builtins.str = ...,
         cache_salt: _builtins.bytes = ...,
+        ttft_target_s: _builtins.float = ...,
+        tpot_target_s: _builtins.float = ...,
         caller: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "deadline_s", b"deadline_s", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "attempt", b"attempt", "cache_salt", b"cache_salt", "caller", b"caller", "deadline_s", b"deadline_s", "delivered_text_chars", b"delivered_text_chars", "expects_handover", b"expects_handover", "handle", b"handle", "omit_text", b"omit_text", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "attempt", b"attempt", "cache_salt", b"cache_salt", "caller", b"caller", "deadline_s", b"deadline_s", "delivered_text_chars", b"delivered_text_chars", "expects_handover", b"expects_handover", "handle", b"handle", "omit_text", b"omit_text", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tpot_target_s", b"tpot_target_s", "traceparent", b"traceparent", "ttft_target_s", b"ttft_target_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_s: _TypeAlias = _typing.Literal["deadline_s"]  # noqa: Y015
     _WhichOneofArgType__deadline_s: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s"]  # noqa: Y015

@@ -13,6 +13,7 @@ from ballast.common.marks import Mark
 from ballast.common.model import ModelInfo
 from ballast.common.record import record
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
+from ballast.common.targets import NO_TARGETS, Targets
 from services.dispatcher.core.story import Story
 from services.dispatcher.policy.freeness import WorkerKey
 
@@ -35,6 +36,7 @@ class Request:
     output_token_ids: Sequence[int] = field(default=(), repr=False)  # that its client has from another dispatcher
     text_chars: int = 0  # of their text, that the client has
     cache_salt: bytes = b""  # workers share KV only among requests with the same
+    targets: Targets = NO_TARGETS  # of its own; else workers have some for its class
     taken_over: bool = False  # another dispatcher was serving it
 
     @property

@@ -6,7 +6,16 @@ from dataclasses import dataclass, field
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import RequestId
-from ballast.common.traffic import MINUTE_S, RECENT_S, WAIT_COUNTS, WINDOW_S, Traffic, length_index, wait_index
+from ballast.common.traffic import (
+    LENGTH_COUNTS,
+    MINUTE_S,
+    RECENT_S,
+    WAIT_COUNTS,
+    WINDOW_S,
+    Traffic,
+    length_index,
+    wait_index,
+)
 
 _BIN_S = 2.0
 _BINS_PER_SPAN = int(RECENT_S / _BIN_S)
@@ -85,7 +94,7 @@ class TrafficCounter:
         known_s = 0.0 if self._since_s is None else min(WINDOW_S, at_s - self._since_s)
         spans = [0] * int(max(MINUTE_S, known_s) / RECENT_S)  # before the first request there was none
         recent = minute = minute_tokens = ended = ended_tokens = 0
-        lengths = Counter[int]()
+        lengths = [0] * LENGTH_COUNTS
         for one in self._bins:
             age = newest - one.index
             if age * _BIN_S >= WINDOW_S:
@@ -97,7 +106,8 @@ class TrafficCounter:
             if age * _BIN_S < MINUTE_S:
                 minute += one.arrived_count
                 minute_tokens += one.arrived_tokens
-                lengths.update(one.arrived_lengths)
+                for index, count in one.arrived_lengths.items():
+                    lengths[index] += count
             ended += one.ended_count
             ended_tokens += one.ended_tokens
         return Traffic(
@@ -112,15 +122,11 @@ class TrafficCounter:
             open_tokens=self._open_tokens,
             known_s=known_s,
             oldest_wait_s=max(0.0, at_s - next(iter(self._waiting.values()), at_s)),
-            first_counts=tuple(self._first_counts[: self._most()]),
+            first_counts=_told(self._first_counts),
             later_count=self._later_count,
             later_s=self._later_s,
-            prompt_counts=tuple([lengths[index] for index in range(max(lengths, default=-1) + 1)]),
+            prompt_counts=_told(lengths),
         )
-
-    def _most(self) -> int:
-        """Without the zeros at the end."""
-        return next((i for i in range(WAIT_COUNTS, 0, -1) if self._first_counts[i - 1]), 0)
 
     def check(self, waiting: Set[RequestId], open_tokens: int) -> None:
         """Raise InvariantViolation unless bins are in order, few, and count something, `waiting` are those without a
@@ -133,6 +139,14 @@ class TrafficCounter:
         indices = [one.index for one in self._bins]
         if indices != sorted(set(indices)) or len(indices) > WINDOW_S / _BIN_S:
             raise InvariantViolation(f"bins of traffic are out of order, or too many: {indices}")
+
+
+def _told(counts: list[int]) -> tuple[int, ...]:
+    """Without the zeros at the end."""
+    end = len(counts)
+    while end and not counts[end - 1]:
+        end -= 1
+    return tuple(counts[:end])
 
 
 def _calm(counts: Sequence[int]) -> int:

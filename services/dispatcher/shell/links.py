@@ -1,6 +1,7 @@
 """The one stream to each worker: connecting, reconnecting, protobuf <-> events."""
 
 import asyncio
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -197,9 +198,15 @@ def submit_to_proto(place: Place) -> pb.Submit:
         delivered_text_chars=place.delivered_text_chars,
         expects_handover=place.expects_handover,
         cache_salt=request.cache_salt,
+        ttft_target_s=_or_zero(request.targets.ttft_s),
+        tpot_target_s=_or_zero(request.targets.tpot_s),
         caller=request.caller_number,
         traceparent=_span_of(request.request_id, request.traceparent),
     )
+
+
+def _or_zero(seconds: float) -> float:
+    return 0.0 if math.isinf(seconds) else seconds
 
 
 def _span_of(request_id: RequestId, traceparent: str) -> str:

@@ -37,8 +37,8 @@ class Backlogs:
 
     def total(self, at_s: float) -> Backlog:
         """Of those that still speak."""
-        traffic = _sum(self._fresh(at_s))
-        return Backlog(traffic.queued_count, traffic.queued_tokens)
+        fresh = self._fresh(at_s)
+        return Backlog(sum([one.queued_count for one in fresh]), sum([one.queued_tokens for one in fresh]))
 
     def _fresh(self, at_s: float) -> list[Traffic]:
         return [word.traffic for word, since_s in self._words.values() if at_s - since_s <= self.lease_s]
@@ -57,4 +57,4 @@ class Backlogs:
 
 
 def _sum(parts: list[Traffic]) -> Traffic:
-    return sum_traffic(parts) if parts else _NOTHING
+    return sum_traffic(parts) if len(parts) > 1 else parts[0] if parts else _NOTHING

@@ -26,7 +26,7 @@ from itertools import islice
 
 from ballast.common.errors import InvariantViolation
 from services.monitor.policy.demand import ClusterDemand
-from services.monitor.policy.trend import slope_per_s, window
+from services.monitor.policy.trend import since, slope_per_s
 
 TREND_WINDOW_S = 2.0  # samples not older than this make a trend: twenty of them, so that chance is none
 # Of the slopes in the window: growth that three out of four show is no accident.
@@ -157,9 +157,9 @@ class Pressure:
 
     def _look_ahead(self, sample: ClusterDemand) -> Forecast:
         rules, since_s = self.rules, sample.at_s - self.rules.trend_window_s
-        wanted_points = window(((s.at_s, s.wanted_bytes) for s in reversed(self.history)), since_s)
-        wanted = slope_per_s(wanted_points, at_quantile=_SURE_QUANTILE)
-        capacity = slope_per_s(window(((s.at_s, s.capacity_bytes) for s in reversed(self.history)), since_s))
+        recent = since(self.history, since_s)
+        wanted = slope_per_s([(s.at_s, s.wanted_bytes) for s in recent], at_quantile=_SURE_QUANTILE)
+        capacity = slope_per_s([(s.at_s, s.capacity_bytes) for s in recent])
         # Memory on its way back to parameters shrinks by plan, and not for long below what all parameters leave.
         now_bytes = self._settled_bytes(sample)
         floor = min(now_bytes, sample.undropped_bytes)

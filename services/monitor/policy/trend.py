@@ -1,12 +1,20 @@
 """How fast something grows, from samples of which some are outliers."""
 
-from collections.abc import Iterable, Sequence
-from itertools import takewhile
+from collections.abc import Reversible, Sequence
+from typing import Protocol, TypeVar
 
 # Fewer samples say nothing about a trend.
 _LEAST_SAMPLES = 3
 
 Point = tuple[float, float]  # (at_s, value)
+
+
+class Timed(Protocol):
+    @property
+    def at_s(self) -> float: ...
+
+
+Sample = TypeVar("Sample", bound=Timed)
 
 
 def slope_per_s(points: Sequence[Point], *, at_quantile: float = 0.5) -> float:
@@ -16,10 +24,16 @@ def slope_per_s(points: Sequence[Point], *, at_quantile: float = 0.5) -> float:
     if len(points) < _LEAST_SAMPLES:
         return 0.0
     later = points[len(points) - len(points) // 2 :]
-    slopes = sorted((y1 - y0) / (t1 - t0) for (t0, y0), (t1, y1) in zip(points, later, strict=False) if t1 > t0)
+    slopes = sorted([(y1 - y0) / (t1 - t0) for (t0, y0), (t1, y1) in zip(points, later, strict=False) if t1 > t0])
     return slopes[int(at_quantile * (len(slopes) - 1))] if slopes else 0.0
 
 
-def window(newest_first: Iterable[Point], since_s: float) -> list[Point]:
-    """The points not older than `since_s`, oldest first."""
-    return list(takewhile(lambda point: point[0] >= since_s, newest_first))[::-1]
+def since(oldest_first: Reversible[Sample], since_s: float) -> list[Sample]:
+    """The samples not older than `since_s`, oldest first."""
+    found: list[Sample] = []
+    for sample in reversed(oldest_first):
+        if sample.at_s < since_s:
+            break
+        found.append(sample)
+    found.reverse()
+    return found

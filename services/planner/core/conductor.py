@@ -120,7 +120,7 @@ class Conductor:
     _dropped_at_s: dict[GroupId, float] = field(default_factory=dict[GroupId, float])
 
     def __post_init__(self) -> None:
-        self.sizing = Sizing(self.rules.sizing)
+        self.sizing = Sizing(dataclasses.replace(self.rules.sizing, drops=self.rules.policy is OverloadPolicy.DROP))
 
     @property
     def busy(self) -> bool:

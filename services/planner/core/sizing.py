@@ -18,9 +18,10 @@ from services.planner.core.messages import ClusterLoad
 from services.planner.core.survey import NoSurvey, survey
 from services.planner.policy.candidates import Running
 from services.planner.policy.compare import Comparison, Targets, compare_sizes
-from services.planner.policy.reserve import Reserve
+from services.planner.policy.reserve import Jumps, Reserve, pair_gain, wanted_memory
 
 _LOOK_S, _LOOK_TO_ADVISE_S = 0.5, 5.0  # between two looks
+_REACTS_S = 1.0  # besides what waking takes and the time between two looks: until dispatchers know who woke
 _REGRET_S = 60.0  # an instance that is wanted again within that time should not have left
 _MOST_DWELL_S = 600.0
 _MOST_LEAVING = 2
@@ -33,6 +34,7 @@ _OVERDUE = 3.0  # times what waking takes: nobody waits for who takes longer
 class SizingRules:
     parks: bool = False  # instances that nobody needs
     advises: bool = False  # where it parks none: how many are wanted is looked at all the same, for who starts them
+    drops: bool = False  # parameters, where memory runs short: that bridges what waking takes
     least_instances: int = 1  # that serve
     dwell_s: float = 10.0  # one less has to be good enough for so long
     last_name: bool = False  # the one with the highest name leaves, as platforms have it; else the emptiest
@@ -44,6 +46,7 @@ class Sizing:
     wanted_count: int = 0  # instances that should serve, as of the last look; 0: nobody knows
     why: str = ""  # of that number
     look_at_s: float = math.inf
+    _jumps: Jumps = field(default_factory=Jumps)
     _calm_since_s: float | None = None
     _left_at_s: float = -math.inf
     _dwell_s: float = 0.0  # at least, learnt
@@ -61,7 +64,7 @@ class Sizing:
             return {}, None
         self.later(at_s)
         reserve, members = self._reserve(layout, load, at_s)
-        compared = self._compared(layout, model, load, targets, reserve)
+        compared = self._compared(layout, model, load, targets, reserve, at_s)
         if compared is None:
             self._calm_since_s, self.wanted_count = None, 0
             return {}, None
@@ -112,7 +115,13 @@ class Sizing:
         return reserve, members
 
     def _compared(
-        self, layout: Layout, model: ModelInfo | None, load: ClusterLoad, targets: Targets, reserve: Reserve
+        self,
+        layout: Layout,
+        model: ModelInfo | None,
+        load: ClusterLoad,
+        targets: Targets,
+        reserve: Reserve,
+        at_s: float,
     ) -> Comparison | None:
         if load.pace is None or not load.traffic.known_s:
             return None
@@ -129,12 +138,16 @@ class Sizing:
         merged = any(len(group.members) > 1 for group in layout.groups)
         alone = sum(len(group.members) == 1 and group.leader.takes_new for group in layout.groups)
         by_load = tuple(sorted(left, key=lambda group: (-group.load_blocks, group.group_id)))
+        reserve = replace(reserve, leaving=by_load, gain=pair_gain(snapshot) if self.rules.drops else 1.0)
+        wanted = wanted_memory(snapshot, reserve, load.traffic)
+        within_s = reserve.wake_s + _REACTS_S + (_LOOK_S if self.rules.parks else _LOOK_TO_ADVISE_S)
+        reserve = self._jumps.look(reserve, wanted, load.traffic.recent_count, within_s, at_s)
         return compare_sizes(
             snapshot,
             running,
             load.traffic,
             load.pace,
-            replace(reserve, leaving=by_load),
+            reserve,
             may_shrink=not merged
             and not reserve.waking_s
             and len(by_load) < _MOST_LEAVING

@@ -18,7 +18,7 @@ from ballast.common.ids import GroupId
 from ballast.common.traffic import MINUTE_S, RECENT_S, Pace, Traffic
 from services.planner.policy.candidates import NOTHING, Candidate, Candidates, Running
 from services.planner.policy.fluid_model import PARTS, Future, Kind, Machine, Prediction, look_ahead, prompt_s, token_s
-from services.planner.policy.reserve import FEWER, Reserve, home_tokens, more
+from services.planner.policy.reserve import FEWER, Reserve, more, wanted_memory
 from services.planner.policy.reserve import kinds as kinds_with
 from services.planner.policy.snapshot import Snapshot, columns_of
 
@@ -28,9 +28,14 @@ LOST = 20.0  # times the target: longer waits are lost. Ten seconds of the defau
 _UNSURE = 1.1  # how much better than doing less has to be what is done
 _LEAST_S, _MOST_S = 30.0, 120.0  # looked ahead: two stays of a request, within these
 _OUTLIVED = 2.0  # times the mean answer: what has run for longer on average is of another kind
-# Bursts come from nothing, and no prediction sees them: so much of the memory of those that serve may be wanted, and
-# less once one more has left; what is left has to bear so many times the rate, too.
-_FILL, _FILL_AFTER, _JUMP = 0.6, 0.45, 1.3
+# Bursts come from nothing, and no prediction sees them. What is wanted, and the largest jump of the last minutes beside
+# it, have to fit into that share of the memory of those that serve. More than so many times what is wanted is not
+# feared, least before one leaves. Where parameters can be dropped, the whole jump has to find room once they are, and
+# beside them that part of it is feared; where not, one leaves only if no memory that was wanted in the last minute
+# would have called it back. As many requests as came at most in that minute may come again, up to so
+# many times the mean.
+_FULL, _FEARED, _FEARED_AFTER, _JUMP, _BRIDGED = 0.95, 0.6, 1.1, 1.3, 0.25
+_PRICED = 2.0  # an instance has a price, a drop has none: so many times the targets are good enough to do without one
 _MOST_GAIN = 50.0  # the logarithm of what is told
 _PRIOR_COUNT, _PRIOR_TOKENS = 2, 128  # answers that nobody has seen, lest the first one says all
 
@@ -137,14 +142,18 @@ def compare_sizes(
 ) -> Comparison:
     """Whether some of the reserve should serve, or one less. An instance has a price: of all that are about as good as
     the best the one with the fewest instances is taken. One leaves only where all is good enough without it, even if
-    more comes.
+    as much comes as came at most in the last minute.
     """
-    evaluator = _SizeEvaluator(snapshot, running, traffic, pace, targets or Targets(), reserve)
+    given = targets or Targets()
+    evaluator = _SizeEvaluator(snapshot, running, traffic, pace, given, reserve)
     stay = evaluator.of(NOTHING)
     if stay.loss <= math.log(_UNSURE):
         if not may_shrink or evaluator.fear(FEWER) > 0.0:
             return Comparison(stay, (stay,), evaluator.horizon_s, evaluator.targets)
-        fewer = _SizeEvaluator(snapshot, running, _times(traffic, _JUMP), pace, evaluator.targets, reserve).of(FEWER)
+        mean = max(traffic.recent_count, traffic.minute_count * RECENT_S / MINUTE_S)
+        again = min(round(_JUMP * mean), reserve.recent_peak_count)
+        as_it_was = replace(traffic, recent_count=max(traffic.recent_count, again))
+        fewer = _SizeEvaluator(snapshot, running, as_it_was, pace, given, reserve).of(FEWER)
         chosen = fewer if fewer.loss <= stay.loss else stay
         return Comparison(chosen, (stay, fewer), evaluator.horizon_s, evaluator.targets)
     candidates = more(reserve)
@@ -158,12 +167,6 @@ def compare_sizes(
 
     chosen = choose([one.loss for one in found], [one.candidate.added for one in found], finish)
     return Comparison(found[chosen], tuple(found), evaluator.horizon_s, evaluator.targets)
-
-
-def _times(traffic: Traffic, jump: float) -> Traffic:
-    """So many times as many requests come."""
-    counts = {name: round(getattr(traffic, name) * jump) for name in ("recent_count", "minute_count", "minute_tokens")}
-    return replace(traffic, calm_per_s=traffic.calm_per_s * jump, **counts)
 
 
 class _Evaluator:
@@ -216,11 +219,12 @@ class _SizeEvaluator(_Evaluator):
         reserve: Reserve,
     ) -> None:
         super().__init__(snapshot, running, traffic, pace, targets)
+        tpot_s = self.targets.tpot_s
+        self.targets = Targets(ttft_s=_PRICED * self.targets.ttft_s, tpot_s=tpot_s and _PRICED * tpot_s)
         self._snapshot, self._reserve, self._places = snapshot, reserve, running.max_running_count
-        columns, leaving = columns_of(snapshot.groups), columns_of(reserve.leaving)
-        blocks = sum([*columns.used, *columns.waiting, *leaving.used, *leaving.waiting])
-        tokens = blocks * snapshot.model.block_tokens + traffic.queued_tokens
-        self._wanted = tokens / home_tokens(snapshot)  # instances whose memory that would fill
+        self._wanted = wanted_memory(snapshot, reserve, traffic)
+        columns = columns_of(snapshot.groups)
+        self.feared_part = _BRIDGED if reserve.gain > 1.0 and reserve.jump < math.inf else 1.0
         self._instances = sum(columns.stages) + len(reserve.waking_s)
 
     def kinds(self, candidate: Candidate) -> list[Kind]:
@@ -238,10 +242,16 @@ class _SizeEvaluator(_Evaluator):
         return replace(finished, loss=finished.loss + self.fear(begun.candidate))
 
     def fear(self, candidate: Candidate) -> float:
-        """Loss for too little free memory: the log of KV wanted over KV that a burst leaves; 0 if enough is free."""
-        fill = _FILL_AFTER if candidate.added < 0 else _FILL
-        enough = fill * (self._instances + candidate.added)
-        return max(0.0, math.log(self._wanted / enough)) if self._wanted > 0.0 and enough > 0.0 else 0.0
+        """0: memory enough is free for what may come from nothing."""
+        reserve, count = self._reserve, self._instances + candidate.added
+        most = self.feared_part * (_FEARED_AFTER if candidate.added < 0 else _FEARED)
+        parts = [(self._wanted + min(reserve.jump, most * self._wanted), 1.0)]
+        if self.feared_part < 1.0:
+            parts.append((self._wanted + reserve.jump, reserve.gain if count > 1 else 1.0))
+        elif candidate.added < 0:
+            peak = reserve.peak + min(reserve.jump, _FEARED * reserve.peak)
+            parts.append((peak / _UNSURE, 1.0))
+        return max([math.log(max(1.0, wanted / (_FULL * gain * max(1, count)))) for wanted, gain in parts])
 
 
 def choose(losses: Sequence[float], changes: Sequence[int], finish: Callable[[int], float]) -> int:

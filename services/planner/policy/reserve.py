@@ -1,14 +1,22 @@
 """Instances that could serve and do not, and what the fluid model has to know where some of them do (pure)."""
 
-from collections import Counter
+import math
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ballast.common.traffic import Traffic
 from services.planner.policy.candidates import NOTHING, Candidate, Candidates
 from services.planner.policy.fluid_model import Kind
 from services.planner.policy.snapshot import GroupState, Snapshot, columns_of
 
 FEWER = Candidate("one less", added=-1)
+_PEAK_S = 60.0
+_SPAN_S, _SPANS, _LEARNS = (
+    30.0,
+    10,
+    2,
+)  # jumps are remembered by spans: so long, so many, and so many before any is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +27,10 @@ class Reserve:
     parked_count: int = 0
     waking_s: tuple[float, ...] = ()  # until each of those that wake serves
     wake_s: float = 0.0  # that the next one would take
+    peak: float = 0.0  # memory that was wanted at most in the last minute, in instances
+    recent_peak_count: int = 0  # requests that came within RECENT_S at most in the last minute
+    gain: float = 1.0  # times the room, if parameters are dropped in pairs; 1: they may not be
+    jump: float = math.inf  # memory that may come to be wanted before it serves, in instances; infinite: not known
 
     @property
     def count(self) -> int:
@@ -40,6 +52,53 @@ def home_tokens(snapshot: Snapshot) -> float:
         return max(1.0, sum(alone) / len(alone) * model.block_tokens)
     budget, extent, _ = max(columns.members)
     return max(1.0, float(model.at(extent).block_count(budget, 0, model.layer_count) * model.block_tokens))
+
+
+def pair_gain(snapshot: Snapshot) -> float:
+    """Times the room for KV that two instances have once they hold one copy of the parameters."""
+    model = snapshot.model
+    budget, extent, _ = max(columns_of(snapshot.groups).members)
+    blocks = [model.at(extent).block_count(budget, 0, layers) for layers in (model.layer_count, model.layer_count // 2)]
+    return max(1.0, blocks[1] / 2 / max(1, blocks[0]))
+
+
+def wanted_memory(snapshot: Snapshot, reserve: Reserve, traffic: Traffic) -> float:
+    """Instances whose memory would be filled by all that runs and waits."""
+    columns, leaving = columns_of(snapshot.groups), columns_of(reserve.leaving)
+    blocks = sum([*columns.used, *columns.waiting, *leaving.used, *leaving.waiting])
+    return (blocks * snapshot.model.block_tokens + traffic.queued_tokens) / home_tokens(snapshot)
+
+
+class Jumps:
+    """Learns how much comes at once: the most of the last minute, and the largest rise of minutes in a short time."""
+
+    def __init__(self) -> None:
+        self._seen = deque[tuple[float, float, int]]()  # of the last minute: instant, instances, requests
+        self._largest = deque[float](maxlen=_SPANS)  # rise of each span
+        self._span_ends_s = -math.inf
+
+    def look(self, reserve: Reserve, wanted: float, recent_count: int, within_s: float, at_s: float) -> Reserve:
+        """The reserve with what is known of jumps.
+
+        Args:
+            wanted: Memory, in instances.
+            recent_count: Requests that came within RECENT_S.
+            within_s: A rise within that time is a jump.
+        """
+        while self._seen and self._seen[0][0] < at_s - _PEAK_S:
+            self._seen.popleft()
+        self._seen.append((at_s, wanted, recent_count))
+        if at_s >= self._span_ends_s:
+            self._span_ends_s = at_s + _SPAN_S
+            self._largest.append(0.0)
+        rise = wanted - min([before for since_s, before, _ in self._seen if since_s >= at_s - within_s])
+        self._largest[-1] = max(self._largest[-1], rise)
+        return replace(
+            reserve,
+            jump=max(self._largest) if len(self._largest) > _LEARNS else math.inf,
+            peak=max([before for _, before, _ in self._seen]),
+            recent_peak_count=max([count for _, _, count in self._seen]),
+        )
 
 
 def kinds(candidates: Candidates, snapshot: Snapshot, reserve: Reserve, added: int, places: int) -> list[Kind]:

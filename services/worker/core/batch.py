@@ -12,6 +12,11 @@ from ballast.common.record import record
 from ballast.common.sampling import SamplingParams
 
 SequenceId = int  # chosen by the leader's core, never reused within the life of a worker
+PREEMPTED = "online work waits"  # in the place of a failure: a batch of offline work gave way at a safepoint
+
+
+class Preempted(Exception):
+    """What was run has given way at a safepoint: it has no result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,7 @@ class Batch:
     named: tuple[NamedBlocks, ...] = ()
     forgotten: NumberRuns = ()
     taken: tuple[TakenBlocks, ...] = ()
+    safepoint_layers: int = 0  # of offline work alone: behind each so many it may be preempted; 0: never
 
 
 @dataclass(frozen=True, slots=True)

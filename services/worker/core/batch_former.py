@@ -21,6 +21,7 @@ class Plan:
     preempted: list[Sequence]  # they wait again
     begun: list[Sequence]  # they hold blocks on the stages from this step on, in it or not
     swaps: SwapOrders = NOTHING  # besides; never of what is written by them
+    safepoint_layers: int = 0  # see `Batch`
 
 
 Share = tuple[list[Sequence], list[tuple[Sequence, int]]]  # decodes; chunks, with their number of tokens

@@ -1,6 +1,7 @@
 """What a group of stages holds and has room for, in counts. `core.scheduler` decides by them."""
 
 import bisect
+import math
 from collections import Counter
 
 from ballast.common.record import record
@@ -53,6 +54,7 @@ class GroupCounts:
         self.ceiling_block_count = block_count  # that there are, or may be soon
         self.admission_limit: int | None = None  # blocks; nothing new above it
         self.target = policies.target  # nothing new that would make tokens take longer
+        self.has_targets = False  # some sequence that came has one
         self.stage_count = 1
         self.reserved_block_count: int = 0
         self.running: list[Sequence] = []  # in order of service
@@ -148,11 +150,20 @@ class GroupCounts:
         """Sequences that may run before newcomers wait. What already runs, or comes to run, is never too much by it."""
         if self.target is None:
             return self.max_running_count
+        target_s = self._strictest_tpot_s if self.has_targets else None
         count = self.running_count + self.expected_count - len(self.offline)
         block_count = self.reserved_block_count + self.prefixes.shared_count + self.expected_block_count
         block_count -= sum([s.reserved_block_count for s in self.offline])
         token_count = block_count * self.block_tokens  # that a batch reads
-        return self.target.place_count(Decoders(count, token_count, self.stage_count), self.max_running_count)
+        decoders = Decoders(count, token_count, self.stage_count)
+        return self.target.place_count(decoders, self.max_running_count, target_s)
+
+    @property
+    def _strictest_tpot_s(self) -> float:
+        """Of the online sequences that run, and of the one that is let in next; inf: none has a target."""
+        head = self.line.online
+        targets = [s.targets.tpot_s for s in self.online]
+        return min(targets if head is None else [*targets, head.targets.tpot_s], default=math.inf)
 
     @property
     def max_in_flight_count(self) -> int:

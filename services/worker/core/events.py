@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ballast.common.ids import RequestId, WorkerId
 from ballast.common.record import record
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
+from ballast.common.targets import NO_TARGETS, Targets
 from services.worker.core.batch import Batch, SequenceId, StepResult, TokenLogprobs
 from services.worker.core.blocks import BlockBook
 from services.worker.core.snapshot import SequenceSnapshot
@@ -56,6 +57,7 @@ class Submitted:
     deadline_at_s: float | None = None
     wants_text: bool = True
     cache_salt: bytes = b""  # KV is shared only among requests with the same
+    targets: Targets = NO_TARGETS  # of its own; else its class has some
     caller: int = 0  # who asks: callers take turns with memory; 0: unknown
     expects_handover: bool = False  # another leader had it, and may be handing its KV over to this one
     overtaken: bool = False  # its grammar was compiled meanwhile: requests with higher handles may have come before it
@@ -94,6 +96,16 @@ class StepFailed:
     at_s: float
     step_id: int
     why: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepPreempted:
+    """The oldest batch in flight, of offline sequences alone, has given way to online work before its last layer. What
+    of it was computed is computed anew; the copies beside it have been made.
+    """
+
+    at_s: float
+    step_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +340,7 @@ Event = (
     | BatchWanted
     | StepDone
     | StepFailed
+    | StepPreempted
     | Tick
     | DrainRequested
     | HandOver

@@ -26,6 +26,7 @@ from services.worker.core.events import (
     RoleChanged,
     RoomExpected,
     RoomWanted,
+    StepPreempted,
 )
 from services.worker.core.in_flight import InFlightBatch, InFlightBatches, Steps
 from services.worker.core.limits import WorkerLimits
@@ -229,6 +230,18 @@ class GroupScheduler:
         self.scheduler.swap.measured(result.execute_s, in_flight_batch.swaps.block_count, result.copy_s)
         self.scheduler.swap.landed(in_flight_batch.swaps, good=True)
         return in_flight_batch
+
+    def step_preempted(self, event: StepPreempted) -> None:
+        """The oldest batch in flight, of offline sequences, has not been computed to its end: they are as before it."""
+        lost_tokens = 0
+        for sequence, end, _ in self.batches_in_flight.complete(event.step_id).shares:
+            if sequence.state is not SequenceState.ENDED:
+                lost_tokens += end - sequence.computed_tokens
+                sequence.dispatched_tokens = sequence.computed_tokens
+                if not sequence.computed_tokens:  # who has no KV holds nothing on the stages
+                    self.batches_in_flight.forget(sequence)
+        self.scheduler.offline_work.note_preempted(lost_tokens)
+        self.shed(event.at_s)
 
     def give_up_retained(self) -> None:
         """What has grown without a batch takes the room of what is retained. A lone worker's: no stage need hear it."""

@@ -111,7 +111,7 @@ class InFlightBatches:
             in_flight_batch.chunked.append(sequence)
             in_flight_batch.sampled_count += samples
         copies = plan.swaps.copies
-        batch = self._batch(step_id, tuple(_enter(s) for s in added), tuple(slices), copies)
+        batch = self._batch(step_id, tuple(_enter(s) for s in added), tuple(slices), copies, plan.safepoint_layers)
         self._batches.append(in_flight_batch)
         tables, text_wanted = self._book.apply(batch), tuple(s.stop.needs_text for s in added)
         return Execute(batch, tables, text_wanted, block_copies(batch, self._book) if copies else ())
@@ -157,14 +157,17 @@ class InFlightBatches:
         return bool(self.to_remove) or self._prefixes.has_news
 
     def _batch(
-        self, step_id: int, added: tuple[NewSequence, ...], slices: tuple[Slice, ...], copies: tuple[SwapCopy, ...]
+        self,
+        step_id: int,
+        added: tuple[NewSequence, ...],
+        slices: tuple[Slice, ...],
+        copies: tuple[SwapCopy, ...],
+        safepoint_layers: int = 0,
     ) -> Batch:
         removed = tuple(self.to_remove)
         self.to_remove.clear()
-        if not self._prefixes.has_news:
-            return Batch(step_id, removed, added, slices, copies=copies)
-        named, forgotten, taken = self._prefixes.take_news()
-        return Batch(step_id, removed, added, slices, copies=copies, named=named, forgotten=forgotten, taken=taken)
+        news = self._prefixes.take_news() if self._prefixes.has_news else ((), (), ())
+        return Batch(step_id, removed, added, slices, 0.0, False, "", copies, *news, safepoint_layers)
 
     def check(self) -> None:
         """Raise InvariantViolation unless what flies of a sequence hangs together and none of them was preempted."""

@@ -6,6 +6,8 @@ sequences need, the newest first, so the oldest always comes to its end. Fills: 
 batch then takes no longer than it may (`policy.harvest`).
 """
 
+import math
+
 from ballast.common.cost import Chunk
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.sequence import Sequence
@@ -13,10 +15,12 @@ from services.worker.policy.harvest import (
     NO_LIMIT_S,
     Harvest,
     OfflineView,
+    OnlineView,
     PriceList,
     allowance_s,
     efficient_tokens,
     fill,
+    safepoint_layers,
     wanted_tokens,
 )
 
@@ -28,10 +32,18 @@ def left_of(sequence: Sequence) -> int:
     return sequence.token_count - sequence.computed_tokens
 
 
+def _online_view(sequence: Sequence, at_s: float) -> OnlineView:
+    targets = sequence.targets
+    if sequence.first_token_at_s is not None or math.isinf(targets.ttft_s):
+        return OnlineView(targets.tpot_s)
+    return OnlineView(targets.tpot_s, sequence.arrival[0] + targets.ttft_s - at_s, left_of(sequence))
+
+
 class OfflineWork:
     def __init__(self, limits: WorkerLimits, harvest: Harvest) -> None:
         self.yields_total = 0
         self.lost_tokens_total = 0  # computed, and to be computed anew
+        self.preemptions_total = 0  # batches that gave way within their step
         self.paused = False  # none runs, and none is let in
         self._limits = limits
         self._harvest = harvest
@@ -56,6 +68,10 @@ class OfflineWork:
         self.yields_total += 1
         self.lost_tokens_total += lost_tokens
 
+    def note_preempted(self, lost_tokens: int) -> None:
+        self.preemptions_total += 1
+        self.lost_tokens_total += lost_tokens
+
     def fill(
         self,
         decodes: list[Sequence],
@@ -66,8 +82,10 @@ class OfflineWork:
         in_flight_count: int,
         prefill_limit: int | None,
         online_in_flight: bool,
-    ) -> None:
-        """Adds to a batch of online work, which may be empty.
+        online: list[Sequence],
+        at_s: float,
+    ) -> int:
+        """Adds to a batch of online work, which may be empty. Returns its safepoints (see `Batch`).
 
         Args:
             decodes: Of the batch: added to.
@@ -77,15 +95,17 @@ class OfflineWork:
             in_flight_count: Batches that the stages have.
             prefill_limit: Tokens of prompts in a batch that has decodes; None: any number.
             online_in_flight: Some of these have online sequences.
+            online: All that run.
+            at_s: Now.
         """
         cost, alone = self._harvest.cost(), not (decodes or chunks)
         if alone and in_flight_count >= stage_count:
-            return
+            return 0
         room = self._limits.max_batch_tokens - len(decodes) - sum(count for _, count in chunks)
-        views = [OfflineView(s.computed_tokens, left_of(s), s.step_id) for s in ready]
+        offline = [OfflineView(s.computed_tokens, left_of(s), s.step_id) for s in ready]
         if cost is None:
             if not alone or online_in_flight:
-                return
+                return 0
             prices, limit_s = PriceList.free(), NO_LIMIT_S
         else:
             prices = PriceList(cost, [Chunk(s.computed_tokens, 1) for s in decodes])
@@ -95,13 +115,15 @@ class OfflineWork:
                 self._online_s = prices.seconds
             limit_s = NO_LIMIT_S
             if not alone or online_in_flight:
-                limit_s = allowance_s(self._harvest, self._online_s, stage_count, in_flight_count + 1)
+                most, views = self._limits.max_batch_tokens, [_online_view(s, at_s) for s in online]
+                limit_s = allowance_s(self._harvest, self._online_s, stage_count, in_flight_count + 1, views, most)
         prompt_tokens = self.efficient_tokens
         if prefill_limit is not None and not alone:
             prompt_tokens = max(0, min(prompt_tokens, prefill_limit - sum(count for _, count in chunks)))
-        for index, count in fill(prices, views, limit_s, room, prompt_tokens):
+        for index, count in fill(prices, offline, limit_s, room, prompt_tokens):
             sequence = ready[index]
             if left_of(sequence) == 1:
                 decodes.append(sequence)
             else:
                 chunks.append((sequence, count))
+        return safepoint_layers(self._harvest, prices.seconds) if alone else 0

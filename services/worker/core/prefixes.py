@@ -325,7 +325,7 @@ class PrefixIndex:
                 self._forget(number)
             else:
                 number, used_at_s = self._retained.popitem(last=False)
-                if not self._forget(number, used_at_s):
+                if not self._forget(number, used_at_s) and not len(self._host):  # else most of what is older is there
                     self._kept_since_s = used_at_s
 
     def _forget(self, number: BlockNumber, used_at_s: float = 0.0) -> bool:

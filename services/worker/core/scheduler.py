@@ -133,7 +133,7 @@ class Scheduler(GroupCounts):
         keys = self.prefixes.on_host(sequence, first)
         cost = self.policies.harvest.cost()
         computing_s = cost.own_s(first * size, len(keys) * size) if keys and cost is not None else math.inf
-        return first, keys if self.swap.brings_within(len(keys), computing_s, busy=bool(self.running)) else ()
+        return first, keys if self.swap.brings_within(len(keys), computing_s) else ()
 
     def _cost(self, sequence: Sequence, without: list[Sequence] | None = None) -> int:
         """Blocks that it needs and no other sequence holds; those `without` are about to hold none."""
@@ -319,7 +319,8 @@ class Scheduler(GroupCounts):
         plan, online_busy = Plan(decodes, chunks, preempted, begun), bool(decodes or chunks)
         self.fit_prefixes()
         if offline := self.offline:
-            self._fill(plan, offline, completed_step_id, in_flight_count)
+            safepoint_layers = self._fill(plan, offline, at_s, completed_step_id, in_flight_count)
+            plan = replace(plan, safepoint_layers=safepoint_layers) if safepoint_layers else plan
         busy = bool(plan.decodes or plan.chunks)
         swaps = SwapOrders(left) if left else NOTHING
         if len(self.swap) and (busy or not in_flight_count):  # alone, copies would hold up what is in flight
@@ -335,9 +336,11 @@ class Scheduler(GroupCounts):
         """Whether there are retained blocks to be copied, and host memory for them."""
         return self.swap.has_space and self.prefixes.wants_copies
 
-    def _fill(self, plan: Plan, offline: list[Sequence], completed_step_id: int, in_flight_count: int) -> None:
-        """Offline sequences go along, as far as the batch has room for them."""
-        self.offline_work.fill(
+    def _fill(
+        self, plan: Plan, offline: list[Sequence], at_s: float, completed_step_id: int, in_flight_count: int
+    ) -> int:
+        """Offline sequences go along, as far as the batch has room for them. Returns its safepoints."""
+        return self.offline_work.fill(
             plan.decodes,
             plan.chunks,
             [
@@ -351,6 +354,8 @@ class Scheduler(GroupCounts):
             in_flight_count=in_flight_count,
             prefill_limit=self.former.prefill_limit,
             online_in_flight=in_flight_count > 0 and any(s.step_id > completed_step_id for s in self.online),
+            online=self.online,
+            at_s=at_s,
         )
 
     def _make_room(self, sequence: Sequence, at_s: float, completed_step_id: int) -> list[Sequence]:

@@ -77,6 +77,7 @@ class Sequence:
         "state",
         "step_id",
         "stop",
+        "targets",
         "token_count",
         "wants_text",
     )
@@ -94,6 +95,7 @@ class Sequence:
         self.arrival = (submitted.at_s, sequence_id)
         self.deadline_at_s = submitted.deadline_at_s
         self.wants_text = submitted.wants_text
+        self.targets = submitted.targets  # its own, or else those of its class
         self.cache_salt = submitted.cache_salt  # sequences that have another one do not share its KV
         self.caller = submitted.caller
         self.block_keys: list[bytes] = []  # of its first whole blocks, as far as they were needed: `core.prefixes`

@@ -251,9 +251,9 @@ class SwapSpace:
 
     # ---------------------------------------------------------------- what is retained
 
-    def brings_within(self, block_count: int, seconds: float, *, busy: bool) -> bool:
-        """Whether so many blocks come from the host sooner; `busy`: beside steps that are taken anyway."""
-        return block_count > 0 and bringing_s(self._pace, block_count, busy=busy) < seconds
+    def brings_within(self, block_count: int, seconds: float) -> bool:
+        """Whether copying so many blocks from the host takes less."""
+        return block_count > 0 and bringing_s(self._pace, block_count) < seconds
 
     def bring(self, sequence: Sequence, first: int, keys: tuple[BlockKey, ...]) -> None:
         """Copies of these blocks come into its table, from block `first` on."""

@@ -10,6 +10,7 @@ A sequence that can never run is turned away at once. One that has outgrown the 
 ERROR and not with LENGTH: a cut answer must not look complete, and a larger group may go on with it.
 """
 
+import math
 import sys
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
@@ -45,6 +46,7 @@ from services.worker.core.events import (
     RoomWanted,
     StepDone,
     StepFailed,
+    StepPreempted,
     StreamClosed,
     StreamOpened,
     StreamsLost,
@@ -149,6 +151,9 @@ class WorkerCore:
                 self._close(event)
             case StepFailed():
                 self._step_failed(self._group_scheduler_of(event.step_id), event)
+            case StepPreempted():
+                self._group_scheduler_of(event.step_id).step_preempted(event)
+                self._count_step(event.at_s)
             case DrainRequested():
                 self._draining = True
             case GroupLost():
@@ -421,6 +426,8 @@ class WorkerCore:
     def _accept(self, group_scheduler: GroupScheduler, event: Submitted, kept: Sequence | None, *, waits: bool) -> None:
         at_s, sequence = event.at_s, Sequence(self._new_sequence_id(), event, stop_rule(event, self._limits))
         sequence.sampling = with_seed(event.sampling)
+        sequence.targets = event.targets.or_else(self._policies.harvest.targets_of(event.priority))
+        group_scheduler.scheduler.has_targets |= sequence.targets.tpot_s < math.inf
         sequence.note(at_s, f"submitted: {sequence.token_count} tokens, class {event.priority.value}")
         self._request_table.enter(sequence)
         if event.output_token_ids:

@@ -9,6 +9,9 @@ Instants are those of `time.monotonic`, which all processes of a machine share.
 """
 
 import time
+from collections.abc import Callable
+
+from services.worker.core.batch import Preempted
 
 MOST_S = 0.03
 
@@ -27,12 +30,28 @@ class GpuClock:
         """A message would have come then. Any thread."""
         self._heard_s = max(self._heard_s, at_s)
 
-    def run(self, seconds: float, began_s: float, given_s: float | None) -> None:
-        """Waits until a step is over that has begun at `began_s`. `given_s`: when its activations would have come."""
+    def run(
+        self,
+        seconds: float,
+        began_s: float,
+        given_s: float | None,
+        slice_count: int = 1,
+        preempted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Waits until a step is over that has begun at `began_s`. `given_s`: when its activations would have come.
+
+        Raises:
+            Preempted: `preempted` said so, which is asked between two slices of the step.
+        """
         ready_s = max(self.ended_s, self._heard_s if given_s is None else given_s)
         most_s = min(MOST_S, seconds)
         begin_s = ready_s if began_s - most_s <= ready_s <= began_s else began_s
         end_s = begin_s + seconds
+        for number in range(1, slice_count):
+            time.sleep(max(0.0, begin_s + seconds * number / slice_count - time.monotonic()))
+            if preempted():
+                self.ended_s = time.monotonic()
+                raise Preempted
         time.sleep(max(0.0, end_s - time.monotonic()))
         lost_s = max(0.0, time.monotonic() - end_s - most_s)
         self.ended_s = end_s + lost_s

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ballast.common.errors import InvariantViolation
@@ -35,13 +35,16 @@ class Activation:
 
 
 class _Known:
-    """A sequence here: a hash of its first `position` tokens."""
+    """A sequence here: a hash of its first `position` tokens. `before` its last slice, in case that is run once more:
+    position, hash, and the mark that the slice has left in a block which was not full yet.
+    """
 
-    __slots__ = ("hash", "is_wrong", "logprobs", "position", "scored", "start")
+    __slots__ = ("before", "hash", "is_wrong", "logprobs", "position", "scored", "start")
 
     def __init__(self, new: NewSequence) -> None:
         self.start = array("q", (*new.prompt_token_ids, *new.output_token_ids))
         self.position = self.hash = 0
+        self.before: tuple[int, int, int] = (0, 0, 0)
         self.is_wrong = False
         self.logprobs = new.sampling.logprobs is not None
         scores = new.sampling.prompt_logprobs is not None and not new.output_token_ids
@@ -96,12 +99,14 @@ class Marks:
         known = self.known.get(part.sequence_id)
         if known is None:
             raise InvariantViolation(f"sequence {part.sequence_id} has not been added")
-        first, size = part.first_position, self._block_tokens
+        first, size, left = part.first_position, self._block_tokens, 0
+        if first and first != known.position and first == known.before[0]:  # a stage behind this one was preempted
+            known.position, known.hash, left = known.before
         if first != known.position:
             known.is_wrong |= not self._read_all(known, first, table, layers)
         elif first:
-            block, mark = table[(first - 1) // size], known.hash
-            known.is_wrong |= any(self._areas[layer].cell(block) != mark for layer in (layers[0], layers[-1]))
+            block, marks = table[(first - 1) // size], (known.hash, left) if left else (known.hash,)
+            known.is_wrong |= any(self._areas[layer].cell(block) not in marks for layer in (layers[0], layers[-1]))
         if self._layers_are_wrong:
             known.is_wrong = True
         self._write(known, part, table, layers)
@@ -126,15 +131,16 @@ class Marks:
 
     def _write(self, known: _Known, part: Slice, table: Sequence[int], layers: range) -> None:
         size, at, end = self._block_tokens, part.first_position, part.first_position + len(part.token_ids)
-        mark = known.hash
+        before, mark, left = (at, known.hash), known.hash, 0
         while at < end:
             until = min(end, at - at % size + size)
             mark = prefix_hash(part.token_ids[at - part.first_position : until - part.first_position], mark)
             block = table[at // size]
             for layer in layers:
                 self._areas[layer].set_cell(block, mark)
+            left = mark if at == part.first_position and at % size else left
             at = until
-        known.hash, known.position = mark, end
+        known.hash, known.position, known.before = mark, end, (*before, left)
 
     def _check_layers(self, layers: range) -> None:
         """Each layer's parameters are its own. Once in a layout: nobody writes into them meanwhile."""
@@ -183,6 +189,7 @@ class EmulatedRunner:
         *,
         first_layer: int,
         last_layer: int,
+        preempted: Callable[[], bool] = lambda: False,
     ) -> StepResult | Activation:
         """See `engine.runner.ModelRunner.run_stage`."""
         began_s = time.monotonic()
@@ -193,11 +200,15 @@ class EmulatedRunner:
             raise InvariantViolation(f"layers from {first_layer} on with{'out' if hidden is None else ''} activations")
         layers = range(first_layer, last_layer)
         before = hidden.wrong if hidden is not None else bytes(len(batch.slices))
-        wrong = self._marks.compute(batch, block_tables, before, layers)
         is_first, is_last = first_layer == 0, last_layer == self._layer_count
         seconds = self._machine.execution.stage_s(batch.slices, len(layers), is_first=is_first, is_last=is_last)
+        given_s, step = hidden.at_s if hidden is not None else None, batch.safepoint_layers
+        if step:  # first its time: what gives way has written nothing that counts
+            self.clock.run(seconds, began_s, given_s, -(-len(layers) // step), preempted)
+        wrong = self._marks.compute(batch, block_tables, before, layers)
         out = self._sample(batch, wrong, seconds) if is_last else self._hidden(batch, wrong)
-        self.clock.run(seconds, began_s, hidden.at_s if hidden is not None else None)
+        if not step:
+            self.clock.run(seconds, began_s, given_s)
         return out
 
     def forget_all(self) -> None:

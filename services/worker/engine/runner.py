@@ -1,12 +1,13 @@
 """Executes batches on a whole model: the engine's only entry for the thread that steps it."""
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import torch
 
-from services.worker.core.batch import Batch, SequenceId, StepResult
-from services.worker.engine.attention import AttentionBackend
+from services.worker.core.batch import Batch, Preempted, SequenceId, StepResult
+from services.worker.engine.attention import AttentionBackend, AttentionStep
 from services.worker.engine.decode_graphs import DecodeGraphs
 from services.worker.engine.implementation import StageModel
 from services.worker.engine.model_config import ModelFacts
@@ -36,6 +37,7 @@ class ModelRunner:
         self._kv = kv
         self.graphs = graphs
         self._packer = Packer(kv.shape.block_tokens)
+        self._laid_out: tuple[PackedStep, torch.Tensor, torch.Tensor, AttentionStep] | None = None
         self._prompts = PromptLogprobs(lambda hidden_RD: self._model.logits(hidden_RD))
 
     @property
@@ -57,6 +59,7 @@ class ModelRunner:
         *,
         first_layer: int,
         last_layer: int,
+        preempted: Callable[[], bool] | None = None,
     ) -> StepResult | torch.Tensor:
         """Execute the layers `[first_layer, last_layer)` of a batch.
 
@@ -66,7 +69,10 @@ class ModelRunner:
         `block_tables` is aligned with the batch's slices; each covers at least the slice's last token. A table that is
         the same object as in the step before is taken to be unchanged.
 
+        `preempted` is asked at the batch's safepoints.
+
         Raises:
+            Preempted: it said so. KV behind what had been computed before may have been written.
             InvariantViolation: the batch or a table contradicts what this runner was told before.
         """
         started_s = time.perf_counter()
@@ -84,7 +90,11 @@ class ModelRunner:
         packed = self._packer.pack(batch.slices, block_tables)
         self._kv.guard(packed.blocks_end, range(first_layer, last_layer))
         with torch.inference_mode():
-            hidden_TD = self.compute(packed, hidden_TD, first_layer, last_layer)
+            if batch.safepoint_layers and preempted is not None:
+                slices = range(first_layer, last_layer, batch.safepoint_layers)
+                hidden_TD = self._compute_slices(packed, hidden_TD, slices, preempted)
+            else:
+                hidden_TD = self.compute(packed, hidden_TD, first_layer, last_layer)
             if not samples:
                 return hidden_TD
             self._prompts.take(batch.slices, packed.first_rows, hidden_TD)
@@ -98,6 +108,24 @@ class ModelRunner:
             pairs = zip(rows, logprobs, strict=True)
             logprobs = tuple(self._prompts.with_prompt(row.sequence_id, each) for row, each in pairs)
         return StepResult(batch.step_id, sampled.token_ids, logprobs, elapsed_s, errors=sampled.errors)
+
+    def _compute_slices(
+        self, packed: PackedStep, hidden_TD: torch.Tensor | None, firsts: range, preempted: Callable[[], bool]
+    ) -> torch.Tensor:
+        """In slices of layers, which begin at `firsts`. On a GPU one slice is launched ahead of the one that runs."""
+        launched: deque[torch.cuda.Event] = deque()
+        for first in firsts:
+            if first != firsts.start and preempted():
+                raise Preempted
+            hidden_TD = self.compute(packed, hidden_TD, first, min(first + firsts.step, firsts.stop))
+            if hidden_TD.is_cuda:
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(hidden_TD.device))
+                launched.append(event)
+                if len(launched) > 1:
+                    launched.popleft().synchronize()
+        assert hidden_TD is not None
+        return hidden_TD
 
     def _sample(self, rows: Sequence[SampleRow], packed: PackedStep, hidden_TD: torch.Tensor) -> Sampled:
         """While a device computes the layers: it is waited for at the end."""
@@ -119,11 +147,16 @@ class ModelRunner:
             replayed_TD = self.graphs.run_layers(hidden_TD, packed, range(first_layer, last_layer))
             if replayed_TD is not None:
                 return replayed_TD
-        token_ids_T, positions_T = upload([packed.token_ids_T, packed.positions_T], device)
+        if self._laid_out is None or self._laid_out[0] is not packed:  # slices of a step share it
+            token_ids_T, positions_T = upload([packed.token_ids_T, packed.positions_T], device)
+            self._laid_out = packed, token_ids_T, positions_T, self._attention.prepare(packed)
+        _, token_ids_T, positions_T, attention = self._laid_out
+        if last_layer == self._config.layer_count:
+            self._laid_out = None
         return self._model.run_layers(
             self._model.embed(token_ids_T, positions_T) if hidden_TD is None else hidden_TD,
             positions_T,
-            self._attention.prepare(packed),
+            attention,
             first_layer=first_layer,
             last_layer=last_layer,
         )

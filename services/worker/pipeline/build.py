@@ -147,6 +147,7 @@ def join(
             links=Links,
             copier=copier,
             compile_grammar=compile_grammar,
+            preempts=shell.preempts,
             watch=None if device is None else functools.partial(watch_for, device, time.monotonic),
         ),
     )

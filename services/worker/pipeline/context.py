@@ -49,7 +49,14 @@ class StageEngine(Protocol):
         *,
         first_layer: int,
         last_layer: int,
-    ) -> StepResult | torch.Tensor: ...
+        preempted: Callable[[], bool] = never,
+    ) -> StepResult | torch.Tensor:
+        """`preempted` is asked at the batch's safepoints.
+
+        Raises:
+            Preempted: it said so.
+        """
+        ...
 
     def forget_all(self) -> None: ...
 
@@ -104,6 +111,7 @@ class Environment:
     copier: BlockCopier | None = None  # needed if the core's limits let it swap
     compile_grammar: Callable[[Grammar], Future[Any]] | None = None  # None: none is followed
     watch: Callable[[], StageWatch] | None = None  # makes one; None: what the engine has run is over
+    preempts: Callable[[], bool] = never  # whether online work has come since the engine thread last took in events
 
 
 @dataclass(slots=True)

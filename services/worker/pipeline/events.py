@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.sampling import Grammar
-from services.worker.core.batch import Batch, SequenceId, StepResult
+from services.worker.core.batch import PREEMPTED, Batch, SequenceId, StepResult
 from services.worker.core.migration_messages import Message as MigrationMessage
 from services.worker.core.mover import Send
 from services.worker.core.plan import Plan
@@ -57,6 +57,11 @@ class BatchArrived(MemberEvent):
     hidden_TD: torch.Tensor | None
     arrived_s: float = 0.0  # when
     receive_s: float = 0.0  # from the first of its bytes that this side saw until then
+
+    @property
+    def preempts(self) -> bool:
+        """It computes online work, or another stage has made way for that."""
+        return self.batch.failure == PREEMPTED or bool(self.batch.slices and not self.batch.safepoint_layers)
 
 
 @dataclass(frozen=True, slots=True)

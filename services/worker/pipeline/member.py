@@ -96,6 +96,10 @@ class GroupMember:
             hurried=lambda: pace.memory_is_awaited,
         )
         watch = environment.watch or partial(HostWatch, now)
+
+        def awaits_roster(epoch: Epoch) -> bool:
+            return self._driver.awaits_roster(epoch)
+
         self._copier = environment.copier
         self._stage = stage = StageRunner(
             context,
@@ -103,7 +107,8 @@ class GroupMember:
             environment.copier,
             pace=pace,
             watch=watch(),
-            awaits_roster=lambda epoch: self._driver.awaits_roster(epoch),
+            awaits_roster=awaits_roster,
+            preempts=environment.preempts,
         )
 
         def second(context: MemberContext, role: Role) -> tuple[MemberContext, StageRunner]:

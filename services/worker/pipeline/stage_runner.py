@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 from ballast.common.errors import InvariantViolation, Unavailable
 from ballast.common.ids import Epoch
 from ballast.service.logs import get_logger
-from services.worker.core.batch import Batch, SequenceId, StepResult
+from services.worker.core.batch import PREEMPTED, Batch, Preempted, SequenceId, StepResult
 from services.worker.core.events import BlockCopy
 from services.worker.core.swapping import block_copies
 from services.worker.links.pace import StagePace
 from services.worker.pipeline.context import BlockCopier, MemberContext, StageEngine
 from services.worker.pipeline.events import BatchArrived, ResultArrived
 from services.worker.pipeline.stage_watch import StageWatch
+from services.worker.pipeline.unhurried import never
 from services.worker.shell import StepOutcome
 
 if TYPE_CHECKING:
@@ -34,8 +35,9 @@ class StageRunner:
         pace: StagePace,
         watch: StageWatch,
         awaits_roster: Callable[[Epoch], bool],
+        preempts: Callable[[], bool] = never,
     ) -> None:
-        """`awaits_roster`: in that epoch nobody knows yet which blocks are free."""
+        """`awaits_roster`: in that epoch nobody knows yet which blocks are free. `preempts`: online work waits."""
         self._context = context
         self._role = context.role
         self._links = context.links
@@ -47,6 +49,7 @@ class StageRunner:
         self._pace = pace
         self._watch = watch
         self._awaits_roster = awaits_roster
+        self._preempts = preempts
         self._early: list[BatchArrived] = []  # batches of a leader that is ahead of this member
 
     def run(
@@ -86,9 +89,12 @@ class StageRunner:
             self._pace.memory_is_awaited = batch.memory_is_awaited
             self._pace.begins(began_s)
         try:
+            first, last = role.layers.start, role.layers.stop
             out = self._engine.run_stage(
-                batch, tables, hidden_TD, first_layer=role.layers.start, last_layer=role.layers.stop
+                batch, tables, hidden_TD, first_layer=first, last_layer=last, preempted=self._preempts
             )
+        except Preempted:
+            return self._not_run(batch, PREEMPTED)
         except Unavailable as error:  # who has KV that is on its way is gone: the group is lost, and that is told
             get_logger().error("attention elsewhere was not had", step_id=batch.step_id, why=str(error))
             return None
@@ -124,6 +130,9 @@ class StageRunner:
 
     def _failed(self, batch: Batch, why: str) -> StepOutcome | None:
         get_logger().error("stage could not run a batch", step_id=batch.step_id, why=why)
+        return self._not_run(batch, why)
+
+    def _not_run(self, batch: Batch, why: str) -> StepOutcome | None:
         if self._role.is_last:
             if self._role.leads:
                 return StepOutcome(batch.step_id, None, why)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ballast.common.cost import Chunk
 from services.worker.core.batch import Batch, StepResult
 from services.worker.pipeline.stage_watch import StageWatch
+from services.worker.pipeline.unhurried import never
 from services.worker.policy.cost_fit import StageShape
 from services.worker.policy.online_cost import OnlineCost
 
@@ -47,9 +48,12 @@ class TimedRunner:
         *,
         first_layer: int,
         last_layer: int,
+        preempted: Callable[[], bool] = never,
     ) -> StepResult | torch.Tensor:
         self._watch.begin()
-        out = self._runner.run_stage(batch, block_tables, hidden_TD, first_layer=first_layer, last_layer=last_layer)
+        out = self._runner.run_stage(
+            batch, block_tables, hidden_TD, first_layer=first_layer, last_layer=last_layer, preempted=preempted
+        )
         shape = StageShape(last_layer - first_layer, first_layer == 0, last_layer == self._layer_count)
         self._costs.enter(shape)
         self._shape = shape

@@ -112,6 +112,7 @@ def batch_to_bytes(batch: Batch) -> bytes:
         named=[pb.NamedBlocks(**named._asdict()) for named in batch.named],
         forgotten=_runs_to_proto(batch.forgotten),
         taken=[pb.TakenBlocks(sequence_id=s, runs=_runs_to_proto(runs)) for s, runs in batch.taken],
+        safepoint_layers=batch.safepoint_layers,
     ).SerializeToString()
 
 
@@ -138,6 +139,7 @@ def batch_from_bytes(data: bytes) -> Batch:
         tuple(NamedBlocks(n.sequence_id, n.first_block, n.first_number, n.block_count) for n in message.named),
         _runs_from_proto(message.forgotten),
         tuple(TakenBlocks(t.sequence_id, _runs_from_proto(t.runs)) for t in message.taken),
+        message.safepoint_layers,
     )
 
 

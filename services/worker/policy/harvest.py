@@ -6,16 +6,19 @@ and a step without online work is short: what comes meanwhile does not wait long
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ballast.common.cost import Chunk, CostModel
+from ballast.common.sampling import PriorityClass
+from ballast.common.targets import NO_TARGETS, Targets
 
 MIN_CHUNK_TOKENS = 16  # of an offline prompt in a batch
 _BATCHES_AHEAD = 2  # of prompts that have been begun; more would fill the cache with sequences that have no token yet
 _MOST_OF_THE_BEST = 0.95  # of the best tokens/s of any batch; less is not efficient
 _LEAST_EFFICIENT_TOKENS = 32
+_WORTH_CUTTING = 0.25  # of a TTFT target; and as large a share of that is a slice
 
 
 class OfflineView(NamedTuple):
@@ -34,7 +37,16 @@ class Harvest:
 
     cost: Callable[[], CostModel | None] = lambda: None
     slowdown: float = 0.25  # where there is no target, a step with online work takes so much longer at most
-    target_s: float | None = None  # what a token may take
+    targets: Mapping[PriorityClass, Targets] = field(default_factory=dict[PriorityClass, Targets])
+    layer_count: int = 0  # of the model; 0: batches of offline work are never cut
+
+    def targets_of(self, priority: PriorityClass) -> Targets:
+        return self.targets.get(priority, NO_TARGETS)
+
+    @property
+    def ttft_target_s(self) -> float:
+        """The strictest of all classes."""
+        return min([each.ttft_s for each in self.targets.values()], default=math.inf)
 
 
 class PriceList:
@@ -102,7 +114,17 @@ def efficient_tokens(cost: CostModel | None, most: int) -> int:
     return min(count for count, rate in rates.items() if rate >= _MOST_OF_THE_BEST * best)
 
 
-def allowance_s(harvest: Harvest, base_s: float, stage_count: int, batch_count: int) -> float:
+class OnlineView(NamedTuple):
+    """An online sequence that runs."""
+
+    tpot_target_s: float
+    first_token_in_s: float = math.inf  # is due; of one that has none yet
+    left_tokens: int = 1  # not computed yet
+
+
+def allowance_s(
+    harvest: Harvest, base_s: float, stage_count: int, batch_count: int, online: Sequence[OnlineView], most: int
+) -> float:
     """What a batch with online work may take, which takes `base_s` without offline work.
 
     Args:
@@ -110,10 +132,33 @@ def allowance_s(harvest: Harvest, base_s: float, stage_count: int, batch_count: 
         base_s: On the stage whose costs are known, or on all of them.
         stage_count: Stages of the group.
         batch_count: Batches that circulate in it.
+        online: All that run: the strictest of them decides. One without a target is slowed down by a share.
+        most: Tokens of a batch.
     """
-    if harvest.target_s is None:
-        return base_s * (1.0 + harvest.slowdown)
-    return max(base_s, harvest.target_s * stage_count / max(1, batch_count))
+    limit_s = math.inf
+    targets = {view.tpot_target_s for view in online}
+    if not targets or math.inf in targets:
+        limit_s = base_s * (1.0 + harvest.slowdown)
+    if (strictest_s := min(targets, default=math.inf)) < math.inf:
+        limit_s = min(limit_s, strictest_s * stage_count / max(1, batch_count))
+    for view in online:
+        if view.first_token_in_s < math.inf:  # it has so many batches to go, of which none may be late
+            limit_s = min(limit_s, view.first_token_in_s / -(-view.left_tokens // most))
+    return max(base_s, limit_s)
+
+
+def safepoint_layers(harvest: Harvest, batch_s: float) -> int:
+    """Behind how many layers each a batch of offline work alone looks whether online work waits; 0: nowhere. Only one
+    that takes more than a quarter of what a first token may is worth it: short ones are over soon by themselves.
+
+    Args:
+        harvest: The bound.
+        batch_s: What the batch takes on all layers.
+    """
+    target_s = harvest.ttft_target_s
+    if not harvest.layer_count or batch_s <= _WORTH_CUTTING * target_s:
+        return 0
+    return max(1, int(harvest.layer_count * _WORTH_CUTTING**2 * target_s / batch_s))
 
 
 def fill(

@@ -4,8 +4,6 @@ InferCept's budget: what the link moves in the time that the step takes anyway. 
 themselves, since both depend on the machine and on what else it does.
 """
 
-import math
-
 from ballast.common.record import record
 
 FIRST_BLOCKS = 8  # until something has been measured
@@ -39,9 +37,6 @@ def copy_budget(pace: CopyPace, fixed_blocks: int) -> int:
     return max(1, int(pace.step_s / pace.block_s))
 
 
-def bringing_s(pace: CopyPace, block_count: int, *, busy: bool) -> float:
-    """Until so many blocks have come from the host; `busy`: in whole steps, which are taken anyway. 0.0: not known."""
-    if pace.step_s is None or pace.block_s is None:
-        return 0.0
-    copy_s = block_count * pace.block_s
-    return math.ceil(copy_s / pace.step_s) * pace.step_s if busy and pace.step_s else copy_s
+def bringing_s(pace: CopyPace, block_count: int) -> float:
+    """What copying so many blocks from the host takes; 0.0 where that is not known."""
+    return 0.0 if pace.block_s is None else block_count * pace.block_s

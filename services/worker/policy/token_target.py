@@ -10,6 +10,7 @@ A newcomer counts as the mean of those that run. A limit that falls, as contexts
 throws nobody out.
 """
 
+import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
@@ -56,7 +57,9 @@ def token_s(cost: CostModel, decoders: Decoders, turnover: Turnover, count: int)
 
 
 class TokenTarget:
-    """What a worker goes by. `cost` gives the model of all layers as it is known now; None: any number may run."""
+    """What a worker goes by where sequences have no target. `cost` gives the model of all layers as it is known now;
+    None: any number may run.
+    """
 
     def __init__(self, target_s: float, cost: Callable[[], CostModel | None]) -> None:
         """
@@ -80,12 +83,15 @@ class TokenTarget:
             return Turnover()
         return Turnover(sum([p for p, _ in self._ended]) // count, sum([a for _, a in self._ended]) / count)
 
-    def place_count(self, decoders: Decoders, most: int) -> int:
-        """How many may run, of `most` that could: no fewer than do, and one always."""
+    def place_count(self, decoders: Decoders, most: int, target_s: float | None = None) -> int:
+        """How many may run, of `most` that could: no fewer than do, and one always. `target_s`: of those that run."""
+        target_s = self._target_s if target_s is None else target_s
+        if math.isinf(target_s):
+            return most
         cost = self._cost() if decoders.sequence_count else None
         if cost is None:
             return most
         turnover, more = self.turnover, range(decoders.sequence_count + 1, most + 1)
         return decoders.sequence_count + bisect_right(
-            more, self._target_s, key=lambda n: token_s(cost, decoders, turnover, n)
+            more, target_s, key=lambda n: token_s(cost, decoders, turnover, n)
         )

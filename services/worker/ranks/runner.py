@@ -1,6 +1,6 @@
 """Steps in lockstep: the first rank lays a batch out and samples, all compute it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -32,9 +32,12 @@ class RankedRunner(ModelRunner):
         *,
         first_layer: int,
         last_layer: int,
+        preempted: Callable[[], bool] | None = None,
     ) -> StepResult | torch.Tensor:
         """Waits for the device, also where another stage follows: what an aborted sum has left goes nowhere."""
-        result = super().run_stage(batch, block_tables, hidden_TD, first_layer=first_layer, last_layer=last_layer)
+        result = super().run_stage(
+            batch, block_tables, hidden_TD, first_layer=first_layer, last_layer=last_layer, preempted=preempted
+        )
         if isinstance(result, torch.Tensor) and result.is_cuda:
             torch.cuda.current_stream(result.device).synchronize()
         self._group.require_whole()

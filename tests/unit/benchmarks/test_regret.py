@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from benchmarks.regret import RegretRow, is_saturated, predictions, row_of, summary, table
-from benchmarks.regret_cells import CELLS, KINDS, CellMachine, decided, trace_of
+from benchmarks.regret_cells import CELLS, KINDS, Cell, decided, trace_of
 from tests.support.simulated import world
 
-_TRACED = {name: cell for name, cell in CELLS.items() if isinstance(cell, CellMachine)}  # the others are made up
+_TRACED = {name: cell for name, cell in CELLS.items() if isinstance(cell, Cell)}  # the others are made up
 
 
 def run(policy: str, p99_s: float, tpot_ms: float = 40.0, draw: int = 0, **others: Any) -> dict[str, Any]:

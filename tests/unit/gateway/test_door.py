@@ -97,10 +97,19 @@ async def echo(call: Call) -> Reply:
 
 async def test_headers_go_on_and_ids_come_back() -> None:
     parts = Parts()
-    client = Client(headers={"x-request-id": "abc", "authorization": "Bearer t", "traceparent": "00-1", "cookie": "c"})
+    client = Client(
+        headers={
+            "x-request-id": "abc",
+            "authorization": "Bearer t",
+            "traceparent": "00-1",
+            "cookie": "c",
+            "x-ballast-tpot-target-s": "0.1",
+        }
+    )
     await parts.serve(client, echo)
     answer = json.loads(client.body)
-    assert answer["metadata"] == {"authorization": "Bearer t", "traceparent": "00-1"}
+    passed_on = {"authorization": "Bearer t", "traceparent": "00-1", "x-ballast-tpot-target-s": "0.1"}
+    assert answer["metadata"] == passed_on
     assert answer["id"].startswith("chatcmpl-abc-")
     assert (b"x-request-id", b"abc") in client.sent[0]["headers"]
     odd = Client(headers={"x-request-id": "two words\t"})

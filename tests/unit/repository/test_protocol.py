@@ -26,6 +26,7 @@ HASHES = {
     5: "492a6792f88c55e6",
     6: "f96145a6c6676a83",
     7: "f9dee233e4bfb178",
+    8: "9a70b9f5154d4fec",
 }  # number -> of what was said then; those of old numbers stay
 
 

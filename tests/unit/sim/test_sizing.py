@@ -183,7 +183,7 @@ def test_parking_saves_gpu_hours_where_a_valley_follows_a_burst(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, told = tmp_path / "valley.csv", tmp_path / "size.json"
-    burst_s, valley_s = [i * 0.1 for i in range(100)], [12.0 + 2 * i for i in range(60)]
+    burst_s, valley_s = [i * 0.1 for i in range(100)], [12.0 + 2 * i for i in range(180)]
     rows = [f"{at_s:.1f},800,150" for at_s in (*burst_s, *valley_s)]
     path.write_text("\n".join(["arrival_s,input_tokens,output_tokens", *rows]) + "\n")
     flags = ("--model", "llama-2-13b", "--gpu", "A100-40G", "--slo-share", "0.95", "--json", str(told))

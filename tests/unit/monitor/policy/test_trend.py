@@ -1,8 +1,16 @@
 """Slopes: exact where the series is straight, calm where it is not."""
 
+from collections import deque
+from dataclasses import dataclass
+
 import pytest
 
-from services.monitor.policy.trend import slope_per_s, window
+from services.monitor.policy.trend import since, slope_per_s
+
+
+@dataclass(frozen=True)
+class Instant:
+    at_s: float
 
 
 @pytest.mark.parametrize("count", [3, 4, 5, 10, 11])
@@ -27,9 +35,9 @@ def test_too_few_samples_and_samples_of_one_moment_are_no_trend() -> None:
 
 
 def test_a_window_holds_what_is_recent_in_order() -> None:
-    points = [(float(t), float(-t)) for t in range(6)]
-    assert window(reversed(points), 3.0) == points[3:]
-    assert window(reversed(points), 9.0) == []
+    samples = deque(Instant(float(t)) for t in range(6))
+    assert [sample.at_s for sample in since(samples, 3.0)] == [3.0, 4.0, 5.0]
+    assert since(samples, 9.0) == []
 
 
 def test_a_low_quantile_is_what_nearly_all_samples_confirm() -> None:

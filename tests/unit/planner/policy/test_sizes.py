@@ -1,5 +1,6 @@
 """How many instances should serve: what is predicted of one less and of some more, and what an instance costs."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import pytest
 from ballast.common.traffic import Traffic
 from services.planner.policy.candidates import Candidates, Running
 from services.planner.policy.compare import Comparison, Targets, compare_sizes
-from services.planner.policy.reserve import Reserve, home_tokens, kinds, more
+from services.planner.policy.reserve import Jumps, Reserve, home_tokens, kinds, more
 from tests.unit.planner.policy.test_compare import BLOCKS, EIGHT, PACE, SHAPE, alone, running
 
 FULL = Reserve(parked_count=8, wake_s=1.0)
@@ -45,6 +46,52 @@ def test_where_little_is_wanted_one_less_is_enough_and_only_if_it_may() -> None:
 def test_memory_is_kept_for_what_nobody_predicts(used: float, leaves: bool) -> None:
     """Of eight 0.3 is 0.34 of seven, and 0.42 is 0.48."""
     assert (sized(EIGHT, used, quiet(1.0)).chosen.candidate.added < 0) is leaves
+
+
+def test_small_jumps_that_were_seen_leave_more_of_the_memory_to_be_used() -> None:
+    calm = quiet(1.0)
+    assert sized(EIGHT, 0.6, calm, replace(FULL, jump=0.5)).chosen.candidate.added < 0
+    assert sized(EIGHT, 0.6, calm, replace(FULL, jump=3.0)).chosen.candidate.added == 0
+    assert sized(EIGHT, 0.9, calm, replace(FULL, jump=0.1)).chosen.candidate.added == 0, "seven would be full"
+
+
+def test_the_largest_jump_of_some_minutes_is_remembered_and_then_forgotten() -> None:
+    jumps, told, most = Jumps(), list[float](), list[float]()
+    for step in range(2000):
+        at_s = 0.5 * step
+        wanted = 2.0 + (1.5 if 100.0 <= at_s < 130.0 else 0.0) + 0.001 * at_s
+        reserve = jumps.look(FULL, wanted, recent_count=step // 100, within_s=2.0, at_s=at_s)
+        told.append(reserve.jump)
+        most.append(reserve.peak)
+        assert reserve.recent_peak_count == step // 100
+    assert told[0] == told[100] == math.inf, "a minute says nothing yet"
+    assert told[150] == pytest.approx(0.002)
+    assert told[210] == pytest.approx(1.502)
+    assert told[600] == pytest.approx(1.502)
+    assert told[-1] == pytest.approx(0.002)
+    assert most[300] == pytest.approx(most[259]) == pytest.approx(3.6295)
+    assert most[400] == pytest.approx(2.2), "a minute later"
+
+
+def test_who_would_have_been_called_back_a_moment_ago_stays() -> None:
+    assert sized(EIGHT, 0.3, quiet(1.0), replace(FULL, jump=0.2, peak=3.0)).chosen.candidate.added < 0
+    assert sized(EIGHT, 0.3, quiet(1.0), replace(FULL, jump=0.2, peak=7.5)).chosen.candidate.added == 0
+
+
+def test_as_many_as_came_at_most_in_the_last_minute_may_come_again() -> None:
+    load = quiet(10.0, prompt=2000, answer=20)
+    found = [
+        sized(EIGHT, 0.15, load, replace(FULL, recent_peak_count=count), each=2).chosen.candidate.added
+        for count in (100, 130)
+    ]
+    assert found == [-1, 0]
+
+
+def test_what_a_drop_makes_room_for_need_not_be_kept() -> None:
+    """Eight at 0.55, and a jump of two: seven would be at 0.91, or at 0.51 once parameters are dropped."""
+    for gain, leaves in ((1.0, False), (1.8, True)):
+        reserve = replace(FULL, jump=2.5, gain=gain)
+        assert (sized(EIGHT, 0.55, quiet(1.0), reserve).chosen.candidate.added < 0) is leaves
 
 
 def test_one_less_is_kept_where_computing_is_short_though_memory_is_free() -> None:

@@ -157,12 +157,18 @@ def test_what_is_computed_sooner_does_not_come_back() -> None:
     assert run(driver, tokens(18)) == 0
 
 
-def test_beside_steps_it_takes_whole_ones() -> None:
-    pace = CopyPace(step_s=0.01, block_s=0.001)
-    assert bringing_s(pace, 4, busy=False) == 0.004
-    assert bringing_s(pace, 4, busy=True) == 0.01
-    assert bringing_s(pace, 11, busy=True) == 0.02
-    assert bringing_s(CopyPace(None, None), 11, busy=True) == 0.0
+def test_what_copying_takes_is_measured() -> None:
+    assert bringing_s(CopyPace(step_s=0.01, block_s=0.001), 4) == 0.004
+    assert bringing_s(CopyPace(None, None), 11) == 0.0
+
+
+def test_one_block_that_was_not_copied_does_not_hide_the_others() -> None:
+    driver = driver_of()
+    run(driver, tokens(17))
+    driver.at_s = 5.0
+    run(driver, tokens(5, first=3))
+    give_up(driver)
+    assert group_of(driver).scheduler.prefixes.kept_since_s == 0.0
 
 
 def test_steps_are_not_passed_over_while_there_is_something_to_copy() -> None:

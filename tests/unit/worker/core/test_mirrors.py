@@ -4,13 +4,14 @@ import pytest
 
 from ballast.common.cost import CostModel
 from ballast.common.sampling import PriorityClass
+from ballast.common.targets import for_all
 from services.worker.core.events import Aborted, CapacityChanged, OfflinePaused, RoleChanged, RoomWanted, SequenceKey
 from services.worker.core.swapping import SwapSpace
 from services.worker.policy.harvest import Harvest
 from tests.support.worker_core import MEMORY, Driver, greedy, limits
 
 COST = CostModel(attention_s=0.0, token_s=0.0, chunk_s=0.01, shared_s=0.01, beyond_s=0.001, knee_tokens=64)
-HARVEST = Harvest(cost=lambda: COST, target_s=1e9)
+HARVEST = Harvest(cost=lambda: COST, targets=for_all(tpot_s=1e9))
 
 
 def mirroring(block_count: int = 12, host: int = 40, per_step: int = 8, *, swaps_online: bool = False) -> Driver:

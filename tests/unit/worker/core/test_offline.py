@@ -4,7 +4,8 @@ import pytest
 
 from ballast.common.cost import Chunk, CostModel
 from ballast.common.sampling import PriorityClass
-from services.worker.core.events import AdmissionLimited
+from ballast.common.targets import for_all
+from services.worker.core.events import Aborted, AdmissionLimited
 from services.worker.policy.harvest import Harvest
 from tests.support.leader import Leader
 from tests.support.worker_core import MEMORY, Driver, greedy
@@ -13,7 +14,7 @@ from tests.unit.worker.core.stories import driver, prompt, slices
 BATCH = PriorityClass.BATCH
 # A step takes 10 ms; tokens above the 32nd take 1 ms each.
 COST = CostModel(attention_s=0.0, token_s=0.0, chunk_s=0.01, shared_s=0.01, beyond_s=0.001, knee_tokens=32)
-FREE = Harvest(cost=lambda: COST, target_s=1e9)
+FREE = Harvest(cost=lambda: COST, targets=for_all(tpot_s=1e9))
 
 
 def running(made: Driver) -> list[int]:
@@ -154,3 +155,47 @@ def test_a_waiting_line_for_each() -> None:
     ending = made.received[keys[1]].ending
     assert ending is not None
     assert "max_num_queued_reqs" in ending.error
+
+
+CUT = Harvest(cost=lambda: COST, targets=for_all(ttft_s=0.01), layer_count=8)
+
+
+def test_only_offline_work_alone_has_safepoints() -> None:
+    made = driver(block_count=40, block_tokens=4, harvest=CUT)
+    made.submit(prompt(7), greedy(9), priority=BATCH)
+    made.step()
+    assert made.executed[-1].batch.safepoint_layers == 1, "a slice takes a sixteenth of a first token, or a layer"
+    made.submit(prompt(7, first=20), greedy(3))
+    made.step()
+    assert made.executed[-1].batch.safepoint_layers == 0
+    made.run_to_end()
+    made.assert_empty()
+
+
+def test_what_was_preempted_within_a_step_is_computed_once_more() -> None:
+    made = driver(block_count=40, block_tokens=4, harvest=CUT)
+    first = made.submit(prompt(7), greedy(9), priority=BATCH)
+    made.step()
+    made.submit(prompt(5, first=3), greedy(4), priority=BATCH)
+    decode_and_prompt = slices(made.want_batch())
+    online = made.submit(prompt(4, first=20), greedy(2))
+    made.preempt_step()
+    made.step()
+    taken = [part[:3] for part in slices(made.executed[-1])]
+    assert sorted(taken) == sorted([(3, 0, 4), *(part[:3] for part in decode_and_prompt)])
+    assert made.received[online].token_ids
+    load = made.core.load(made.at_s, MEMORY)
+    assert (load.offline_lost_tokens_total, load.offline_yields_total) == (1 + 5, 0)
+    made.run_to_end()
+    made.assert_empty()
+    assert len(made.received[first].token_ids) == 9
+
+
+def test_who_ends_while_its_step_is_preempted_leaves_nothing() -> None:
+    made = driver(block_count=40, block_tokens=4, harvest=CUT)
+    key = made.submit(prompt(7), greedy(9), priority=BATCH)
+    made.want_batch()
+    made.feed(Aborted(made.at_s, key))
+    made.preempt_step()
+    made.run_to_end()
+    made.assert_empty()

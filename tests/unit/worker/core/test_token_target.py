@@ -1,9 +1,13 @@
 """A target for the time of a token: who waits for it, and that who runs does not notice."""
 
+import math
+
 import pytest
 
 from ballast.common.cost import CostModel
 from ballast.common.sampling import PriorityClass
+from ballast.common.targets import Targets
+from services.worker.policy.harvest import Harvest
 from services.worker.policy.token_target import TokenTarget
 from tests.support.leader import Leader
 from tests.support.worker_core import MEMORY, Driver, greedy
@@ -38,6 +42,34 @@ def test_who_waits_for_a_target_is_let_in_in_the_order_of_service() -> None:
     while made.step() is not None:
         ended += [i for i, key in enumerate(keys) if made.received[key].ending is not None and i not in ended]
     assert ended == [0, *range(len(keys) - 1, 0, -1)]  # the first was alone when it came
+    made.assert_empty()
+
+
+def test_the_strictest_of_those_that_run_decides_who_waits() -> None:
+    classes = {PriorityClass.INTERACTIVE: Targets(tpot_s=0.0125), PriorityClass.DEFAULT: Targets(tpot_s=0.0145)}
+    made = driver(64, TokenTarget(math.inf, lambda: COST), Harvest(targets=classes), max_batch_tokens=64)
+    for _ in range(6):
+        made.submit(prompt(3), greedy(4))
+    made.step()
+    assert counts(made) == (4, 2, 4)
+    made.run_to_end()
+    made.submit(prompt(3), greedy(4), priority=PriorityClass.INTERACTIVE)
+    for _ in range(5):
+        made.submit(prompt(3), greedy(4))
+    made.step()
+    assert counts(made) == (2, 4, 2)
+    made.run_to_end()
+    made.assert_empty()
+
+
+def test_a_request_has_a_target_of_its_own() -> None:
+    made = driver(64, TokenTarget(math.inf, lambda: COST), max_running_count=8, max_batch_tokens=64)
+    made.submit(prompt(3), greedy(4), targets=Targets(tpot_s=0.0125))
+    for _ in range(5):
+        made.submit(prompt(3), greedy(9))
+    made.step()
+    assert counts(made) == (2, 4, 2)
+    made.run_to_end()
     made.assert_empty()
 
 

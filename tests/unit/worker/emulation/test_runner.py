@@ -1,10 +1,12 @@
 """The emulated runner says right tokens for right memory, and wrong ones for wrong memory."""
 
+from dataclasses import replace
+
 import pytest
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.sampling import SamplingParams
-from services.worker.core.batch import Batch, NewSequence, Slice, StepResult
+from services.worker.core.batch import Batch, NewSequence, Preempted, Slice, StepResult
 from services.worker.emulation.engine import EmulatedEngine
 from services.worker.emulation.phantom import phantom
 from services.worker.emulation.runner import WEIGHTS, Activation
@@ -158,3 +160,38 @@ def test_compaction_takes_contents_along(engine: EmulatedEngine) -> None:
 def test_blocks_that_are_not_there(engine: EmulatedEngine) -> None:
     with pytest.raises(InvariantViolation, match="is used, there are"):
         engine.step(Batch(1, (), (new(),), (Slice(1, 0, PROMPT, True),)), [(0, 1, engine.block_count)])
+
+
+def offline(number: int, first: int, tokens: tuple[int, ...], *, added: bool = False) -> Batch:
+    return Batch(number, (), (new(),) if added else (), (Slice(1, first, tokens, True),), safepoint_layers=1)
+
+
+def test_a_preempted_step_can_be_run_once_more(engine: EmulatedEngine) -> None:
+    asked: list[bool] = []
+
+    def preempted() -> bool:
+        asked.append(True)
+        return len(asked) == 3
+
+    with pytest.raises(Preempted):
+        engine.runner.run_stage(
+            offline(1, 0, PROMPT, added=True), [TABLE], None, first_layer=0, last_layer=4, preempted=preempted
+        )
+    assert len(asked) == 3, "behind each layer but the last"
+    assert step(engine, 2, 0, PROMPT) == ANSWER[0]
+    assert decode(engine, 6) == ANSWER[1:7]
+
+
+def test_a_stage_runs_once_more_what_was_preempted_behind_it(engine: EmulatedEngine) -> None:
+    """The token that it has computed lies in a block with tokens that are good."""
+    later, hidden = small_engine(), None
+    for number, (first, tokens, times) in enumerate([(0, PROMPT, 1), (10, ANSWER[:1], 3), (11, ANSWER[1:2], 2)]):
+        batch = offline(number, first, tuple(tokens), added=not first)
+        for again in range(times):
+            given = replace(batch, added=() if again else batch.added)
+            hidden = engine.runner.run_stage(given, [TABLE], None, first_layer=0, last_layer=2)
+        assert isinstance(hidden, Activation)
+        result = later.runner.run_stage(batch, [TABLE], hidden, first_layer=2, last_layer=4)
+        assert isinstance(result, StepResult)
+        assert result.token_ids == (ANSWER[number],)
+    assert engine.runner.wrong_total == later.runner.wrong_total == 0

@@ -1,18 +1,23 @@
 """What fits into a batch, and how long it then takes."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ballast.common.cost import Chunk, CostModel
+from ballast.common.targets import for_all
 from services.worker.policy.harvest import (
     MIN_CHUNK_TOKENS,
     Harvest,
     OfflineView,
+    OnlineView,
     PriceList,
     allowance_s,
     efficient_tokens,
     fill,
+    safepoint_layers,
     wanted_tokens,
 )
 
@@ -43,10 +48,22 @@ def test_an_a100_is_efficient_from_256_tokens_on() -> None:
 
 
 def test_a_target_is_shared_by_the_batches_that_circulate() -> None:
-    target = Harvest(target_s=0.1)
-    assert allowance_s(target, 0.02, 4, 2) == pytest.approx(0.2)
-    assert allowance_s(target, 0.3, 4, 2) == 0.3, "what online work makes longer gets nothing"
-    assert allowance_s(Harvest(slowdown=0.25), 0.02, 1, 1) == pytest.approx(0.025)
+    target, online = Harvest(), [OnlineView(0.1), OnlineView(0.3)]
+    assert allowance_s(target, 0.02, 4, 2, online, 512) == pytest.approx(0.2)
+    assert allowance_s(target, 0.3, 4, 2, online, 512) == 0.3, "what online work makes longer gets nothing"
+    assert allowance_s(Harvest(slowdown=0.25), 0.02, 1, 1, [], 512) == pytest.approx(0.025)
+
+
+def test_the_strictest_of_those_that_run_decides() -> None:
+    harvest, free = Harvest(slowdown=0.25), OnlineView(math.inf)
+
+    def allowed_s(*online: OnlineView) -> float:
+        return allowance_s(harvest, 0.02, 1, 1, online, 100)
+
+    assert allowed_s(OnlineView(0.05), OnlineView(0.03)) == 0.03
+    assert allowed_s(OnlineView(0.05), free) == pytest.approx(0.025), "who has no target is slowed down by a share"
+    assert allowed_s(OnlineView(0.05, first_token_in_s=0.08, left_tokens=150)) == 0.04, "two batches to the first token"
+    assert allowed_s(OnlineView(0.05, first_token_in_s=-1.0)) == 0.02, "it is late already"
 
 
 def test_decodes_go_before_prompts_and_the_one_that_waits_longest_first() -> None:
@@ -93,3 +110,11 @@ def test_prompts_for_two_batches_are_wanted() -> None:
     assert wanted_tokens(256, []) == 512
     assert wanted_tokens(256, [1, 1, 300]) == 212
     assert wanted_tokens(256, [700]) == 0
+
+
+def test_a_step_is_cut_where_it_takes_more_than_a_quarter_of_a_first_token() -> None:
+    harvest = Harvest(targets=for_all(ttft_s=0.8), layer_count=32)
+    assert safepoint_layers(harvest, 0.2) == 0
+    assert safepoint_layers(harvest, 0.4) == 4, "an eighth of the layers takes a sixteenth of the target"
+    assert safepoint_layers(harvest, 90.0) == 1
+    assert safepoint_layers(Harvest(layer_count=32), 90.0) == 0, "without a target none is"

@@ -1,0 +1,80 @@
+"""What tokens of a request may take (service level objectives), by class and by request."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from ballast.common.sampling import PriorityClass
+
+# Of a request, in this order, as HTTP headers and as gRPC metadata.
+TARGET_HEADERS = ("x-ballast-ttft-target-s", "x-ballast-tpot-target-s")
+_ONLINE = [each for each in PriorityClass if not each.offline]
+
+
+class Targets(NamedTuple):
+    """In seconds; inf: whatever it takes."""
+
+    ttft_s: float = math.inf  # the first token
+    tpot_s: float = math.inf  # each after it, on average
+
+    def or_else(self, other: "Targets") -> "Targets":
+        """The other's where this says nothing."""
+        return Targets(
+            other.ttft_s if math.isinf(self.ttft_s) else self.ttft_s,
+            other.tpot_s if math.isinf(self.tpot_s) else self.tpot_s,
+        )
+
+
+NO_TARGETS = Targets()
+
+
+def for_all(ttft_s: float | None = None, tpot_s: float | None = None) -> Mapping[PriorityClass, Targets]:
+    """The same of every online class; None: none."""
+    targets = Targets(math.inf if ttft_s is None else ttft_s, math.inf if tpot_s is None else tpot_s)
+    return dict.fromkeys(_ONLINE, targets)
+
+
+def read_by_class(text: str | None) -> Mapping[PriorityClass, float]:
+    """Seconds by online class: of `0.05` (all of them), `interactive=0.03,default=0.1`, or a JSON file with an object
+    like the latter. None: none.
+
+    Raises:
+        ValueError: it is none of these, and why.
+    """
+    if text is None:
+        return {}
+    if text.endswith(".json"):
+        try:
+            found: object = json.loads(Path(text).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{text} cannot be read: {error}") from error
+        if not isinstance(found, dict):
+            raise ValueError(f"{text} must hold an object, class to seconds")
+        pairs = [(str(name), str(value)) for name, value in found.items()]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    elif "=" in text:
+        pairs = [(name, value) for name, _, value in (part.partition("=") for part in text.split(","))]
+    else:
+        pairs = [(each.value, text) for each in _ONLINE]
+    known = {each.value: each for each in _ONLINE}
+    targets: dict[PriorityClass, float] = {}
+    for name, value in pairs:
+        if name.strip() not in known:
+            raise ValueError(f"{name.strip()!r} is no online class, these are {', '.join(known)}")
+        targets[known[name.strip()]] = seconds_of(value)
+    return targets
+
+
+def seconds_of(text: str) -> float:
+    """
+    Raises:
+        ValueError: it is no positive number.
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0.0:
+        raise ValueError(f"{text.strip()!r} is no positive number of seconds")
+    return seconds

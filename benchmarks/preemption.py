@@ -1,0 +1,209 @@
+"""What offline work that gives way within its step saves and costs:
+
+    python -m benchmarks.preemption [--arrivals 200] [--steps 200]
+
+Reaction: a worker with an emulated A100-40G and Llama-2-7B computes offline summaries without end; online requests come
+at random. Counted are those that find a step of offline work alone: from their arrival until it has given way, beside
+what a slice of it takes. Cost: steps of 64 prompt tokens of a model of 8 layers on one core, whole and in 4 slices in
+turns; processor time of the thread.
+"""
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any, cast
+
+from ballast.common.ids import RequestId, WorkerId
+from ballast.common.sampling import PriorityClass, SamplingParams
+from ballast.common.targets import for_all
+from benchmarks.offline import CLUSTER, MODEL, quantile, summaries
+from services.worker.core.batch import Batch, NewSequence, Slice
+from services.worker.core.events import Event, SequenceKey, StepDone, StepPreempted, Submitted
+from services.worker.core.limits import WorkerLimits
+from services.worker.emulation.connection import EmulatedOpener
+from services.worker.emulation.engine import emulate
+from services.worker.engine.load import load_engine
+from services.worker.links.config import TransportConfig
+from services.worker.links.pace import StagePace
+from services.worker.links.plane import DataPlane
+from services.worker.output_stream import OutputStream
+from services.worker.pipeline.build import Instance, join, stage_core
+from services.worker.pipeline.hub import Hub
+from services.worker.policy.harvest import Harvest
+from services.worker.shell import WorkerShell
+from sim.jobs.machines import catalogue_machine
+from tools.model.tiny import make_tiny
+
+TTFT_TARGET_S = 0.1  # so that a step of an eighth of a layer's milliseconds is cut into slices of 6 ms
+VOCABULARY = 4096
+OFFLINE_COUNT = 32
+LAYERS, TOKENS, SLICES = 8, 64, 4
+
+
+class Reactions:
+    """Hears what the core is told, and how long slices take."""
+
+    def __init__(self, handle: Callable[[Event], Any], run: Callable[..., None]) -> None:
+        self.steps: list[tuple[float, bool]] = []  # when a step ended, and whether it gave way
+        self.longest_slice_s = 0.0
+        self._handle = handle
+        self._run = run
+
+    def handle(self, event: Event) -> Any:
+        if isinstance(event, StepDone | StepPreempted):
+            self.steps.append((event.at_s, isinstance(event, StepPreempted)))
+        return self._handle(event)
+
+    def run(self, seconds: float, began_s: float, given_s: float | None, slice_count: int = 1, *rest: Any) -> None:
+        if slice_count > 1:
+            self.longest_slice_s = max(self.longest_slice_s, seconds / slice_count)
+        self._run(seconds, began_s, given_s, slice_count, *rest)
+
+
+async def react(arrivals: int, seed: int) -> tuple[list[float], float]:
+    """Seconds from arrivals until a step gave way, and the longest slice."""
+    machine = catalogue_machine(CLUSTER.removeprefix("1x"), MODEL, VOCABULARY)
+    engine = emulate(machine)
+    cost = machine.execution.cost_of(machine.model.layer_count, is_first=True, is_last=True)
+    limits = WorkerLimits(
+        block_tokens=16,
+        max_model_len=engine.info.max_model_len,
+        vocab_size=VOCABULARY,
+        eos_token_ids=frozenset(),
+        max_running_count=64,
+        max_batch_tokens=512,
+        max_waiting_count=256,
+    )
+    harvest = Harvest(lambda: cost, targets=for_all(ttft_s=TTFT_TARGET_S), layer_count=machine.model.layer_count)
+    core, book = stage_core(limits, cast(Instance, engine), 1, harvest=harvest)
+    clock = engine.runner.clock
+    heard = Reactions(core.handle, clock.run)
+    core.handle = heard.handle  # pyright: ignore[reportAttributeAccessIssue]
+    clock.run = heard.run  # pyright: ignore[reportAttributeAccessIssue]
+    shell = WorkerShell(core=core, engine=engine, detokenizer=cast(Any, None))
+
+    def open_plane(hub: Hub, secret: bytes | None) -> DataPlane:
+        opener = EmulatedOpener(hub, machine.link_bytes_per_s, clock)
+        return DataPlane(WorkerId("w"), opener, host="127.0.0.1", pace=StagePace(), secret=secret)
+
+    join(
+        shell,
+        me=WorkerId("w"),
+        core=core,
+        book=book,
+        engine=cast(Instance, engine),
+        config=TransportConfig(),
+        advertise_host="127.0.0.1",
+        open_plane=open_plane,
+    )
+    running = asyncio.create_task(shell.run())
+    try:
+        return await _arrive(shell, heard, arrivals, random.Random(seed)), heard.longest_slice_s
+    finally:
+        shell.stop()
+        await running
+
+
+async def _arrive(shell: WorkerShell, heard: Reactions, arrivals: int, rng: random.Random) -> list[float]:
+    stream, handles, lengths = await shell.open_stream(), count(1), summaries(1)
+    reading = asyncio.create_task(_read(stream))
+
+    async def submit(prompt: int, answer: int, priority: PriorityClass) -> float:
+        key = SequenceKey(stream.stream_id, next(handles))
+        tokens = tuple(rng.randrange(VOCABULARY) for _ in range(prompt))
+        at_s = time.monotonic()
+        event = Submitted(
+            at_s=at_s,
+            key=key,
+            request_id=RequestId(f"r{key.handle}"),
+            attempt=1,
+            prompt_token_ids=tokens,
+            sampling=SamplingParams(max_tokens=answer, temperature=0.0, seed=0, ignore_eos=True),
+            priority=priority,
+            wants_text=False,
+        )
+        await shell.post(event)
+        return at_s
+
+    found: list[float] = []
+    for number in range(arrivals):
+        while shell.load().offline_running_count + shell.load().offline_waiting_count < OFFLINE_COUNT:
+            await submit(*rng.choice(lengths), PriorityClass.BATCH)
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(rng.uniform(0.1, 0.2))
+        seen, at_s = len(heard.steps), await submit(32, 2, PriorityClass.INTERACTIVE)
+        await until(lambda seen=seen: len(heard.steps) > seen)
+        ended_s, preempted = heard.steps[seen]
+        found += [ended_s - at_s] if preempted else []
+        print(f"\r{number + 1} of {arrivals}, {len(found)} found a step to preempt", end="", file=sys.stderr)
+    reading.cancel()
+    return found
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30.0):
+        while not condition():  # noqa: ASYNC110 - the engine's thread brings it about
+            await asyncio.sleep(0.001)
+
+
+async def _read(stream: OutputStream) -> None:
+    while await stream.next() is not None:
+        pass
+
+
+def cost_of_slices(folder: Path, steps: int) -> list[float]:
+    """Of each pair of steps, one whole and one in slices: processor time of the latter, in that of the former."""
+    model = make_tiny("llama", folder / "model", layers=LAYERS, hidden=512, heads=8, kv_heads=4, max_len=1024)
+    ratios: list[float] = []
+    with load_engine(model, device_memory_bytes=512 << 20, dtype="float32") as engine:
+        first, prompt = engine.memory.kv.window.first_block, tuple(range(5, 5 + TOKENS))
+        table = tuple(range(first, first + TOKENS // engine.block_tokens + 1))
+        sampling = SamplingParams(temperature=0.0, ignore_eos=True)
+
+        def step_s(step_id: int, safepoint_layers: int) -> float:
+            batch = Batch(
+                step_id,
+                (step_id - 1,) if step_id > 1 else (),
+                (NewSequence(step_id, prompt, (), sampling),),
+                (Slice(step_id, 0, prompt, True),),
+                safepoint_layers=safepoint_layers,
+            )
+            began_s = time.thread_time()
+            engine.runner.run_stage(batch, [table], None, first_layer=0, last_layer=LAYERS, preempted=lambda: False)
+            return time.thread_time() - began_s
+
+        for number in range(1, 2 * steps, 2):
+            slices = [0, LAYERS // SLICES][:: 1 if number % 4 == 1 else -1]
+            took_s = dict(zip(slices, [step_s(number, slices[0]), step_s(number + 1, slices[1])], strict=True))
+            ratios.append(took_s[LAYERS // SLICES] / took_s[0])
+    return ratios
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arrivals", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    found, slice_s = asyncio.run(react(args.arrivals, args.seed))
+    print("\r", end="", file=sys.stderr)
+    print(
+        f"{len(found)} of {args.arrivals} arrivals found a step of offline work: it gave way after P50"
+        f" {quantile(found, 0.5) * 1e3:.1f}, P99 {quantile(found, 0.99) * 1e3:.1f} ms; slices take up to"
+        f" {slice_s * 1e3:.1f} ms"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        ratios = cost_of_slices(Path(folder), args.steps)
+    low, median, high = (f"{quantile(ratios, fraction) - 1:+.1%}" for fraction in (0.25, 0.5, 0.75))
+    print(f"{args.steps} steps in {SLICES} slices: {median} of processor time (quartiles {low}, {high})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
