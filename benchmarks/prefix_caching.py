@@ -15,14 +15,22 @@ import argparse
 import json
 import random
 import time
+import tracemalloc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import quantiles
 
-from ballast.common.ids import RequestId
+from ballast.common.ids import Incarnation, RequestId, WorkerId
+from ballast.common.load import MemoryReport
+from ballast.common.marks import MARK_TOKENS
 from ballast.common.sampling import SamplingParams
 from ballast.common.units import parse_bytes
+from ballast.rpc.codec import LOAD
+from ballastpb.worker.v1 import worker_pb2 as pb_worker
+from services.dispatcher.core.placement import PlacementRules
+from services.dispatcher.core.prefix_map import PrefixMap
+from services.dispatcher.policy.freeness import WorkerKey
 from services.worker.core.batch import StepResult
 from services.worker.core.blocks import BlockBook
 from services.worker.core.events import BatchWanted, Execute, RoomWanted, SequenceKey, StepDone, StreamOpened, Submitted
@@ -46,7 +54,7 @@ _SPAN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixCell:
+class Cell:
     share: float  # of prompt tokens
     way: str
     ttft_p50_s: float
@@ -91,7 +99,7 @@ def arrivals_from(trace: Path, until_s: float) -> list[Arrival]:
     return arrivals
 
 
-def run(share: float, way: str, arrivals: Sequence[Arrival], size: Size) -> PrefixCell:
+def run(share: float, way: str, arrivals: Sequence[Arrival], size: Size) -> Cell:
     rules = find_policy("drop")(production_rules(WorkerSize()))
     dispatcher = rules.dispatcher
     if way not in ("routed", "host"):
@@ -116,7 +124,7 @@ def run(share: float, way: str, arrivals: Sequence[Arrival], size: Size) -> Pref
     tpot = [(times_s[-1] - times_s[0]) / (len(times_s) - 1) for times_s in answers]
     hits = sum(load.prefix_hits_total for load in loads) / queried if queried else 0.0
     from_host = sum(load.prefix_host_hits_total for load in loads) / queried if queried else 0.0
-    return PrefixCell(share, way, ttft[49], ttft[98], quantiles(tpot, n=2)[0], hits, from_host, len(records))
+    return Cell(share, way, ttft[49], ttft[98], quantiles(tpot, n=2)[0], hits, from_host, len(records))
 
 
 def core_of(*, caching: bool, running: int) -> WorkerCore:
@@ -219,7 +227,41 @@ def giving_up_costs() -> dict[str, float]:
     return {f"giving up 1,000 of {retained:,} retained blocks, ms": round(took_s * 1000, 2)}
 
 
-def draw(cells: Sequence[PrefixCell], path: Path) -> None:
+def dispatcher_costs(worker_count: int = 1000, seconds: int = 20) -> dict[str, float]:
+    """What a dispatcher has of marks: each worker computes 12,800 tokens/s, and reports once a second."""
+    workers = [WorkerKey(WorkerId(f"worker-{number:04}"), Incarnation(1)) for number in range(worker_count)]
+    per_report, rng = 12_800 // MARK_TOKENS, random.Random(1)
+    reports = [[rng.getrandbits(63) for _ in range(per_report)] for _ in range(worker_count * seconds)]
+    tracemalloc.start()
+    known = PrefixMap(PlacementRules().prefix_marks)
+    for number, marks in enumerate(reports[-PlacementRules().prefix_marks // per_report :]):
+        known.note(workers[number % worker_count], marks, 0.0)
+    held_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    began_s = time.process_time()
+    for number, marks in enumerate(reports):
+        known.report(workers[number % worker_count], 0.0)
+        known.note(workers[number % worker_count], marks, 1.0)
+    noting_s = (time.process_time() - began_s) / seconds
+    began_s = time.process_time()
+    for marks in reports[-worker_count:]:
+        known.hits(marks)
+    finding_s = (time.process_time() - began_s) / worker_count
+    memory = MemoryReport(budget_bytes=80 << 30, parameter_bytes=26 << 30, kv_bytes=54 << 30, free_bytes=0)
+    load = core_of(caching=True, running=1).load(0.0, memory)
+    bare_bytes = pb_worker.StepOutput(load=LOAD.message(load)).ByteSize()
+    told_bytes = pb_worker.StepOutput(load=LOAD.message(load), marks=reports[0]).ByteSize()
+    return {
+        "bytes of a load report": bare_bytes,
+        f"bytes of its {per_report} marks": told_bytes - bare_bytes,
+        f"MB/s of marks from {worker_count:,} workers": round(worker_count * (told_bytes - bare_bytes) / 1e6, 2),
+        f"processor seconds a second for marks of {worker_count:,} workers": round(noting_s, 3),
+        f"us to find a prompt of {12_800:,} tokens": round(finding_s * 1e6, 1),
+        f"MB held of {len(known):,} marks": round(held_bytes / 1e6, 1),
+    }
+
+
+def draw(cells: Sequence[Cell], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -238,7 +280,7 @@ def draw(cells: Sequence[PrefixCell], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def table(cells: Sequence[PrefixCell], costs: Mapping[str, float], cluster: str, model: str) -> str:
+def table(cells: Sequence[Cell], costs: Mapping[str, float], cluster: str, model: str) -> str:
     lines = [
         f"{model} on {cluster}, simulated; {cells[0].request_count} requests a cell or about as many.",
         "",
@@ -271,7 +313,7 @@ def main() -> None:
     host_bytes = parse_bytes(args.host_bytes) // instance_count
     block_tokens = production_rules(WorkerSize()).worker.block_tokens if args.trace is None else _TRACE_BLOCK_TOKENS
     size = Size(args.cluster, args.model, block_tokens, host_bytes)
-    cells: list[PrefixCell] = []
+    cells: list[Cell] = []
     for share in args.shares if args.trace is None else (0.0,):
         if args.trace is None:
             arrivals = arrivals_of(share, args.rate_per_s * instance_count, args.seed)
@@ -280,9 +322,9 @@ def main() -> None:
         for way in args.ways or (WAYS if args.trace is None else (*WAYS, "host")):
             cells.append(run(share, way, arrivals, size))
             print(cells[-1], flush=True)
-    costs = step_costs() | giving_up_costs()
+    costs = step_costs() | giving_up_costs() | dispatcher_costs()
     print(costs)
-    said = {"cells": [{name: getattr(cell, name) for name in PrefixCell.__slots__} for cell in cells], "costs": costs}
+    said = {"cells": [{name: getattr(cell, name) for name in Cell.__slots__} for cell in cells], "costs": costs}
     (args.out / "prefix-caching.json").write_text(json.dumps(said, indent=1) + "\n")
     (args.out / "prefix-caching.md").write_text(table(cells, costs, args.cluster, args.model))
     if args.trace is None:

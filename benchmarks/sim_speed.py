@@ -158,6 +158,14 @@ def calls_per_event(size: int, each: int) -> float:
     return sum(entry.callcount for entry in profile.getstats()) / run.event_count
 
 
+def calls_per_request(count: int) -> float:
+    """Of the workload that vidur's speed is told for."""
+    world = World(_options(1), poisson(count, 1.5, (2048, 512)))
+    profile = cProfile.Profile()
+    profile.runcall(world.run)
+    return sum(entry.callcount for entry in profile.getstats()) / count
+
+
 def single_runs(trace: Path | None) -> None:
     if trace is not None:
         long_run = [Arrival(r.arrival_s, r.input_tokens, r.output_tokens) for r in read_trace(trace).requests]
@@ -189,6 +197,7 @@ def main() -> None:
         print(table([measured("one run", args.instances, arrivals, progress=_every(len(arrivals) // 50 or 1))]))
         return
     if args.calls:
+        print(f"vidur's workload: {calls_per_request(600):,.0f} calls for each request", flush=True)
         for size in SIZES[:3]:
             print(f"{size} instances: {calls_per_event(size, args.each):.2f} calls for each event", flush=True)
         return

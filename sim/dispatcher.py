@@ -10,6 +10,7 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.ids import DispatcherId, WorkerId
 from ballast.common.layout import Layout
 from ballast.common.model import ModelInfo
+from ballast.common.reach import Reach
 from ballast.common.sampling import FinishReason
 from ballast.common.traffic import Traffic
 from services.dispatcher.core import events as d
@@ -116,6 +117,9 @@ class DispatcherNode:
     def adopt(self, layout: Layout) -> None:
         self.feed(d.LayoutChanged(self._clock.now_s, layout))
 
+    def hear_reach(self, reach: Reach) -> None:
+        self.feed(d.ReachTold(self._clock.now_s, reach))
+
     def traffic(self) -> Traffic:
         self.catch_up()
         return self.core.traffic(self._clock.now_s)
@@ -159,7 +163,7 @@ class DispatcherNode:
                 if endings and self.core.growth.is_due(self._clock.now_s):
                     self.catch_up()
                 moves = any(e.finish_reason not in _PLAIN_ENDINGS or e.refused or e.moved_to for e in endings)
-                if moves or load.waiting_count or len(self.core.backlog):
+                if moves or load.waiting_count or self.core.waits:
                     self._report_loads()
             case _:
                 self.catch_up()
@@ -173,7 +177,7 @@ class DispatcherNode:
         """Those between which it decides: while an engine fast-forwards its free memory only shrinks, so
         one that is not the freest of its shape before the core hears of it will not be so afterwards.
         """
-        if not len(self.core.backlog):
+        if not self.core.waits:
             for link in list(self._unheard):
                 self._report_load(link)
             while found := self.core.contenders(request, self._clock.now_s):
@@ -346,7 +350,7 @@ class DispatcherNode:
         if link.reported:
             link.reported = False
             self._unreported[link] = None
-        if link.waits or len(self.core.backlog):
+        if link.waits or self.core.waits:
             self._is_known(link)
             self._report_loads()
             self._catch_up_with(link)

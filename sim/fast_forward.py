@@ -67,6 +67,8 @@ class Pace:
             retained_block_count=before.retained_block_count,
             prefix_queries_total=before.prefix_queries_total,
             prefix_hits_total=before.prefix_hits_total,
+            longest_token_count=before.longest_token_count + (landed if before.longest_token_count else 0),
+            longest_limit_tokens=before.longest_limit_tokens,
             prefix_host_hits_total=before.prefix_host_hits_total,
             host_block_count=before.host_block_count,
             busiest_caller_count=before.busiest_caller_count,

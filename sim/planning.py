@@ -10,11 +10,13 @@ from typing import Protocol
 from ballast.common.errors import InvalidRequest, StaleEpoch
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Layout, Member, Standing
+from ballast.common.overload import OverloadPolicy
+from ballast.common.reach import Reach
 from ballast.common.transition import Phase
 from ballast.rpc.fencing import PLANNER_TOKEN, Fence
 from ballastpb.worker.v1 import worker_pb2 as pb
 from services.monitor.core import messages as m
-from services.monitor.policy.pressure import Overload, Relief
+from services.monitor.policy.pressure import LongRequest, Overload, Relief
 from services.planner.core import messages as p
 from services.planner.core.machine import PlannerCore, PlannerRules
 from services.planner.core.prediction_log import Predicted
@@ -23,6 +25,7 @@ from services.planner.core.transition import Journal, MemberSaid
 from services.planner.peers import PROBE_TIMEOUT_S
 from services.planner.policy.migrate import MigrationRules, Move, is_round_due, migrations
 from services.planner.shell.balancing import INTERVAL_S, WITHIN_S
+from services.planner.shell.reaching import SOON_S, reach_now
 from services.worker.core import plan as wp
 from services.worker.pipeline.planner_side import HOLD_S, NOT_PREPARED, NOT_TAKEN_UP, Transitions
 from sim.monitoring import LEADERSHIP_TTL_S, MonitorNode
@@ -83,6 +86,7 @@ class PlannerNode:
         self._timer = 0
         self._numbers = 0
         self._candidacy: Candidacy | None = None
+        self._reach: Reach | None = None  # as told last
         self._empties = False  # another round of moves is due
         self.feed(p.TimerFired(clock.now_s, "start"))
         if elected:
@@ -133,6 +137,8 @@ class PlannerNode:
             case p.Publish(layout, _):
                 self.published.append(layout.epoch)
                 self._empty(layout)
+                if self.core.rules.transitions.policy is OverloadPolicy.DROP:
+                    self._tell_reach()
             case p.NothingDone():
                 self.nothing_done.append((self._clock.now_s, command))
             case p.PredictionSettled(predicted):
@@ -220,6 +226,20 @@ class PlannerNode:
         def hear(load: p.ClusterLoad, why: str) -> None:
             if self._clock.now_s < self.decides_until_s:
                 self.feed(p.LoadsRead(self._clock.now_s, cause_id, load, why))
+
+        self._ask_loads(hear)
+
+    def _tell_reach(self) -> None:
+        """As `services.planner.shell.reaching`: after each new layout, and again while too little is known."""
+
+        def hear(load: p.ClusterLoad, why: str) -> None:
+            reach = None if why else reach_now(self.core.layout_model, load)
+            if reach is None:
+                if self.core.active:
+                    self._clock.after(SOON_S, b"planner tells reach", lambda: self.process.run(self._tell_reach))
+            elif reach != self._reach:
+                self._reach = reach
+                self._state.write_reach(reach)
 
         self._ask_loads(hear)
 
@@ -462,6 +482,8 @@ def _translate(change: m.Change | None, at_s: float, cause_id: str) -> p.Monitor
             return p.OverloadRaised(at_s, cause_id, required)
         case m.Raised(Relief()):
             return p.ReliefRaised(at_s, cause_id)
+        case m.Raised(LongRequest(need_tokens, prompt_tokens, leader_id)):
+            return p.LongRequestRaised(at_s, cause_id, need_tokens, prompt_tokens, leader_id)
         case m.Raised():
             return None
 

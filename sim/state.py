@@ -9,6 +9,7 @@ from functools import partial
 from ballast.common.ids import DispatcherId, Epoch, Incarnation
 from ballast.common.layout import Layout
 from ballast.common.model import ModelInfo
+from ballast.common.reach import Reach
 from services.monitor.core.messages import BacklogWord
 from services.planner.core.messages import StoredLayout, WriteJournal, WriteLayout, WriteOutcome
 from services.planner.core.stages import Stage
@@ -132,6 +133,7 @@ class StateServer:
         self.is_up = True
         self.slow_s = 0.0  # each operation takes so much longer
         self._watchers: list[tuple[str, Callable[[Layout], None]]] = []
+        self._reach_watchers: list[tuple[str, Callable[[Reach], None]]] = []
         self.on_journal: Callable[[Journal], None] = lambda _: None  # hears of each that has been written, at once
         self._leaders: dict[tuple[str, str], str] = {}  # by lease and by who looked: as it has found them last
         self._past: list[tuple[float, Contents]] | None = None
@@ -197,6 +199,14 @@ class StateServer:
         if self.reaches(by) and lease is not None and lease.until_s > self.now_s and lease.holder != NOBODY:
             self._leaders[name, by] = lease.holder
         return self._leaders.get((name, by))
+
+    def watch_reach(self, told: Callable[[Reach], None], name: str = STATE) -> None:
+        self._reach_watchers.append((name, told))
+
+    def write_reach(self, reach: Reach) -> None:
+        for name, told in self._reach_watchers:
+            bring = partial(self._lines.bring, STATE, name, partial(told, reach))
+            self._clock.after(3 * self._delays.state_s, b"reach", bring)
 
     def _tell(self, layout: Layout) -> None:
         """Whoever watches gets a hint, and reads."""

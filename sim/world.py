@@ -308,6 +308,7 @@ class World:
             max_waiting_count=rules.worker.max_waiting_count,
         )
         self.state.watch(node.adopt, node.name)
+        self.state.watch_reach(node.hear_reach, node.name)
         share_traffic(self.clock, self.state, dispatcher_id, node.traffic, interval_s=rules.backlog_interval_s)
         return node
 

@@ -67,6 +67,8 @@ class LoadReport:
     prefix_host_hits_total: int = 0  # of these, those whose KV came back from host memory
     host_block_count: int = 0  # of host memory, with copies of what is retained or was
     offline_yields_total: int = 0  # times an offline request gave its blocks or its place to online work
+    longest_token_count: int = 0  # of the longest online request that runs
+    longest_limit_tokens: int = 0  # that this one may come to, with all of its answer
     busiest_caller_count: int = 0  # online requests that run, of the caller that has the most of them
     parked: bool = False  # takes no request until woken; its device memory is given back, or about to be
     wake_s: float = 0.0  # that waking takes, as measured lately or estimated; 0: it cannot be parked
@@ -74,6 +76,11 @@ class LoadReport:
     @property
     def kv_usage_fraction(self) -> float:
         return self.used_block_count / self.block_count if self.block_count else 0.0
+
+    @property
+    def retained_fraction(self) -> float:
+        """Of the KV blocks those that are free and keep KV for prompts that begin so."""
+        return self.retained_block_count / self.block_count if self.block_count else 0.0
 
     @property
     def prefix_hit_fraction(self) -> float:

@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from itertools import zip_longest
 
 from ballast.common.cost import Chunk, CostModel
@@ -17,6 +17,16 @@ WAIT_COUNTS = len(_WAITS_S) + 1
 # Prompts are counted by their tokens up to these: a quarter apart, 16 to 900,000.
 _LENGTHS = tuple(16 * 1.25**i for i in range(50))
 LENGTH_COUNTS = len(_LENGTHS) + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongDemand:
+    """Requests that wait for a group which holds them, for no instance does alone."""
+
+    count: int = 0
+    need_tokens: int = 0  # of the one that needs most, with what its answer may still grow by
+    prompt_tokens: int = 0  # of these so many are to be computed
+    wait_s: float = 0.0  # of the first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +50,11 @@ class Traffic:
     later_s: float = 0.0  # that these took, each from the one before
     # Requests of the last minute, by the `length_index` of their prompt; zeros at the end are left out.
     prompt_counts: tuple[int, ...] = ()
+    long: LongDemand = LongDemand()  # in no other number here but those of answers
 
     @property
     def is_idle(self) -> bool:
-        return not (self.queued_count or self.minute_count or self.ended_count or self.calm_per_s)
+        return not (self.queued_count or self.minute_count or self.ended_count or self.calm_per_s or self.long.count)
 
     def is_believable(self, max_model_len: int) -> bool:
         """False: prompts or answers are longer on average than the model allows."""
@@ -61,7 +72,8 @@ class Traffic:
 
 def write_traffic(traffic: Traffic) -> str:
     """As it stands in the state server: its numbers in order."""
-    return " ".join(map(_written, astuple(traffic)))
+    *own, long = astuple(traffic)
+    return " ".join(map(_written, (*own, *long)))
 
 
 def _written(value: float | tuple[int, ...]) -> str:
@@ -76,13 +88,16 @@ def read_traffic(text: str) -> Traffic:
         ValueError: another version has written it, or nobody of ours.
     """
     words = text.split(" ")
-    *numbers, firsts, later, later_s, prompts = words
+    if words[-1].endswith("]"):  # of a version that knew no long requests
+        words += ["0"] * 4
+    *numbers, firsts, later, later_s, prompts, long_count, need, prompt, long_wait = words
     queued, queued_tokens, recent, minute, minute_tokens, calm, ended, ended_tokens, going_on, known, oldest = numbers
     counts = [
         int(value)
         for value in (queued, queued_tokens, recent, minute, minute_tokens, ended, ended_tokens, going_on, later)
     ]
-    rates = [float(value) for value in (calm, known, oldest, later_s)]
+    counts += [int(value) for value in (long_count, need, prompt)]
+    rates = [float(value) for value in (calm, known, oldest, later_s, long_wait)]
     first_counts, prompt_counts = (
         [int(value) for value in word[1:-1].split(",") if value] for word in (firsts, prompts)
     )
@@ -106,6 +121,7 @@ def read_traffic(text: str) -> Traffic:
         later_count=counts[8],
         later_s=rates[3],
         prompt_counts=tuple(prompt_counts),
+        long=LongDemand(count=counts[9], need_tokens=counts[10], prompt_tokens=counts[11], wait_s=rates[4]),
     )
 
 
@@ -128,7 +144,14 @@ def sum_traffic(parts: Iterable[Traffic]) -> Traffic:
         later_count=sum(p.later_count for p in listed),
         later_s=math.fsum(p.later_s for p in listed),
         prompt_counts=tuple(map(sum, zip_longest(*(p.prompt_counts for p in listed), fillvalue=0))),
+        long=_sum_long([p.long for p in listed]),
     )
+
+
+def _sum_long(parts: Sequence[LongDemand]) -> LongDemand:
+    largest = max(parts, key=lambda part: part.need_tokens, default=LongDemand())
+    wait_s = max((part.wait_s for part in parts), default=0.0)
+    return replace(largest, count=sum(part.count for part in parts), wait_s=wait_s)
 
 
 def wait_index(wait_s: float) -> int:

@@ -111,6 +111,8 @@ def _check_load(report: pb.LoadReport) -> None:
         report.retained_block_count,
         report.prefix_queries_total,
         report.prefix_hits_total,
+        report.longest_token_count,
+        report.longest_limit_tokens,
         report.prefix_host_hits_total,
         report.host_block_count,
         report.busiest_caller_count,
@@ -171,6 +173,9 @@ def _check_traffic(message: pb.Traffic) -> None:
             message.ended_tokens,
             message.open_tokens,
             message.later_count,
+            message.long.count,
+            message.long.need_tokens,
+            message.long.prompt_tokens,
             *message.first_counts,
             *message.prompt_counts,
         ),
@@ -180,7 +185,8 @@ def _check_traffic(message: pb.Traffic) -> None:
     if len(message.first_counts) > WAIT_COUNTS or not 0.0 <= message.later_s < math.inf:
         raise InvalidRequest("traffic", f"no such waits: {message}")
     if not all(
-        0.0 <= value <= border.MAX_SECONDS for value in (message.calm_per_s, message.known_s, message.oldest_wait_s)
+        0.0 <= value <= border.MAX_SECONDS
+        for value in (message.calm_per_s, message.known_s, message.oldest_wait_s, message.long.wait_s)
     ):
         raise InvalidRequest("traffic", f"rates are not negative: {message}")
 

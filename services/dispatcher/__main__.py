@@ -14,6 +14,7 @@ import grpc.aio
 
 from ballast.common.ids import DispatcherId
 from ballast.common.layout import Layout
+from ballast.common.reach import Reach
 from ballast.common.traffic import Traffic
 from ballast.rpc.bounds import CallBounds
 from ballast.rpc.callers import Admit
@@ -35,7 +36,7 @@ from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.core.backlog import Order
 from services.dispatcher.core.dispatcher import DispatcherCore
-from services.dispatcher.core.events import LayoutChanged
+from services.dispatcher.core.events import LayoutChanged, ReachTold
 from services.dispatcher.core.limits import Limits
 from services.dispatcher.core.placement import PlacementRules
 from services.dispatcher.operators import OperatorServicer
@@ -181,13 +182,16 @@ async def _serve(
         shell.feed(LayoutChanged(clock.now_s(), layout))
         shell.ready_changed.set()
 
+    def on_reach(reach: Reach | None) -> None:
+        shell.feed(ReachTold(clock.now_s(), reach))
+
     def traffic() -> Traffic:
         return shell.core.traffic(clock.now_s())
 
     try:
         async with _running(
             shell.run(),
-            keep_up(lambda: store.watch_layout(_LAYOUT_POLL_S, on_layout), "layout"),
+            keep_up(lambda: store.watch_layout(_LAYOUT_POLL_S, on_layout, on_reach), "layout"),
             keep_up(lambda: store.listen(servicer.taken), "announcements"),
             keep_up(lambda: store.register(address), "registration"),
             keep_up(lambda: store.share_traffic(traffic), "traffic"),
@@ -239,6 +243,7 @@ def build_shell(
             max_offline_queued_count=settings.max_offline_queued,
             replay_limit=settings.replay_limit,
             no_worker_timeout_s=settings.no_worker_timeout_s,
+            long_wait_s=settings.long_wait_s,
         ),
         PlacementRules(
             order=Order(settings.queue_order),

@@ -14,6 +14,7 @@ class DispatcherSettings(ServiceSettings):
     summary: ClassVar[str] = "Accepts requests, keeps the backlog, picks workers and relays tokens."
     developer: ClassVar[frozenset[str]] = frozenset(
         {
+            "long_wait_s",
             "prefix_marks",
             "growth_tokens",
             "max_deadline_s",
@@ -68,6 +69,8 @@ class DispatcherSettings(ServiceSettings):
     """Deadline in seconds of a request that brings none or a longer one."""
     no_worker_timeout_s: float = Field(30.0, gt=0)
     """Seconds a request waits while there is no worker at all."""
+    long_wait_s: float = Field(60.0, gt=0)
+    """Seconds that a request longer than an instance holds waits until a group of instances is formed that does."""
     client_stall_timeout_s: float = Field(60.0, gt=0)
     """Seconds after which a client that reads nothing is given up."""
 

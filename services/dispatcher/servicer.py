@@ -164,7 +164,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         if model is None:
             raise Unavailable("workers", "none has connected yet, so the model is not known")
         return pb.GetModelInfoResponse(
-            model=MODEL.message(model),
+            model=MODEL.message(replace(model, max_model_len=self._shell.max_model_len or model.max_model_len)),
             chat_template=self._encoder.chat_template,
             default_sampling=self._encoder.default_sampling,
         )
@@ -178,7 +178,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             layout=LAYOUT.message(layout) if layout is not None else None,
             workers=self._worker_statuses(),
             model=MODEL.message(model) if model is not None else None,
-            backlog_request_count=len(core.backlog),
+            backlog_request_count=len(core.backlog) + len(core.long),
             backlog_token_count=core.backlog.distinct_token_count,
             offline_queued_count=len(core.feed),
             running_request_count=core.fleet.placed_count + core.moving_count,
@@ -409,14 +409,14 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     def _longest_prompt(self) -> int:
         """Length of the longest prompt that is taken, in tokens."""
-        model = self._shell.model
-        return _MAX_PROMPT_TOKENS if model is None else min(_MAX_PROMPT_TOKENS, model.max_model_len - 1)
+        most = self._shell.max_model_len
+        return _MAX_PROMPT_TOKENS if most is None else min(_MAX_PROMPT_TOKENS, most - 1)
 
     def _check_length(self, token_count: int) -> None:
-        model, longest = self._shell.model, self._longest_prompt()
+        most, longest = self._shell.max_model_len, self._longest_prompt()
         if token_count > longest:
             why = f"has {token_count} tokens; with one generated token at most {longest} fit"
-            raise InvalidRequest("prompt", why if model is None else f"{why} (max_model_len {model.max_model_len})")
+            raise InvalidRequest("prompt", why if most is None else f"{why} (max_model_len {most})")
 
     def _complete(self, sampling: SamplingParams, prompt: Sequence[int], *, may_shorten: bool) -> SamplingParams:
         """Draws a seed where there is none, and fits max_tokens to the model's length.

@@ -2,6 +2,7 @@
 
 Keys, all under `ballast:`
   layout                    read here, written by the planner (services.planner.store)
+  reach                     read here, written by the planner: how long a context the cluster holds
   layout:changed            channel; a hint to read the layout now
   dispatchers:<id>          hash {address, incarnation}, expires unless renewed: who is there
   dispatchers:lately:<id>/<incarnation>
@@ -30,6 +31,7 @@ from google.protobuf.message import DecodeError
 from ballast.common.errors import AlreadyExists, BallastError, Cancelled, Unavailable
 from ballast.common.ids import RequestId
 from ballast.common.layout import Layout
+from ballast.common.reach import Reach, read_reach
 from ballast.common.traffic import Traffic, write_traffic
 from ballast.rpc.codec import LAYOUT
 from ballast.service.logs import get_logger
@@ -40,6 +42,7 @@ from services.dispatcher.shell.ports import Claim
 
 _LAYOUT = f"{KEY_PREFIX}layout"
 _LAYOUT_CHANGED = f"{KEY_PREFIX}layout:changed"
+_REACH = f"{KEY_PREFIX}reach"
 _DISPATCHERS = f"{KEY_PREFIX}dispatchers:"
 _LATELY = f"{_DISPATCHERS}lately:"
 _TAKEN = f"{_DISPATCHERS}taken:"
@@ -122,21 +125,27 @@ class DispatcherStore:
 
     # --------------------------------------------------------------------------------------------- layout
 
-    async def watch_layout(self, poll_s: float, on_layout: Callable[[Layout], None]) -> None:
-        """Calls back with every layout that differs from the one before."""
+    async def watch_layout(
+        self, poll_s: float, on_layout: Callable[[Layout], None], on_reach: Callable[[Reach | None], None]
+    ) -> None:
+        """Calls back with every layout, and every reach, that differs from the one before."""
         known: str | None = None
+        known_reach: str | None = None
         while True:
             self._hint.clear()
             try:
-                body = await self._read_layout()
+                body, reach = await self._read_layout()
             except Unavailable:
-                body = None
+                body, reach = None, known_reach
             if body is not None and body != known:
                 known = body
                 layout = _decode(body)
                 if layout is not None:
                     get_logger().info("layout", epoch=layout.epoch, groups=len(layout.groups), reason=layout.reason)
                     on_layout(layout)
+            if reach != known_reach:
+                known_reach = reach
+                on_reach(_decode_reach(reach))
             try:
                 async with asyncio.timeout(poll_s):
                     await self._hint.wait()
@@ -168,8 +177,12 @@ class DispatcherStore:
                 with contextlib.suppress(Unavailable):
                     await self._state.run(cast(Awaitable[None], pubsub.aclose()))  # pyright: ignore[reportUnknownMemberType]
 
-    async def _read_layout(self) -> str | None:
-        return await self._state.run(cast(Awaitable[str | None], self._state.redis.get(_LAYOUT)))
+    async def _read_layout(self) -> tuple[str | None, str | None]:
+        """The layout, and how long a context it could hold."""
+        layout, reach = await self._state.run(
+            cast(Awaitable[list[str | None]], self._state.redis.mget(_LAYOUT, _REACH))  # pyright: ignore[reportUnknownMemberType]
+        )
+        return layout, reach
 
     # --------------------------------------------------------------------------------------------- registration
 
@@ -274,6 +287,15 @@ class DispatcherStore:
                     await self._state.run(cast(Awaitable[Any], self._release(keys=keys, args=held)))
                 except Unavailable:
                     get_logger().warning("claims are left to expire", count=len(batch))
+
+
+def _decode_reach(body: str | None) -> Reach | None:
+    """None for what is none of ours: nothing is long then."""
+    try:
+        return None if body is None else read_reach(body)
+    except ValueError as error:
+        get_logger().warning("reach in the state server cannot be used", why=str(error))
+        return None
 
 
 def _decode(body: str) -> Layout | None:

@@ -22,7 +22,7 @@ from ballastpb.monitor.v1 import monitor_pb2 as pb
 from ballastpb.monitor.v1 import monitor_pb2_grpc
 from services.monitor.core import messages as m
 from services.monitor.policy.demand import GroupDemand
-from services.monitor.policy.pressure import Overload, Relief
+from services.monitor.policy.pressure import LongRequest, Overload, Relief, Signal
 from services.monitor.shell import MonitorShell, ReportStream, Row
 
 _GOODBYE_PROOF_S = 0.05
@@ -30,7 +30,7 @@ _MOST_INT64 = (1 << 63) - 1
 
 # Any: the message types of a call do not matter to its context.
 _Context = grpc.aio.ServicerContext[Any, Any]
-_Sums = TypeVar("_Sums", bound=GroupDemand | Overload | Relief)
+_Sums = TypeVar("_Sums", bound=GroupDemand | Signal)
 
 
 class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
@@ -176,6 +176,7 @@ _EVENT = Choice(
         "snapshot_end": Mapper(m.SnapshotEnd, pb.SnapshotEnd),
         "overload": Mapper(Overload, pb.Overload, given=("groups",)),
         "relief": Mapper(Relief, pb.Relief, given=("groups",)),
+        "long_request": Mapper(LongRequest, pb.LongRequest, given=("groups",)),
     },
 )
 

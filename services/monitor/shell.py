@@ -49,7 +49,7 @@ from services.monitor.core.messages import (
     WriteRegistry,
 )
 from services.monitor.policy.demand import ClusterDemand, GroupDemand
-from services.monitor.policy.pressure import Overload, Relief, Signal
+from services.monitor.policy.pressure import LongRequest, Overload, Relief, Signal
 
 _INSTANCES = Gauge("ballast_instances", "Instances that report to the monitor and count as alive", registry=REGISTRY)
 _KV_USAGE = Gauge(
@@ -99,6 +99,11 @@ _OVERLOADS = Counter(
 )
 _RELIEFS = Counter(
     "ballast_reliefs_total", "Times demand had fallen so far that dropped parameters could return", registry=REGISTRY
+)
+_LONG = Counter(
+    "ballast_long_request_signals_total",
+    "Seconds in which a request waited for a group that holds it, or was about to outgrow its instance",
+    registry=REGISTRY,
 )
 
 _MAX_WATCHERS = 64  # streams of events that may be open at once: planners, dispatchers and people are fewer
@@ -361,6 +366,9 @@ class MonitorShell:
             case Relief():
                 _RELIEFS.inc()
                 log.info("relief", **self._sums())
+            case LongRequest(need_tokens, _, leader_id):
+                _LONG.inc()
+                log.info("long request", need_tokens=need_tokens, worker=leader_id)
 
     def _error(self, why: CloseReason, have: int, want: int) -> BallastError:
         match why:

@@ -44,6 +44,7 @@ from services.planner.core.messages import (
     InstanceDraining,
     InstanceLost,
     InstanceUp,
+    LongRequestRaised,
     MonitorEvent,
     OverloadRaised,
     Probed,
@@ -172,6 +173,7 @@ _EVENT = Choice(
         "relief": Mapper(
             ReliefRaised, pb.Relief, given=_WHEN, ignored=("used_bytes", "undropped_capacity_bytes", "groups")
         ),
+        "long_request": Mapper(LongRequestRaised, pb.LongRequest, given=_WHEN, ignored=("groups",)),
         "snapshot_end": Mapper(SnapshotEnded, pb.SnapshotEnd, given=_WHEN),
     },
 )

@@ -2,6 +2,7 @@
 
 ballast:layout           string, base64 of ballastpb.cluster.v1.Layout; dispatchers read it
 ballast:layout:meta      hash {epoch, token (fencing token of who wrote it), model (JSON), partial (JSON)}; for planners
+ballast:reach            string of ballast.common.reach: how long a context the cluster holds; dispatchers read it
 ballast:layout:changed   channel; carries the new epoch
 ballast:transition       hash {epoch, stage, token, body (JSON)}: the journal of the newest transition
 """
@@ -19,6 +20,7 @@ from ballast.common.errors import BallastError, Unavailable
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Layout
 from ballast.common.model import ModelInfo
+from ballast.common.reach import Reach, write_reach
 from ballast.common.transition import TransitionKind
 from ballast.rpc import border, codec
 from ballast.service.logs import get_logger
@@ -31,6 +33,7 @@ from services.planner.policy.replicate import Partial
 
 LAYOUT_KEY = f"{KEY_PREFIX}layout"
 META_KEY = f"{KEY_PREFIX}layout:meta"
+REACH_KEY = f"{KEY_PREFIX}reach"
 LAYOUT_CHANNEL = f"{KEY_PREFIX}layout:changed"
 JOURNAL_KEY = f"{KEY_PREFIX}transition"
 
@@ -70,6 +73,14 @@ return 'WRITTEN'
 """
 )
 
+# KEYS: reach, lease. ARGV: token, reach, channel.
+_WRITE_REACH = """
+if redis.call('HGET', KEYS[2], 'token') ~= ARGV[1] then return 'FENCED' end
+redis.call('SET', KEYS[1], ARGV[2])
+redis.call('PUBLISH', ARGV[3], 'reach')
+return 'WRITTEN'
+"""
+
 # KEYS: layout, meta, lease, journal. ARGV: expected epoch ("-": any), token, epoch of the transition, layout body
 # ("": the layout stays), model, channel, partial, stage, journal body.
 _WRITE_JOURNAL = (
@@ -100,6 +111,7 @@ class RedisLayoutStore:
         self._state = state
         self._write = state.redis.register_script(_WRITE)
         self._write_journal = state.redis.register_script(_WRITE_JOURNAL)
+        self._write_reach = state.redis.register_script(_WRITE_REACH)
 
     async def load(self) -> StoredLayout | None:
         """
@@ -145,6 +157,11 @@ class RedisLayoutStore:
         except Unavailable as error:
             get_logger().warning("layout not written", epoch=command.layout.epoch, why=error.why)
             return WriteOutcome.UNAVAILABLE
+
+    async def write_reach(self, reach: Reach, token: int) -> None:
+        args = [str(token), write_reach(reach), LAYOUT_CHANNEL]
+        keys = [REACH_KEY, lease_key("planner")]
+        await self._state.run(cast(Awaitable[Any], self._write_reach(keys=keys, args=args)))  # Any: as above
 
     async def write_journal(self, command: WriteJournal) -> WriteOutcome:
         journal = command.journal

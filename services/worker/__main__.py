@@ -134,6 +134,7 @@ def load(settings: WorkerSettings, devices: Sequence[str] = ()) -> Kit:
         enforce_eager=settings.enforce_eager,
         attention_backend=settings.attention_backend,
         model_impl=settings.model_impl,
+        host_copy=settings.host_copy,
     )
     devices = devices or (settings.device,)
     log = RankLog(settings.worker_id or "worker", settings.log_level, settings.log_format)

@@ -66,6 +66,10 @@ class WorkerSettings(ServiceSettings):
     same for all workers of a cluster. On CPUs torch's kernels compute."""
     device_memory_bytes: ByteSize = Field(ByteSize(1 << 30), gt=0)
     """Memory for parameters and KV cache together, of each rank: 512MiB, 16GiB."""
+    host_copy: str = Field("off", pattern=r"^(auto|off|\d+)$")
+    """One copy of the parameters in the memory of this host (/dev/shm) for all its workers of the same model: the first
+    one makes it, others start from it, and restores and losses read it. auto: where a tenth of the memory stays
+    available; a number: bytes that it may take; off: none. Not with several ranks, or transformers' code."""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     """Share of a GPU's memory for everything, where --device-memory-bytes does not say what parameters and KV get."""
     enforce_eager: CliImplicitFlag[bool] = False

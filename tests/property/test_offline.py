@@ -11,6 +11,7 @@ from ballast.common.targets import for_all
 from services.dispatcher.core import events as d
 from services.dispatcher.core.dispatcher import DispatcherCore
 from services.dispatcher.core.limits import Limits
+from services.worker.core.events import Execute
 from services.worker.policy.harvest import Harvest
 from tests.support.dispatcher_core import MODEL, Story, key, load, request
 from tests.support.worker_core import MEMORY, Driver, greedy, limits
@@ -155,7 +156,7 @@ def test_a_dispatcher_says_of_online_requests_what_it_says_without_offline_ones(
 class Fed:
     """A worker's core whose online requests come at the same steps in both worlds."""
 
-    def __init__(self, seed: int, *, offline: bool) -> None:
+    def __init__(self, seed: int, *, offline: bool, swaps_online: bool = False) -> None:
         rng = random.Random(seed)
         bounds = limits(
             max_running_count=rng.choice((2, 4, 8)),
@@ -163,9 +164,9 @@ class Fed:
             admission_reserve_fraction=rng.choice((0.0, 0.1)),
             max_waiting_count=1000,
             max_waiting_tokens=100_000,
-            swap_block_count=rng.choice((0, 5, 30)),
+            swap_block_count=rng.choice((15, 5, 30) if swaps_online else (0, 5, 30)),
             swap_blocks_per_step=rng.choice((0, 1, 4)),
-            swaps_online=False,  # what is copied alone would be copied beside an offline step, and so a step later
+            swaps_online=swaps_online,
         )
         harvest = Harvest(lambda: COST, rng.choice((0.0, 0.25, 2.0)), for_all(tpot_s=rng.choice((None, 0.02))))
         self.made = made = Driver(bounds, rng.choice((12, 20, 40)), harvest=harvest)
@@ -187,11 +188,17 @@ class Fed:
         prompt = tuple(range(rng.randrange(2, 24)))
         self.made.submit(prompt, greedy(rng.randrange(1, 12)), priority=priority)
 
+    def _only_copies(self, execute: Execute) -> bool:
+        """Of what online sequences see."""
+        computes = any(part.sequence_id in self._online for part in execute.batch.slices)
+        return not computes and any(copy.sequence_id in self._online for copy in execute.batch.copies)
+
     def _step(self) -> None:
         scheduler, made = self.made.core.group_scheduler.scheduler, self.made
         before = {s.sequence_id for s in scheduler.offline}
         done = len(made.executed)
-        made.step()
+        while (execute := made.step()) is not None and self._only_copies(execute):
+            pass  # alone, what online sequences have copied needs no step if nothing else is to be done
         parts = [part for execute in made.executed[done:] for part in execute.batch.slices]
         self.steps.append(
             [
@@ -204,6 +211,18 @@ class Fed:
         yielded = before & {s.sequence_id for s in waiting if s.rank == BATCH.rank}
         stayed = before & {s.sequence_id for s in scheduler.offline}
         assert not yielded or not stayed or min(yielded) > max(stayed), f"{yielded} yielded, {stayed} stayed"
+
+
+@pytest.mark.parametrize("first_seed", range(0, 1000, 100))
+def test_online_sequences_swap_as_they_would_without_offline_ones(first_seed: int) -> None:
+    swapped = 0
+    for seed in range(first_seed, first_seed + 100):
+        alone, beside = (Fed(seed, offline=offline, swaps_online=True) for offline in (False, True))
+        assert beside.steps == alone.steps, seed
+        swaps = [one.made.core.group_scheduler.scheduler.swap.swapped_total for one in (alone, beside)]
+        assert swaps[0] == swaps[1], seed
+        swapped += swaps[0]
+    assert swapped >= 5
 
 
 @pytest.mark.parametrize("first_seed", range(0, 1000, 100))

@@ -10,6 +10,7 @@ from services.dispatcher.policy.freeness import (
     Hits,
     Need,
     RoutingRules,
+    Shape,
     WorkerKey,
     WorkerView,
     blocks_for,
@@ -56,8 +57,8 @@ def choose(
     views: Sequence[WorkerView], need: Need, rules: RoutingRules, hits: Hits, *, may_queue_large: bool
 ) -> WorkerView | None:
     """The rule in its plain form, by a look at every worker: None keeps the request in the backlog."""
-    freest: dict[tuple[int, int], WorkerView] = {}  # of each shape, of those where it runs at once and can grow
-    tight: dict[tuple[int, int], WorkerView] = {}  # where it runs at once
+    freest: dict[Shape, WorkerView] = {}  # of each shape, of those where it runs at once and can grow
+    tight: dict[Shape, WorkerView] = {}  # where it runs at once
     queue: WorkerView | None = None
     holders: tuple[list[WorkerView], list[WorkerView]] = [], []  # those that have a part of it, likewise
     for view in views:
@@ -65,7 +66,7 @@ def choose(
         if view.draining or block_count > view.block_count:
             continue
         with_growth = min(view.block_count, blocks_for(need.tokens + need.growth_tokens, view.block_tokens))
-        shape = view.block_count, view.block_tokens
+        shape = view.shape
         if runs_at_once(view, with_growth):
             freest[shape] = _freer(freest.get(shape), view)
             holders[0].extend([view] * (view.worker in hits))

@@ -40,6 +40,7 @@ _BLOCKS_IN_EXTENT = 2
 _OFFLINE = 0.3  # of the clusters have offline work beside the requests
 _SWAP_BLOCKS = (*[0] * 18, 6, 40)  # most clusters compute anew who gives way: those that swap take longer
 _CACHING = 0.7  # share of the clusters
+_LONG, _ALONE_TOKENS = 0.3, 400  # share of the clusters with requests longer than that, which an instance hardly holds
 _STORY_S = 9.0  # requests come for so long, in two bursts
 _HEALED_WITHIN_S = 60.0
 _STANDS_WITHIN_S = 30.0  # once nothing breaks, an instance is parked, or serves again
@@ -155,6 +156,18 @@ def _arrivals(rng: random.Random, worker_count: int, *, swaps: bool) -> list[Arr
     return arrivals
 
 
+def _with_long_ones(arrivals: list[Arrival], rng: random.Random) -> list[Arrival]:
+    """Some of them get prompts, or answers, that no instance holds."""
+    chosen = set(rng.sample(range(len(arrivals)), min(len(arrivals), rng.randint(1, 5))))
+    return [_longer(one, rng) if number in chosen else one for number, one in enumerate(arrivals)]
+
+
+def _longer(arrival: Arrival, rng: random.Random) -> Arrival:
+    if rng.random() < 0.5:
+        return arrival._replace(hash_ids=(), input_tokens=rng.randint(_ALONE_TOKENS, 3 * _ALONE_TOKENS))
+    return arrival._replace(output_tokens=rng.randint(_ALONE_TOKENS, 2 * _ALONE_TOKENS))
+
+
 def _hash_ids(rng: random.Random, serial: int) -> tuple[int, ...]:
     """One of three trunks, as far as the prompt follows it; then it is like no other. Some are from the beginning."""
     trunk = rng.randrange(1, 4)
@@ -176,6 +189,8 @@ def _story(seed: int) -> Story:
     made = _options(seed, rng, worker_count, several=several)
     worker = made.rules.worker
     arrivals = _arrivals(rng, worker_count, swaps=worker.swap_space_bytes > 0 and worker.swaps_online)
+    if (of_long := random.Random(-seed - 2)).random() < _LONG:
+        arrivals = _with_long_ones(arrivals, of_long)
     world, slowness = World(made, arrivals), rng.choice((4.0, 7.0, 10.0))
     world.wires.max_transfers, world.lines.forgets = rng.choice((2, 1024)), rng.random() < 0.5
     for instance in world.instances.values():
@@ -206,7 +221,9 @@ def _story(seed: int) -> Story:
     try:
         run = world.run()
         for record in run.records:
-            ended = record.outcome is Outcome.FINISHED or record.request_id in swarm.left
+            is_long = record.input_tokens + record.wanted_tokens > _ALONE_TOKENS
+            too_long = is_long and (record.outcome is Outcome.REFUSED or "max_model_len" in record.error)
+            ended = record.outcome is Outcome.FINISHED or too_long or record.request_id in swarm.left
             assert ended, f"{record.request_id} is {record.outcome}: {record.error}"
         swarm.is_over = True
         if not swarm.is_for_ever:

@@ -313,6 +313,19 @@ def shared_memory() -> Finding:
     return _ok("shared memory", f"memfd works; {human_bytes(free_bytes)} free in /dev/shm")
 
 
+def host_copy(path: Path) -> Finding:
+    """Whether one copy of the parameters fits into the memory that workers of this host share."""
+    try:
+        size_bytes, free_bytes = read_info(path).rank_parameter_bytes(1), shutil.disk_usage("/dev/shm").free
+    except (ConfigError, OSError) as error:
+        return _warn("host copy", str(error), "workers read the checkpoint instead")
+    text = f"{human_bytes(size_bytes)} for all workers with --host-copy; {human_bytes(free_bytes)} free in /dev/shm"
+    if size_bytes > free_bytes:
+        remedy = f"workers read the checkpoint instead; in a container: --shm-size={-(-size_bytes // (1 << 30)) + 1}g"
+        return _warn("host copy", text, remedy)
+    return _ok("host copy", text)
+
+
 def memory_mappings() -> Finding:
     try:
         count = int(Path("/proc/sys/vm/max_map_count").read_text())

@@ -56,7 +56,10 @@ def run(args: argparse.Namespace) -> int:
         checks.clock(),
     ]
     if args.model is not None:
-        findings.append(checks.model(find_model(args.model, weights=True).folder, budget_bytes, ranks))
+        folder = find_model(args.model, weights=True).folder
+        findings.append(checks.model(folder, budget_bytes, ranks))
+        if ranks == 1:
+            findings.append(checks.host_copy(folder))
     if args.tls_dir is not None:
         findings.append(checks.certificate(args.tls_dir))
     if args.json:

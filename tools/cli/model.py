@@ -5,10 +5,14 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from ballast.common.errors import ConfigError
 from ballast.common.units import human_bytes
 from ballast.service.models import cached_models, find_model
 from services.worker.emulation.machine import write_machine
 from services.worker.engine.model_config import read_model_config
+from sim.contexts import PAIRS, context_of, table
+from sim.hardware import find_gpu
+from sim.hardware import find_model as find_spec
 from sim.jobs.machines import catalogue_machine
 from tools.cli.arguments import Commands, add_json
 from tools.cli.output import plain, print_json
@@ -60,7 +64,14 @@ def add_parser(commands: Commands) -> None:
     emulated.add_argument("--model", required=True, help="one of the catalogue, such as Qwen2.5-14B")
     emulated.add_argument("--tokenizer", required=True, metavar="MODEL", help=f"that dispatchers use: {_WHICH}")
     emulated.add_argument("--out", type=Path, required=True, metavar="FILE", help="for a worker's --profile")
-    for one in (listing, fetching, info, tiny, emulated):
+    context = inner.add_parser(
+        "context", help="the longest context of 1, 2, 3, 4 and 8 instances together, by the catalogue's figures"
+    )
+    context.set_defaults(run=run_context)
+    context.add_argument("--model", help="one of the catalogue (default: some pairs of models and GPUs)")
+    context.add_argument("--gpu", help="one of the catalogue, such as L4; or FILE.yaml")
+    context.add_argument("--gpus-per-instance", type=int, default=0, metavar="N", help="default: as the catalogue says")
+    for one in (listing, fetching, info, tiny, emulated, context):
         add_json(one)
 
 
@@ -95,6 +106,18 @@ def run_emulate(args: argparse.Namespace) -> int:
         print_json({"machine": machine.name, "model": machine.model.name, "file": str(args.out)})
     else:
         print(f"{machine.model.name} on {machine.name}: {args.out}")
+    return 0
+
+
+def run_context(args: argparse.Namespace) -> int:
+    if (args.model is None) != (args.gpu is None):
+        raise ConfigError("--model and --gpu", "belong together")
+    pairs = PAIRS if args.model is None else ((args.model, args.gpu, args.gpus_per_instance),)
+    found = [context_of(find_spec(model), find_gpu(gpu, "--gpu"), count) for model, gpu, count in pairs]
+    if args.json:
+        print_json({"contexts": [plain(one) for one in found]})
+    else:
+        print("\n".join(table(found)))
     return 0
 
 

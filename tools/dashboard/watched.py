@@ -233,6 +233,7 @@ class Watched:
                     "parameters": memory.parameter_bytes if memory else 0,
                     "kv": memory.kv_bytes if memory else 0,
                     "used": lead.kv_usage_fraction if lead is not None else 0.0,
+                    "retained": lead.retained_fraction if lead is not None else 0.0,
                     "running": lead.running_count if lead is not None else 0,
                     "waiting": lead.waiting_count if lead is not None else 0,
                     "draining": member.draining,

@@ -299,6 +299,8 @@ class LoadReport(_message.Message):
     PREFIX_HITS_TOTAL_FIELD_NUMBER: _builtins.int
     UNCOMPUTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     PREFIXES_KEPT_S_FIELD_NUMBER: _builtins.int
+    LONGEST_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    LONGEST_LIMIT_TOKENS_FIELD_NUMBER: _builtins.int
     BUSIEST_CALLER_COUNT_FIELD_NUMBER: _builtins.int
     HOST_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     PREFIX_HOST_HITS_TOTAL_FIELD_NUMBER: _builtins.int
@@ -351,6 +353,9 @@ class LoadReport(_message.Message):
     """Tokens of prompts that run or wait, in no batch yet, that are to be computed."""
     prefixes_kept_s: _builtins.float
     """KV of prompts that was used within so many seconds is still there."""
+    longest_token_count: _builtins.int
+    """Tokens of the longest online request that runs, and what it may come to."""
+    longest_limit_tokens: _builtins.int
     busiest_caller_count: _builtins.int
     """Online requests that run, of the caller that has the most of them."""
     host_block_count: _builtins.int
@@ -394,13 +399,15 @@ class LoadReport(_message.Message):
         prefix_hits_total: _builtins.int = ...,
         uncomputed_token_count: _builtins.int = ...,
         prefixes_kept_s: _builtins.float = ...,
+        longest_token_count: _builtins.int = ...,
+        longest_limit_tokens: _builtins.int = ...,
         busiest_caller_count: _builtins.int = ...,
         host_block_count: _builtins.int = ...,
         prefix_host_hits_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_tokens", b"block_tokens", "busiest_caller_count", b"busiest_caller_count", "draining", b"draining", "generation_tokens_total", b"generation_tokens_total", "host_block_count", b"host_block_count", "kept_block_count", b"kept_block_count", "max_prompt_token_count", b"max_prompt_token_count", "max_running_count", b"max_running_count", "memory", b"memory", "newest_epoch", b"newest_epoch", "offline_block_count", b"offline_block_count", "offline_lost_tokens_total", b"offline_lost_tokens_total", "offline_running_count", b"offline_running_count", "offline_tokens_total", b"offline_tokens_total", "offline_waiting_count", b"offline_waiting_count", "offline_wanted_tokens", b"offline_wanted_tokens", "offline_yields_total", b"offline_yields_total", "parked", b"parked", "preemptions_total", b"preemptions_total", "prefix_hits_total", b"prefix_hits_total", "prefix_host_hits_total", b"prefix_host_hits_total", "prefix_queries_total", b"prefix_queries_total", "prefixes_kept_s", b"prefixes_kept_s", "prompt_token_count", b"prompt_token_count", "prompt_tokens_total", b"prompt_tokens_total", "retained_block_count", b"retained_block_count", "running_count", b"running_count", "spare_block_count", b"spare_block_count", "step_age_s", b"step_age_s", "steps_total", b"steps_total", "uncomputed_token_count", b"uncomputed_token_count", "used_block_count", b"used_block_count", "waiting_block_count", b"waiting_block_count", "waiting_count", b"waiting_count", "wake_s", b"wake_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_tokens", b"block_tokens", "busiest_caller_count", b"busiest_caller_count", "draining", b"draining", "generation_tokens_total", b"generation_tokens_total", "host_block_count", b"host_block_count", "kept_block_count", b"kept_block_count", "longest_limit_tokens", b"longest_limit_tokens", "longest_token_count", b"longest_token_count", "max_prompt_token_count", b"max_prompt_token_count", "max_running_count", b"max_running_count", "memory", b"memory", "newest_epoch", b"newest_epoch", "offline_block_count", b"offline_block_count", "offline_lost_tokens_total", b"offline_lost_tokens_total", "offline_running_count", b"offline_running_count", "offline_tokens_total", b"offline_tokens_total", "offline_waiting_count", b"offline_waiting_count", "offline_wanted_tokens", b"offline_wanted_tokens", "offline_yields_total", b"offline_yields_total", "parked", b"parked", "preemptions_total", b"preemptions_total", "prefix_hits_total", b"prefix_hits_total", "prefix_host_hits_total", b"prefix_host_hits_total", "prefix_queries_total", b"prefix_queries_total", "prefixes_kept_s", b"prefixes_kept_s", "prompt_token_count", b"prompt_token_count", "prompt_tokens_total", b"prompt_tokens_total", "retained_block_count", b"retained_block_count", "running_count", b"running_count", "spare_block_count", b"spare_block_count", "step_age_s", b"step_age_s", "steps_total", b"steps_total", "uncomputed_token_count", b"uncomputed_token_count", "used_block_count", b"used_block_count", "waiting_block_count", b"waiting_block_count", "waiting_count", b"waiting_count", "wake_s", b"wake_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -479,6 +486,38 @@ class Pace(_message.Message):
 Global___Pace: _TypeAlias = Pace  # noqa: Y015
 
 @_typing.final
+class LongDemand(_message.Message):
+    """Requests that wait for a group which holds them: no instance does alone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COUNT_FIELD_NUMBER: _builtins.int
+    NEED_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
+    count: _builtins.int
+    need_tokens: _builtins.int
+    """Of the one that needs most: with what its answer may still grow by, and what is to be computed of it."""
+    prompt_tokens: _builtins.int
+    wait_s: _builtins.float
+    """Of the first."""
+    def __init__(
+        self,
+        *,
+        count: _builtins.int = ...,
+        need_tokens: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        wait_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "need_tokens", b"need_tokens", "prompt_tokens", b"prompt_tokens", "wait_s", b"wait_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LongDemand: _TypeAlias = LongDemand  # noqa: Y015
+
+@_typing.final
 class Traffic(_message.Message):
     """What clients have asked of dispatchers lately."""
 
@@ -499,6 +538,7 @@ class Traffic(_message.Message):
     LATER_S_FIELD_NUMBER: _builtins.int
     PROMPT_COUNTS_FIELD_NUMBER: _builtins.int
     OLDEST_WAIT_S_FIELD_NUMBER: _builtins.int
+    LONG_FIELD_NUMBER: _builtins.int
     queued_count: _builtins.int
     queued_tokens: _builtins.int
     recent_count: _builtins.int
@@ -528,6 +568,8 @@ class Traffic(_message.Message):
     def prompt_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Requests that came in the last minute, by classes of their prompt's tokens a quarter apart, the first up to 16."""
 
+    @_builtins.property
+    def long(self) -> Global___LongDemand: ...
     def __init__(
         self,
         *,
@@ -546,10 +588,11 @@ class Traffic(_message.Message):
         later_s: _builtins.float = ...,
         prompt_counts: _abc.Iterable[_builtins.int] | None = ...,
         oldest_wait_s: _builtins.float = ...,
+        long: Global___LongDemand | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["long", b"long"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calm_per_s", b"calm_per_s", "ended_count", b"ended_count", "ended_tokens", b"ended_tokens", "first_counts", b"first_counts", "known_s", b"known_s", "later_count", b"later_count", "later_s", b"later_s", "minute_count", b"minute_count", "minute_tokens", b"minute_tokens", "oldest_wait_s", b"oldest_wait_s", "open_tokens", b"open_tokens", "prompt_counts", b"prompt_counts", "queued_count", b"queued_count", "queued_tokens", b"queued_tokens", "recent_count", b"recent_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calm_per_s", b"calm_per_s", "ended_count", b"ended_count", "ended_tokens", b"ended_tokens", "first_counts", b"first_counts", "known_s", b"known_s", "later_count", b"later_count", "later_s", b"later_s", "long", b"long", "minute_count", b"minute_count", "minute_tokens", b"minute_tokens", "oldest_wait_s", b"oldest_wait_s", "open_tokens", b"open_tokens", "prompt_counts", b"prompt_counts", "queued_count", b"queued_count", "queued_tokens", b"queued_tokens", "recent_count", b"recent_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from ballastpb.cluster.v1 import cluster_pb2 as ballastpb_dot_cluster_dot_v1_dot_cluster__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"ballastpb/monitor/v1/monitor.proto\x12\x14\x62\x61llastpb.monitor.v1\x1a\"ballastpb/cluster/v1/cluster.proto\"\x9b\x01\n\x08\x41nnounce\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12.\n\x05model\x18\x04 \x01(\x0b\x32\x1f.ballastpb.cluster.v1.ModelInfo\x12\x14\n\x0c\x64\x61ta_address\x18\x05 \x01(\t\x12\x10\n\x08protocol\x18\x06 \x01(\x05\"\xd6\x01\n\rReportRequest\x12\x32\n\x08\x61nnounce\x18\x01 \x01(\x0b\x32\x1e.ballastpb.monitor.v1.AnnounceH\x00\x12\x30\n\x04load\x18\x02 \x01(\x0b\x32 .ballastpb.cluster.v1.LoadReportH\x00\x12*\n\x05place\x18\x03 \x01(\x0b\x32\x1b.ballastpb.cluster.v1.Place\x12(\n\x04pace\x18\x04 \x01(\x0b\x32\x1a.ballastpb.cluster.v1.PaceB\t\n\x07message\"V\n\x0eReportResponse\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\x12\x18\n\x10least_interval_s\x18\x02 \x01(\x01\x12\x19\n\x11monitor_addresses\x18\x03 \x03(\t\"\x14\n\x12WatchEventsRequest\"\x90\x03\n\x13WatchEventsResponse\x12\x37\n\x0binstance_up\x18\x01 \x01(\x0b\x32 .ballastpb.monitor.v1.InstanceUpH\x00\x12;\n\rinstance_lost\x18\x02 \x01(\x0b\x32\".ballastpb.monitor.v1.InstanceLostH\x00\x12\x43\n\x11instance_draining\x18\x03 \x01(\x0b\x32&.ballastpb.monitor.v1.InstanceDrainingH\x00\x12\x39\n\x0csnapshot_end\x18\x04 \x01(\x0b\x32!.ballastpb.monitor.v1.SnapshotEndH\x00\x12\x32\n\x08overload\x18\x05 \x01(\x0b\x32\x1e.ballastpb.monitor.v1.OverloadH\x00\x12.\n\x06relief\x18\x06 \x01(\x0b\x32\x1c.ballastpb.monitor.v1.ReliefH\x00\x12\x10\n\x08\x63\x61use_id\x18\x0f \x01(\tB\x07\n\x05\x65ventJ\x04\x08\x07\x10\x08\"\x8c\x01\n\nInstanceUp\x12\x30\n\x08instance\x18\x01 \x01(\x0b\x32\x1e.ballastpb.monitor.v1.Announce\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\x12*\n\x05place\x18\x03 \x01(\x0b\x32\x1b.ballastpb.cluster.v1.Place\x12\x0e\n\x06parked\x18\x04 \x01(\x08\"S\n\x0cInstanceLost\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0b\n\x03why\x18\x03 \x01(\t\x12\x0e\n\x06silent\x18\x04 \x01(\x08\":\n\x10InstanceDraining\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\"\r\n\x0bSnapshotEnd\"\x85\x01\n\x0bGroupDemand\x12\x11\n\tleader_id\x18\x01 \x01(\t\x12\x14\n\x0c\x64\x65mand_bytes\x18\x02 \x01(\x03\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x03\x12\x12\n\nused_bytes\x18\x04 \x01(\x03\x12!\n\x19\x64\x65mand_growth_bytes_per_s\x18\x05 \x01(\x01\"h\n\x08Overload\x12\x16\n\x0erequired_bytes\x18\x01 \x01(\x03\x12\x11\n\thorizon_s\x18\x02 \x01(\x01\x12\x31\n\x06groups\x18\x03 \x03(\x0b\x32!.ballastpb.monitor.v1.GroupDemand\"q\n\x06Relief\x12\x12\n\nused_bytes\x18\x01 \x01(\x03\x12 \n\x18undropped_capacity_bytes\x18\x02 \x01(\x03\x12\x31\n\x06groups\x18\x03 \x03(\x0b\x32!.ballastpb.monitor.v1.GroupDemand\"\x19\n\x17GetClusterStatusRequest\"\x9a\x01\n\x0eInstanceStatus\x12\x30\n\x08instance\x18\x01 \x01(\x0b\x32\x1e.ballastpb.monitor.v1.Announce\x12.\n\x04load\x18\x02 \x01(\x0b\x32 .ballastpb.cluster.v1.LoadReport\x12\x14\n\x0creport_age_s\x18\x03 \x01(\x01\x12\x10\n\x08slowness\x18\x04 \x01(\x01\"\x8a\x03\n\x18GetClusterStatusResponse\x12\x12\n\nmonitor_id\x18\x01 \x01(\t\x12\x0e\n\x06\x61\x63tive\x18\x02 \x01(\x08\x12\x37\n\tinstances\x18\x03 \x03(\x0b\x32$.ballastpb.monitor.v1.InstanceStatus\x12\x31\n\x06groups\x18\x04 \x03(\x0b\x32!.ballastpb.monitor.v1.GroupDemand\x12\x14\n\x0c\x64\x65mand_bytes\x18\x05 \x01(\x03\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x06 \x01(\x03\x12 \n\x18undropped_capacity_bytes\x18\x07 \x01(\x03\x12.\n\x07traffic\x18\x08 \x01(\x0b\x32\x1d.ballastpb.cluster.v1.Traffic\x12\x34\n\rfresh_traffic\x18\n \x01(\x0b\x32\x1d.ballastpb.cluster.v1.Traffic\x12(\n\x04pace\x18\t \x01(\x0b\x32\x1a.ballastpb.cluster.v1.Pace2\xc2\x02\n\x0eMonitorService\x12W\n\x06Report\x12#.ballastpb.monitor.v1.ReportRequest\x1a$.ballastpb.monitor.v1.ReportResponse(\x01\x30\x01\x12\x64\n\x0bWatchEvents\x12(.ballastpb.monitor.v1.WatchEventsRequest\x1a).ballastpb.monitor.v1.WatchEventsResponse0\x01\x12q\n\x10GetClusterStatus\x12-.ballastpb.monitor.v1.GetClusterStatusRequest\x1a..ballastpb.monitor.v1.GetClusterStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"ballastpb/monitor/v1/monitor.proto\x12\x14\x62\x61llastpb.monitor.v1\x1a\"ballastpb/cluster/v1/cluster.proto\"\x9b\x01\n\x08\x41nnounce\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12.\n\x05model\x18\x04 \x01(\x0b\x32\x1f.ballastpb.cluster.v1.ModelInfo\x12\x14\n\x0c\x64\x61ta_address\x18\x05 \x01(\t\x12\x10\n\x08protocol\x18\x06 \x01(\x05\"\xd6\x01\n\rReportRequest\x12\x32\n\x08\x61nnounce\x18\x01 \x01(\x0b\x32\x1e.ballastpb.monitor.v1.AnnounceH\x00\x12\x30\n\x04load\x18\x02 \x01(\x0b\x32 .ballastpb.cluster.v1.LoadReportH\x00\x12*\n\x05place\x18\x03 \x01(\x0b\x32\x1b.ballastpb.cluster.v1.Place\x12(\n\x04pace\x18\x04 \x01(\x0b\x32\x1a.ballastpb.cluster.v1.PaceB\t\n\x07message\"V\n\x0eReportResponse\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\x12\x18\n\x10least_interval_s\x18\x02 \x01(\x01\x12\x19\n\x11monitor_addresses\x18\x03 \x03(\t\"\x14\n\x12WatchEventsRequest\"\xcb\x03\n\x13WatchEventsResponse\x12\x37\n\x0binstance_up\x18\x01 \x01(\x0b\x32 .ballastpb.monitor.v1.InstanceUpH\x00\x12;\n\rinstance_lost\x18\x02 \x01(\x0b\x32\".ballastpb.monitor.v1.InstanceLostH\x00\x12\x43\n\x11instance_draining\x18\x03 \x01(\x0b\x32&.ballastpb.monitor.v1.InstanceDrainingH\x00\x12\x39\n\x0csnapshot_end\x18\x04 \x01(\x0b\x32!.ballastpb.monitor.v1.SnapshotEndH\x00\x12\x32\n\x08overload\x18\x05 \x01(\x0b\x32\x1e.ballastpb.monitor.v1.OverloadH\x00\x12.\n\x06relief\x18\x06 \x01(\x0b\x32\x1c.ballastpb.monitor.v1.ReliefH\x00\x12\x39\n\x0clong_request\x18\x08 \x01(\x0b\x32!.ballastpb.monitor.v1.LongRequestH\x00\x12\x10\n\x08\x63\x61use_id\x18\x0f \x01(\tB\x07\n\x05\x65ventJ\x04\x08\x07\x10\x08\"\x8c\x01\n\nInstanceUp\x12\x30\n\x08instance\x18\x01 \x01(\x0b\x32\x1e.ballastpb.monitor.v1.Announce\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\x12*\n\x05place\x18\x03 \x01(\x0b\x32\x1b.ballastpb.cluster.v1.Place\x12\x0e\n\x06parked\x18\x04 \x01(\x08\"S\n\x0cInstanceLost\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0b\n\x03why\x18\x03 \x01(\t\x12\x0e\n\x06silent\x18\x04 \x01(\x08\":\n\x10InstanceDraining\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\"\r\n\x0bSnapshotEnd\"\x85\x01\n\x0bGroupDemand\x12\x11\n\tleader_id\x18\x01 \x01(\t\x12\x14\n\x0c\x64\x65mand_bytes\x18\x02 \x01(\x03\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x03\x12\x12\n\nused_bytes\x18\x04 \x01(\x03\x12!\n\x19\x64\x65mand_growth_bytes_per_s\x18\x05 \x01(\x01\"h\n\x08Overload\x12\x16\n\x0erequired_bytes\x18\x01 \x01(\x03\x12\x11\n\thorizon_s\x18\x02 \x01(\x01\x12\x31\n\x06groups\x18\x03 \x03(\x0b\x32!.ballastpb.monitor.v1.GroupDemand\"q\n\x06Relief\x12\x12\n\nused_bytes\x18\x01 \x01(\x03\x12 \n\x18undropped_capacity_bytes\x18\x02 \x01(\x03\x12\x31\n\x06groups\x18\x03 \x03(\x0b\x32!.ballastpb.monitor.v1.GroupDemand\"\x7f\n\x0bLongRequest\x12\x13\n\x0bneed_tokens\x18\x01 \x01(\x03\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x03\x12\x11\n\tleader_id\x18\x03 \x01(\t\x12\x31\n\x06groups\x18\x04 \x03(\x0b\x32!.ballastpb.monitor.v1.GroupDemand\"\x19\n\x17GetClusterStatusRequest\"\x9a\x01\n\x0eInstanceStatus\x12\x30\n\x08instance\x18\x01 \x01(\x0b\x32\x1e.ballastpb.monitor.v1.Announce\x12.\n\x04load\x18\x02 \x01(\x0b\x32 .ballastpb.cluster.v1.LoadReport\x12\x14\n\x0creport_age_s\x18\x03 \x01(\x01\x12\x10\n\x08slowness\x18\x04 \x01(\x01\"\x8a\x03\n\x18GetClusterStatusResponse\x12\x12\n\nmonitor_id\x18\x01 \x01(\t\x12\x0e\n\x06\x61\x63tive\x18\x02 \x01(\x08\x12\x37\n\tinstances\x18\x03 \x03(\x0b\x32$.ballastpb.monitor.v1.InstanceStatus\x12\x31\n\x06groups\x18\x04 \x03(\x0b\x32!.ballastpb.monitor.v1.GroupDemand\x12\x14\n\x0c\x64\x65mand_bytes\x18\x05 \x01(\x03\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x06 \x01(\x03\x12 \n\x18undropped_capacity_bytes\x18\x07 \x01(\x03\x12.\n\x07traffic\x18\x08 \x01(\x0b\x32\x1d.ballastpb.cluster.v1.Traffic\x12\x34\n\rfresh_traffic\x18\n \x01(\x0b\x32\x1d.ballastpb.cluster.v1.Traffic\x12(\n\x04pace\x18\t \x01(\x0b\x32\x1a.ballastpb.cluster.v1.Pace2\xc2\x02\n\x0eMonitorService\x12W\n\x06Report\x12#.ballastpb.monitor.v1.ReportRequest\x1a$.ballastpb.monitor.v1.ReportResponse(\x01\x30\x01\x12\x64\n\x0bWatchEvents\x12(.ballastpb.monitor.v1.WatchEventsRequest\x1a).ballastpb.monitor.v1.WatchEventsResponse0\x01\x12q\n\x10GetClusterStatus\x12-.ballastpb.monitor.v1.GetClusterStatusRequest\x1a..ballastpb.monitor.v1.GetClusterStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,27 +41,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHEVENTSREQUEST']._serialized_start=559
   _globals['_WATCHEVENTSREQUEST']._serialized_end=579
   _globals['_WATCHEVENTSRESPONSE']._serialized_start=582
-  _globals['_WATCHEVENTSRESPONSE']._serialized_end=982
-  _globals['_INSTANCEUP']._serialized_start=985
-  _globals['_INSTANCEUP']._serialized_end=1125
-  _globals['_INSTANCELOST']._serialized_start=1127
-  _globals['_INSTANCELOST']._serialized_end=1210
-  _globals['_INSTANCEDRAINING']._serialized_start=1212
-  _globals['_INSTANCEDRAINING']._serialized_end=1270
-  _globals['_SNAPSHOTEND']._serialized_start=1272
-  _globals['_SNAPSHOTEND']._serialized_end=1285
-  _globals['_GROUPDEMAND']._serialized_start=1288
-  _globals['_GROUPDEMAND']._serialized_end=1421
-  _globals['_OVERLOAD']._serialized_start=1423
-  _globals['_OVERLOAD']._serialized_end=1527
-  _globals['_RELIEF']._serialized_start=1529
-  _globals['_RELIEF']._serialized_end=1642
-  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_start=1644
-  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_end=1669
-  _globals['_INSTANCESTATUS']._serialized_start=1672
-  _globals['_INSTANCESTATUS']._serialized_end=1826
-  _globals['_GETCLUSTERSTATUSRESPONSE']._serialized_start=1829
-  _globals['_GETCLUSTERSTATUSRESPONSE']._serialized_end=2223
-  _globals['_MONITORSERVICE']._serialized_start=2226
-  _globals['_MONITORSERVICE']._serialized_end=2548
+  _globals['_WATCHEVENTSRESPONSE']._serialized_end=1041
+  _globals['_INSTANCEUP']._serialized_start=1044
+  _globals['_INSTANCEUP']._serialized_end=1184
+  _globals['_INSTANCELOST']._serialized_start=1186
+  _globals['_INSTANCELOST']._serialized_end=1269
+  _globals['_INSTANCEDRAINING']._serialized_start=1271
+  _globals['_INSTANCEDRAINING']._serialized_end=1329
+  _globals['_SNAPSHOTEND']._serialized_start=1331
+  _globals['_SNAPSHOTEND']._serialized_end=1344
+  _globals['_GROUPDEMAND']._serialized_start=1347
+  _globals['_GROUPDEMAND']._serialized_end=1480
+  _globals['_OVERLOAD']._serialized_start=1482
+  _globals['_OVERLOAD']._serialized_end=1586
+  _globals['_RELIEF']._serialized_start=1588
+  _globals['_RELIEF']._serialized_end=1701
+  _globals['_LONGREQUEST']._serialized_start=1703
+  _globals['_LONGREQUEST']._serialized_end=1830
+  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_start=1832
+  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_end=1857
+  _globals['_INSTANCESTATUS']._serialized_start=1860
+  _globals['_INSTANCESTATUS']._serialized_end=2014
+  _globals['_GETCLUSTERSTATUSRESPONSE']._serialized_start=2017
+  _globals['_GETCLUSTERSTATUSRESPONSE']._serialized_end=2411
+  _globals['_MONITORSERVICE']._serialized_start=2414
+  _globals['_MONITORSERVICE']._serialized_end=2736
 # @@protoc_insertion_point(module_scope)

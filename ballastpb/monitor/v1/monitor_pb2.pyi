@@ -150,6 +150,7 @@ class WatchEventsResponse(_message.Message):
     SNAPSHOT_END_FIELD_NUMBER: _builtins.int
     OVERLOAD_FIELD_NUMBER: _builtins.int
     RELIEF_FIELD_NUMBER: _builtins.int
+    LONG_REQUEST_FIELD_NUMBER: _builtins.int
     CAUSE_ID_FIELD_NUMBER: _builtins.int
     cause_id: _builtins.str
     """Copied into everything that follows from this event: logs, plans, metadata."""
@@ -165,6 +166,8 @@ class WatchEventsResponse(_message.Message):
     def overload(self) -> Global___Overload: ...
     @_builtins.property
     def relief(self) -> Global___Relief: ...
+    @_builtins.property
+    def long_request(self) -> Global___LongRequest: ...
     def __init__(
         self,
         *,
@@ -174,13 +177,14 @@ class WatchEventsResponse(_message.Message):
         snapshot_end: Global___SnapshotEnd | None = ...,
         overload: Global___Overload | None = ...,
         relief: Global___Relief | None = ...,
+        long_request: Global___LongRequest | None = ...,
         cause_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "instance_draining", b"instance_draining", "instance_lost", b"instance_lost", "instance_up", b"instance_up", "overload", b"overload", "relief", b"relief", "snapshot_end", b"snapshot_end"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "instance_draining", b"instance_draining", "instance_lost", b"instance_lost", "instance_up", b"instance_up", "long_request", b"long_request", "overload", b"overload", "relief", b"relief", "snapshot_end", b"snapshot_end"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause_id", b"cause_id", "event", b"event", "instance_draining", b"instance_draining", "instance_lost", b"instance_lost", "instance_up", b"instance_up", "overload", b"overload", "relief", b"relief", "snapshot_end", b"snapshot_end"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause_id", b"cause_id", "event", b"event", "instance_draining", b"instance_draining", "instance_lost", b"instance_lost", "instance_up", b"instance_up", "long_request", b"long_request", "overload", b"overload", "relief", b"relief", "snapshot_end", b"snapshot_end"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["instance_up", "instance_lost", "instance_draining", "snapshot_end", "overload", "relief"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["instance_up", "instance_lost", "instance_draining", "snapshot_end", "overload", "relief", "long_request"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -375,6 +379,39 @@ class Relief(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Relief: _TypeAlias = Relief  # noqa: Y015
+
+@_typing.final
+class LongRequest(_message.Message):
+    """A request waits for a group that holds it, or is about to outgrow its instance. Said each second while that is so."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NEED_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    LEADER_ID_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    need_tokens: _builtins.int
+    prompt_tokens: _builtins.int
+    """So many of them are to be computed."""
+    leader_id: _builtins.str
+    """Where it runs. Empty: nowhere yet."""
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupDemand]: ...
+    def __init__(
+        self,
+        *,
+        need_tokens: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        leader_id: _builtins.str = ...,
+        groups: _abc.Iterable[Global___GroupDemand] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "leader_id", b"leader_id", "need_tokens", b"need_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LongRequest: _TypeAlias = LongRequest  # noqa: Y015
 
 @_typing.final
 class GetClusterStatusRequest(_message.Message):

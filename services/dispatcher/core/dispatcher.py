@@ -32,7 +32,8 @@ from services.dispatcher.core.deadlines import Deadlines
 from services.dispatcher.core.feed import Feed
 from services.dispatcher.core.fleet import Fleet, Worker
 from services.dispatcher.core.growth import Growth
-from services.dispatcher.core.limits import MOST_SHARED, Limits, too_full
+from services.dispatcher.core.limits import MOST_SHARED, Limits, long_too_full, too_full
+from services.dispatcher.core.long_requests import LongRequests
 from services.dispatcher.core.moves import Moves
 from services.dispatcher.core.placement import Outcome, Placement, PlacementRules
 from services.dispatcher.core.relay import Relay
@@ -60,6 +61,7 @@ class DispatcherCore:
         self.limits = limits
         self.fleet = Fleet()
         self.backlog = Backlog(placement.order, placement.lift_s)
+        self.long = LongRequests(limits.long_wait_s)
         self.feed = Feed()  # what is offline and waits
         self.requests: dict[RequestId, Tracked] = {}  # all that have been accepted and have not ended
         self.draining = False
@@ -73,7 +75,7 @@ class DispatcherCore:
         self.move_counts: Counter[str] = Counter()  # at_once, waited or replayed -> requests that were handed over
         self._id = dispatcher_id
         self.growth = Growth(routing.growth_tokens)
-        self._placement = Placement(self.backlog, self.feed, self.fleet, placement, routing, self.growth)
+        self._placement = Placement(self.backlog, self.long, self.feed, self.fleet, placement, routing, self.growth)
         self._moves = Moves(limits.move_wait_s, self.fleet)
         self._deadlines = Deadlines()
         self.taken_over_count = 0
@@ -86,11 +88,19 @@ class DispatcherCore:
         due_s = self._deadlines.next_s()
         if len(self._moves):
             due_s = min(due_s, self._moves.next_s())
+        if len(self.long):
+            due_s = min(due_s, self.long.next_timer_s())
         return min(due_s, self._placement.retry_at_s, self._no_worker_check_at_s)
+
+    @property
+    def waits(self) -> bool:
+        """Whether an online request is in no worker."""
+        return bool(len(self.backlog) or len(self.long))
 
     def traffic(self, at_s: float) -> Traffic:
         """What has come lately, how long answers were, and what waits here."""
-        return self._traffic.read(at_s, len(self.backlog), self.backlog.distinct_token_count)
+        long = self.long.demand(self.growth, at_s)
+        return self._traffic.read(at_s, len(self.backlog), self.backlog.distinct_token_count, long)
 
     @property
     def moving_count(self) -> int:
@@ -122,6 +132,8 @@ class DispatcherCore:
                 return [*self._lose(worker, event.at_s, event.why), *self._dispatch(event.at_s)]
             case d.LayoutChanged():
                 return self._adopt(event)
+            case d.ReachTold():
+                return self._hear_reach(event)
             case d.DrainRequested(for_good=for_good):
                 self.draining, self._for_good = True, self._for_good or for_good
                 return []
@@ -150,6 +162,14 @@ class DispatcherCore:
             self._resume_from_backlog(tracked, event.at_s)
         self._watch_usable(event.at_s)
         return commands + self._dispatch(event.at_s)
+
+    def _hear_reach(self, event: d.ReachTold) -> list[d.Command]:
+        """What stands among the others and is long goes where such ones wait."""
+        self.long.reach = event.reach
+        for tracked in [one for one in self.backlog if self.long.takes(one)]:
+            self.backlog.remove(tracked)
+            self._line_up(tracked)
+        return self._dispatch(event.at_s)
 
     def _connected(self, event: d.WorkerConnected) -> list[d.Command]:
         worker = self.fleet.get(event.worker)
@@ -194,13 +214,21 @@ class DispatcherCore:
     def _enqueue(self, tracked: Tracked, at_s: float) -> None:
         tracked.worker, tracked.handle = None, 0
         tracked.queued_at_s = at_s
-        tracked.blocked_since_s = None
+        tracked.blocked_since_s = tracked.groupless_since_s = None
         tracked.recalled = False
+        self._line_up(tracked)
+
+    def _line_up(self, tracked: Tracked) -> None:
+        if self.long.takes(tracked) and not tracked.long:
+            tracked.long = True
+            self._traffic.set_aside(tracked.request.request_id)
         self._line_of(tracked).add(tracked)
 
-    def _line_of(self, tracked: Tracked) -> Backlog | Feed:
+    def _line_of(self, tracked: Tracked) -> Backlog | LongRequests | Feed:
         """Where it waits while no worker has it."""
-        return self.feed if tracked.offline else self.backlog
+        if tracked.offline:
+            return self.feed
+        return self.long if tracked.long else self.backlog
 
     def _move(self, tracked: Tracked, worker_id: WorkerId, at_s: float) -> list[d.Command]:
         """`tracked` has been taken off its worker, which has handed it over to `worker_id`."""
@@ -241,6 +269,7 @@ class DispatcherCore:
             return [d.Refuse(request.request_id, refusal)]
         tracked = self._tracked(request, at_s)
         self._watch_usable(at_s)
+        tracked.long = self.long.takes(tracked)
         commands: list[d.Command] = []
         ahead_count = self._line_of(tracked).count_before(tracked)
         self._admit(tracked)
@@ -270,7 +299,9 @@ class DispatcherCore:
         self.accepted_count += 1
         self.requests[request.request_id] = tracked
         made_count = len(request.output_token_ids)
-        if not tracked.offline:
+        if tracked.long:
+            self._traffic.long_arrived(made_count)
+        elif not tracked.offline:
             self._traffic.arrived(request.request_id, tracked.arrived_at_s, tracked.token_count, made_count)
         self._deadlines.add(request.deadline_at_s, tracked.serial, request.request_id)
         self._line_of(tracked).add(tracked)
@@ -283,7 +314,9 @@ class DispatcherCore:
             return AlreadyExists(f"request {request.request_id} is being served")
         if request.deadline_at_s <= event.at_s:
             return DeadlineExceeded("the deadline had passed when the request arrived")
-        return None
+        if request.priority.offline:
+            return None
+        return self.long.refusal(len(request.prompt_token_ids) + len(request.output_token_ids))
 
     def _overload(self, newcomer: Tracked, at_s: float) -> Overloaded | None:
         """The refusal of a request that would exceed the bounds of the backlog; None for one placed at once."""
@@ -291,6 +324,8 @@ class DispatcherCore:
             return None
         if newcomer.offline:
             return self.feed.too_full(newcomer, self.limits.max_offline_queued_count, at_s)
+        if newcomer.long:
+            return long_too_full(newcomer, self.long, self.backlog, self.limits)
         return too_full(newcomer, self.backlog, self.limits, self._placement.drain_rate, at_s)
 
     def _withdraw(self, event: d.Withdrawn) -> list[d.Command]:
@@ -312,7 +347,7 @@ class DispatcherCore:
             if at_s >= self._no_worker_since_s + self.limits.no_worker_timeout_s:  # as the check was timed, to the bit
                 gone = Unavailable("workers", f"none for {at_s - self._no_worker_since_s:.1f} s")
                 self._no_worker_check_at_s = at_s + _NO_WORKER_CHECK_S
-                overdue = [t for t in (*self.backlog, *self.feed) if t.queued_at_s <= latest_s]
+                overdue = [t for t in (*self.backlog, *self.long, *self.feed) if t.queued_at_s <= latest_s]
                 commands += [c for tracked in overdue for c in self._fail(tracked, gone, at_s)]
         return commands + self._dispatch(at_s)
 
@@ -374,7 +409,7 @@ class DispatcherCore:
         self.fleet.remember(event.load)
         if worker.usable != was_usable:
             self._watch_usable(event.at_s)
-        if len(self.backlog):
+        if self.waits:
             commands += self._dispatch(event.at_s)
         elif event.load.waiting_count and (recall := self._placement.recall(worker, event.at_s)) is not None:
             commands.append(recall)
@@ -425,6 +460,9 @@ class DispatcherCore:
 
     def _dispatch(self, at_s: float) -> list[d.Command]:
         commands = self._settle(self._placement.run(at_s), at_s)
+        if len(self.long):
+            for tracked, error in list(self.long.overdue(at_s)):
+                commands += self._fail(tracked, error, at_s)
         return [*commands, *self._pull(at_s)] if len(self.feed) else commands
 
     def _pull(self, at_s: float) -> list[d.Command]:
@@ -456,16 +494,18 @@ class DispatcherCore:
     def check(self) -> None:
         """Raises InvariantViolation unless every accepted request stands in exactly one place and all counts agree."""
         self.backlog.check()
+        self.long.check()
         self.feed.check()
         self.fleet.check()
         self._moves.check()
         self._placement.check()
         self.growth.check(self.requests.values())
         online = [tracked for tracked in self.requests.values() if not tracked.offline]
-        waiting = {tracked.request.request_id for tracked in online if tracked.first_token_at_s is None}
+        ordinary = [tracked for tracked in online if not tracked.long]
+        waiting = {tracked.request.request_id for tracked in ordinary if tracked.first_token_at_s is None}
         self._traffic.check(waiting, sum(len(tracked.output_token_ids) for tracked in online))
         moving = {tracked.request.request_id: tracked for tracked in self._moves.tracked}
-        queued = {tracked.request.request_id: tracked for tracked in (*self.backlog, *self.feed)}
+        queued = {tracked.request.request_id: tracked for tracked in (*self.backlog, *self.long, *self.feed)}
         placed = {t.request.request_id: t for worker in self.fleet for t in worker.placed.values()}
         count = len(queued) + len(placed) + len(moving)
         if {**queued, **placed, **moving} != self.requests or count != len(self.requests):
@@ -473,7 +513,11 @@ class DispatcherCore:
                 f"queued {sorted(queued)}, placed {sorted(placed)} and moving {sorted(moving)} are not"
                 f" {sorted(self.requests)}"
             )
-        newcomers = [tracked for tracked in self.backlog if tracked.attempt == 0 and not tracked.request.taken_over]
+        newcomers = [
+            tracked
+            for tracked in (*self.backlog, *self.long)
+            if tracked.attempt == 0 and not tracked.request.taken_over
+        ]
         if len(newcomers) > MOST_SHARED * self.limits.max_queued_request_count:
             raise InvariantViolation(f"{len(newcomers)} requests in the backlog")
         if sum(tracked.token_count for tracked in newcomers) > MOST_SHARED * self.limits.max_queued_token_count:
@@ -495,7 +539,7 @@ class DispatcherCore:
         for tracked in worker.placed.values():
             if self.requests.get(tracked.request.request_id) is not tracked:
                 raise InvariantViolation(f"{tracked.request.request_id} runs on {key} and is not known")
-        if (count := len(self.backlog) + len(self.feed) + self.fleet.placed_count + len(self._moves)) != len(
-            self.requests
-        ):
+        if (
+            count := len(self.backlog) + len(self.long) + len(self.feed) + self.fleet.placed_count + len(self._moves)
+        ) != len(self.requests):
             raise InvariantViolation(f"{count} requests are queued, placed or moving, {len(self.requests)} are here")

@@ -11,6 +11,7 @@ from ballast.common.layout import Layout
 from ballast.common.load import LoadReport
 from ballast.common.marks import Mark
 from ballast.common.model import ModelInfo
+from ballast.common.reach import Reach
 from ballast.common.record import record
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
 from ballast.common.targets import NO_TARGETS, Targets
@@ -67,6 +68,14 @@ class Ending:
 class LayoutChanged:
     at_s: float
     layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class ReachTold:
+    """How long a context the cluster holds, as the planner says."""
+
+    at_s: float
+    reach: Reach | None  # None: it does not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +161,7 @@ class TimeIsUp:
 
 Event = (
     LayoutChanged
+    | ReachTold
     | WorkerConnected
     | WorkerLost
     | Submitted

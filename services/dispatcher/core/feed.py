@@ -3,10 +3,8 @@
 Nothing about online requests depends on what is in here: the feed has a bound, an order and a rate of its own.
 """
 
-import bisect
-from collections.abc import Iterator
-
-from ballast.common.errors import InvariantViolation, Overloaded
+from ballast.common.errors import Overloaded
+from services.dispatcher.core.arrival_order import ArrivalOrder
 from services.dispatcher.core.backlog import DrainRate
 from services.dispatcher.core.fleet import Fleet, Worker
 from services.dispatcher.core.tracked import Tracked
@@ -16,38 +14,12 @@ _TAKEN_OVER_FACTOR = 2  # with requests that other dispatchers were serving, so 
 _SCAN_COUNT = 64  # requests that are looked at when the first ones fit no worker that wants some
 
 
-def _key(tracked: Tracked) -> int:
-    return tracked.serial
-
-
-class Feed:
-    """In order of arrival; a replayed request stands where it stood."""
+class Feed(ArrivalOrder):
+    """All of them are offline requests."""
 
     def __init__(self) -> None:
-        self.token_count = 0
-        self._entries: list[Tracked] = []
+        super().__init__()
         self._drain_rate = DrainRate()
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __iter__(self) -> Iterator[Tracked]:
-        return iter(self._entries)
-
-    def count_before(self, tracked: Tracked) -> int:
-        """Requests behind which this one stands, or would."""
-        return bisect.bisect_left(self._entries, _key(tracked), key=_key)
-
-    def add(self, tracked: Tracked) -> None:
-        bisect.insort(self._entries, tracked, key=_key)
-        self.token_count += tracked.token_count
-
-    def remove(self, tracked: Tracked) -> None:
-        at = self.count_before(tracked)
-        if at == len(self._entries) or self._entries[at] is not tracked:
-            raise InvariantViolation(f"{tracked.request.request_id} is not in the feed")
-        del self._entries[at]
-        self.token_count -= tracked.token_count
 
     def too_full(self, newcomer: Tracked, most: int, at_s: float) -> Overloaded | None:
         """Why one that is in the feed cannot wait there. `most`: requests that may."""
@@ -80,14 +52,3 @@ class Feed:
     def count(self, at_s: float) -> None:
         """One has gone to a worker."""
         self._drain_rate.count(at_s)
-
-    def check(self) -> None:
-        """Raise InvariantViolation unless it is in order, and all in it are offline requests that no worker has."""
-        serials = [tracked.serial for tracked in self._entries]
-        if serials != sorted(set(serials)):
-            raise InvariantViolation(f"the feed is out of order: {serials}")
-        for tracked in self._entries:
-            if not tracked.offline or tracked.worker is not None or tracked.handle or tracked.moving:
-                raise InvariantViolation(f"{tracked.request.request_id} does not belong into the feed")
-        if self.token_count != sum(tracked.token_count for tracked in self._entries):
-            raise InvariantViolation(f"the feed counts {self.token_count} tokens")

@@ -38,6 +38,7 @@ class Worker:
     unseen_block_count: int = 0
     unseen_tokens: dict[int, int] = field(default_factory=dict[int, int])  # likewise -> tokens it has to compute there
     preempted: dict[int, float] = field(default_factory=dict[int, float])  # handle -> waits again since, ascending
+    long_handles: set[int] = field(default_factory=set[int])  # of requests that no instance holds alone
     offline_unseen: dict[int, int] = field(default_factory=dict[int, int])  # handle, ascending -> its tokens
     placed_by: Counter[str] = field(default_factory=Counter[str])  # caller -> online requests there
     hold_until_s: float = 0.0  # it has refused a request: not asked again until then
@@ -89,6 +90,7 @@ class Worker:
             max_waiting_count=self.max_waiting_count,
             draining=not self.usable,
             instance_count=self.instance_count,
+            has_long_prompt=any(self.placed[handle].awaits_token for handle in self.long_handles),
         )
 
     def gives_way_to(self, tracked: Tracked, at_s: float) -> bool:
@@ -111,6 +113,8 @@ class Worker:
             self.offline_unseen[handle] = tracked.token_count
             return
         self.touch()
+        if tracked.long:
+            self.long_handles.add(handle)
         self.placed_by[tracked.request.caller] += 1
         need = blocks_for(tracked.token_count + 1, load.block_tokens)
         self.unseen[handle] = need
@@ -128,6 +132,7 @@ class Worker:
             if not self.placed_by[tracked.request.caller]:
                 del self.placed_by[tracked.request.caller]
         self.preempted.pop(handle, None)
+        self.long_handles.discard(handle)
         if tracked.request.sampling.logprobs is not None:
             self.departed[handle] = None
             if len(self.departed) > _MAX_DEPARTED:
@@ -178,6 +183,8 @@ class Worker:
             raise InvariantViolation(f"{self.key}: callers are counted as {self.placed_by}")
         if not self.offline_unseen.keys() <= self.placed.keys():
             raise InvariantViolation(f"{self.key}: books on unseen offline requests are wrong")
+        if self.long_handles != {handle for handle, tracked in self.placed.items() if tracked.long}:
+            raise InvariantViolation(f"{self.key}: long requests are not {sorted(self.long_handles)}")
         if not self.preempted.keys() <= self.placed.keys():
             raise InvariantViolation(f"{self.key}: {sorted(self.preempted)} wait, {sorted(self.placed)} are there")
         if list(self.unseen) != sorted(self.unseen) or self.unseen.keys() != self.unseen_tokens.keys():

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from ballast.common.errors import Overloaded
 from services.dispatcher.core.backlog import Backlog, DrainRate
+from services.dispatcher.core.long_requests import LongRequests
 from services.dispatcher.core.tracked import Tracked
 
 _TAKEN_OVER_FACTOR = 2  # with requests that other dispatchers were serving, so many times as many may wait
@@ -17,7 +18,23 @@ class Limits:
     max_offline_queued_count: int = 256  # --max-offline-queued
     replay_limit: int = 3
     no_worker_timeout_s: float = 30.0  # so long a request waits while there is no worker at all
+    long_wait_s: float = 60.0  # so long a request waits that no group holds
     move_wait_s: float = 5.0  # so long one that was handed over waits for the stream to its new worker
+
+
+def long_too_full(newcomer: Tracked, long: LongRequests, backlog: Backlog, limits: Limits) -> Overloaded | None:
+    """Why a long one cannot wait: the bounds are those of the backlog, and hold for both together."""
+    factor = _TAKEN_OVER_FACTOR if newcomer.request.taken_over else 1
+    if len(backlog) + len(long) > limits.max_queued_request_count * factor:
+        why = f"{len(backlog) + len(long) - 1} requests are waiting, the most allowed (--max-num-queued-reqs)"
+    elif backlog.token_count + long.token_count > limits.max_queued_token_count * factor:
+        why = (
+            f"{backlog.token_count + long.token_count} tokens would be waiting, more than"
+            f" {limits.max_queued_token_count * factor} (--max-num-queued-tokens)"
+        )
+    else:
+        return None
+    return Overloaded(why, limits.long_wait_s)
 
 
 def too_full(

@@ -11,11 +11,22 @@ from services.dispatcher.core.events import AbortOnWorker, Place, Request
 from services.dispatcher.core.feed import Feed
 from services.dispatcher.core.fleet import Fleet, Worker
 from services.dispatcher.core.growth import Growth
+from services.dispatcher.core.long_requests import LongRequests, has_room, holds
 from services.dispatcher.core.prefix_map import PrefixMap
 from services.dispatcher.core.recall import candidate
 from services.dispatcher.core.story import What
 from services.dispatcher.core.tracked import Tracked
-from services.dispatcher.policy.freeness import NO_HITS, Hits, Need, RoutingRules, WorkerKey, has_place
+from services.dispatcher.policy.freeness import (
+    NO_HITS,
+    Hits,
+    Need,
+    RoutingRules,
+    WorkerKey,
+    blocks_for,
+    has_place,
+    may_queue,
+    runs_at_once,
+)
 from services.dispatcher.policy.ranking import Ranking
 
 _BATCH_COUNT = 16
@@ -44,7 +55,14 @@ class Placement:
     """Moves requests from the backlog to workers and counts them there."""
 
     def __init__(
-        self, backlog: Backlog, feed: Feed, fleet: Fleet, rules: PlacementRules, routing: RoutingRules, growth: Growth
+        self,
+        backlog: Backlog,
+        long: LongRequests,
+        feed: Feed,
+        fleet: Fleet,
+        rules: PlacementRules,
+        routing: RoutingRules,
+        growth: Growth,
     ) -> None:
         self.drain_rate = DrainRate()
         self.retry_at_s = math.inf  # a hold or a request's patience ends then
@@ -52,6 +70,7 @@ class Placement:
         self._routing = routing
         self._growth = growth
         self._backlog = backlog
+        self._long = long
         self._feed = feed
         self._fleet = fleet
         self._ranking = Ranking(routing)
@@ -64,9 +83,11 @@ class Placement:
         self.retry_at_s = math.inf
         placed: list[Place] = []
         hopeless: list[Tracked] = []
-        if not len(self._backlog):
+        if not len(self._backlog) and not len(self._long):
             return Outcome(placed, hopeless)
         self._look_around(at_s)
+        if len(self._long):
+            placed += self._run_long(at_s)
         passed_over_count = 0
         while len(self._ranking) and passed_over_count < self.rules.scan_count:
             batch = self._backlog.slice(passed_over_count, _BATCH_COUNT, at_s)
@@ -99,6 +120,42 @@ class Placement:
             best = min(workers, key=lambda worker: (worker.placed_by[caller], worker.waiting_count, worker.key))
             placed.append(self._place(tracked, best.key, at_s))
         return placed
+
+    def _run_long(self, at_s: float) -> list[Place]:
+        """Each goes to the group with most room of those that hold it. One that must wait for that lets nobody of its
+        kind overtake it there.
+        """
+        placed, waited_for = list[Place](), set[WorkerKey]()
+        usable = [worker for worker in self._fleet.usable if worker.hold_until_s <= at_s]
+        for tracked in list(self._long)[: self.rules.scan_count]:
+            groups = [worker for worker in usable if holds(worker, tracked)]
+            if not groups:
+                tracked.groupless_since_s = at_s if tracked.groupless_since_s is None else tracked.groupless_since_s
+                continue
+            tracked.groupless_since_s = None
+            open_ones = [w for w in groups if w.key not in waited_for and has_room(w, tracked)]
+            worker = max(open_ones, key=lambda w: (w.view().free_block_count, w.key), default=None)
+            if worker is None or not self._may_go(tracked, worker, at_s):
+                waited_for.update(w.key for w in groups)
+                continue
+            self._long.remove(tracked)
+            self.drain_rate.count(at_s)
+            placed.append(self._take_out(tracked, worker, at_s))
+            self._look_around(at_s)
+        return placed
+
+    def _may_go(self, tracked: Tracked, worker: Worker, at_s: float) -> bool:
+        """Whether it runs there at once, or has let others overtake it for long enough."""
+        view = worker.view()
+        if runs_at_once(view, blocks_for(tracked.token_count + 1, view.block_tokens)):
+            return True
+        if tracked.blocked_since_s is None:
+            tracked.blocked_since_s = at_s
+        ends_s = tracked.blocked_since_s + self.rules.large_patience_s
+        if at_s < ends_s:
+            self.retry_at_s = min(self.retry_at_s, ends_s)
+            return False
+        return may_queue(view, self._routing)
 
     def pull(self, at_s: float) -> Outcome:
         """Gives offline requests to the workers that want some."""

@@ -38,6 +38,8 @@ class Tracked:
     prompt_marks: tuple[Mark, ...] | None = None  # None: not computed yet
     story: Story = field(default_factory=Story)
     blocked_since_s: float | None = None  # large, and no worker could run it at once
+    long: bool = False  # no instance held it alone when it was looked at: see `LongRequests`
+    groupless_since_s: float | None = None  # long, and there is no group that holds it
     offline: bool = field(init=False)  # of a class that uses what others leave
 
     def __post_init__(self) -> None:

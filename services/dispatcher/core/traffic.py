@@ -12,6 +12,7 @@ from ballast.common.traffic import (
     RECENT_S,
     WAIT_COUNTS,
     WINDOW_S,
+    LongDemand,
     Traffic,
     length_index,
     wait_index,
@@ -20,6 +21,9 @@ from ballast.common.traffic import (
 _BIN_S = 2.0
 _BINS_PER_SPAN = int(RECENT_S / _BIN_S)
 _SPAN_COUNT = int(WINDOW_S / RECENT_S)
+
+
+_NONE = LongDemand()
 
 
 @dataclass(slots=True)
@@ -58,6 +62,14 @@ class TrafficCounter:
         here.arrived_tokens += token_count
         here.arrived_lengths[length_index(token_count)] += 1
 
+    def long_arrived(self, made_count: int) -> None:
+        """One that waits for a group which holds it is no ordinary traffic, and does not wait like that."""
+        self._open_tokens += made_count
+
+    def set_aside(self, request_id: RequestId) -> None:
+        """A request has turned out to be long."""
+        self._waiting.pop(request_id, None)
+
     def ended(self, at_s: float, token_count: int) -> None:
         """An answer of so many tokens came to its own end."""
         here = self._bin(at_s)
@@ -66,7 +78,8 @@ class TrafficCounter:
 
     def began(self, request_id: RequestId, at_s: float) -> None:
         """A request has had its first token."""
-        self._first_counts[wait_index(at_s - self._waiting.pop(request_id))] += 1
+        if (since_s := self._waiting.pop(request_id, None)) is not None:
+            self._first_counts[wait_index(at_s - since_s)] += 1
         self._open_tokens += 1
 
     def left(self, request_id: RequestId, made_count: int) -> None:
@@ -88,7 +101,7 @@ class TrafficCounter:
                 self._bins.popleft()
         return self._bins[-1]
 
-    def read(self, at_s: float, queued_count: int, queued_tokens: int) -> Traffic:
+    def read(self, at_s: float, queued_count: int, queued_tokens: int, long: LongDemand = _NONE) -> Traffic:
         """What has been counted until now; the rest of the record is what waits here."""
         newest = int(at_s // _BIN_S)
         known_s = 0.0 if self._since_s is None else min(WINDOW_S, at_s - self._since_s)
@@ -125,6 +138,7 @@ class TrafficCounter:
             first_counts=_told(self._first_counts),
             later_count=self._later_count,
             later_s=self._later_s,
+            long=long,
             prompt_counts=_told(lengths),
         )
 

@@ -11,6 +11,9 @@ would be the freest until all the load is on it, although its tokens take longer
 freeness counts only up to what a request needs for growing; beyond that the fewest requests for each instance decide.
 Where nobody has room for all its growth it goes where it runs now: to wait beside free memory would help nobody.
 
+Where a prompt is computed that no instance holds alone, batches take long: others go elsewhere if that
+is possible at once.
+
 Where some workers have the KV of a prompt's beginning, the freest and these are compared: it goes where the fewest
 tokens are computed before its first one, those of prompts that came there before it included.
 
@@ -36,6 +39,12 @@ class WorkerKey(NamedTuple):
 
     worker_id: WorkerId
     incarnation: Incarnation
+
+
+class Shape(NamedTuple):
+    block_count: int
+    block_tokens: int
+    has_long_prompt: bool
 
 
 _CLAIM_RATIO = 2
@@ -64,6 +73,12 @@ class WorkerView:
     prompt_token_count: int = 0  # of prompts there that are still to be computed
     max_prompt_token_count: int = 0  # from so many on a newcomer waits there; 0: however many
     uncomputed_token_count: int = 0  # of prompts there, however long
+    has_long_prompt: bool = False  # one is computed there that no instance holds: each batch takes long
+
+    @property
+    def shape(self) -> "Shape":
+        """Workers of one shape differ for a request only in what is free and how free they are."""
+        return Shape(self.block_count, self.block_tokens, self.has_long_prompt)
 
     @property
     def free_block_count(self) -> int:
@@ -115,6 +130,7 @@ def has_place(view: WorkerView, rules: RoutingRules) -> bool:
 class Place(NamedTuple):
     """Sorts the freest of each shape, and those that have a part of it: the one that gets the request first."""
 
+    has_long_prompt: bool  # others go where none is computed, if they can
     token_count: int  # computed there before its first token; 0 for all where none has a part of it
     minus_growth: float  # freeness, as far as it counts
     requests_per_instance: float
@@ -126,7 +142,8 @@ def place_of(view: WorkerView, need: Need, hits: Hits = NO_HITS) -> Place:
     free = freeness(view)
     load = (view.running_count + view.waiting_count + view.unseen_count) / view.instance_count
     token_count = view.uncomputed_token_count + max(1, need.tokens - hits.get(view.worker, 0)) if hits else 0
-    return Place(token_count, -min(free, blocks_for(need.growth_tokens, view.block_tokens)), load, -free, view.worker)
+    growth = -min(free, blocks_for(need.growth_tokens, view.block_tokens))
+    return Place(view.has_long_prompt, token_count, growth, load, -free, view.worker)
 
 
 def runs_at_once(view: WorkerView, block_count: int) -> bool:

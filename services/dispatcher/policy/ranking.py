@@ -15,6 +15,7 @@ from services.dispatcher.policy.freeness import (
     Hits,
     Need,
     RoutingRules,
+    Shape,
     WorkerKey,
     WorkerView,
     blocks_for,
@@ -25,28 +26,28 @@ from services.dispatcher.policy.freeness import (
 )
 
 
-class _FreenessRank(NamedTuple):
+class _Place(NamedTuple):
     """Sorts as the plain choice ranks: the freest first, then the smallest id."""
 
     minus_freeness: float
     worker: WorkerKey
 
 
-class _WorkerShape:
+class _Shape:
     __slots__ = ("free_block_counts", "queues", "runs")
 
     def __init__(self) -> None:
-        self.runs: list[_FreenessRank] = []  # a request of one block could run at once
+        self.runs: list[_Place] = []  # a request of one block could run at once
         self.free_block_counts: list[int] = []  # of the workers in `runs`, ascending
-        self.queues: list[_FreenessRank] = []  # a request may wait there
+        self.queues: list[_Place] = []  # a request may wait there
 
 
-class _RankedWorker(NamedTuple):
+class _Entry(NamedTuple):
     """Where a worker stands."""
 
     view: WorkerView
-    shape: _WorkerShape
-    place: _FreenessRank
+    shape: _Shape
+    place: _Place
     free_block_count: int
     runs: bool
     queues: bool
@@ -57,8 +58,8 @@ class Ranking:
 
     def __init__(self, rules: RoutingRules) -> None:
         self._rules = rules
-        self._entries: dict[WorkerKey, _RankedWorker] = {}
-        self._shapes: dict[tuple[int, int], _WorkerShape] = {}  # (blocks, tokens of a block)
+        self._entries: dict[WorkerKey, _Entry] = {}
+        self._shapes: dict[Shape, _Shape] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -76,12 +77,12 @@ class Ranking:
         runs, queues = runs_at_once(view, 1), may_queue(view, self._rules)
         if not runs and not queues:
             return
-        key = view.block_count, view.block_tokens
+        key = view.shape
         shape = self._shapes.get(key)
         if shape is None:
-            shape = self._shapes[key] = _WorkerShape()
-        place, free_block_count = _FreenessRank(-freeness(view), view.worker), view.free_block_count
-        self._entries[view.worker] = _RankedWorker(view, shape, place, free_block_count, runs, queues)
+            shape = self._shapes[key] = _Shape()
+        place, free_block_count = _Place(-freeness(view), view.worker), view.free_block_count
+        self._entries[view.worker] = _Entry(view, shape, place, free_block_count, runs, queues)
         if runs:
             bisect.insort(shape.runs, place)
             bisect.insort(shape.free_block_counts, free_block_count)
@@ -99,14 +100,14 @@ class Ranking:
         if queues:
             _take(shape.queues, place)
         if not shape.runs and not shape.queues:
-            del self._shapes[view.block_count, view.block_tokens]
+            del self._shapes[view.shape]
 
     def choose(self, need: Need, hits: Hits = NO_HITS, *, may_queue_large: bool) -> WorkerKey | None:
         """The worker that gets the request now; None to keep it in the backlog. Ties go to the smallest id."""
         if (at_once := self.at_once(need, hits)) is not None:
             return at_once
-        best: _FreenessRank | None = None
-        for (block_count, block_tokens), shape in self._shapes.items():
+        best: _Place | None = None
+        for (block_count, block_tokens, _), shape in self._shapes.items():
             wanted = blocks_for(need.tokens, block_tokens)
             if not shape.queues or wanted > block_count:
                 continue
@@ -143,11 +144,11 @@ class Ranking:
     def _contenders(self, need: Need) -> list[WorkerKey]:
         return [
             place.worker
-            for (block_count, block_tokens), shape in self._shapes.items()
+            for (block_count, block_tokens, _), shape in self._shapes.items()
             if (place := self._at_once(shape, need, block_count, block_tokens)) is not None
         ]
 
-    def _at_once(self, shape: _WorkerShape, need: Need, block_count: int, block_tokens: int) -> _FreenessRank | None:
+    def _at_once(self, shape: _Shape, need: Need, block_count: int, block_tokens: int) -> _Place | None:
         if not shape.runs or blocks_for(need.tokens, block_tokens) > block_count:
             return None
         wanted = min(block_count, blocks_for(need.tokens + need.growth_tokens, block_tokens))
@@ -156,5 +157,5 @@ class Ranking:
         return next(place for place in shape.runs if wanted <= self._entries[place.worker].free_block_count)
 
 
-def _take(places: list[_FreenessRank], place: _FreenessRank) -> None:
+def _take(places: list[_Place], place: _Place) -> None:
     del places[bisect.bisect_left(places, place)]

@@ -75,6 +75,14 @@ class DispatcherShell:
         return self.core.fleet.model
 
     @property
+    def max_model_len(self) -> int | None:
+        """Tokens of prompt and answer that the model allows and the cluster holds; None: not known yet."""
+        model, reach = self.model, self.core.long.reach
+        if model is None or reach is None:
+            return None if model is None else model.max_model_len
+        return min(model.max_model_len, reach.group_tokens)
+
+    @property
     def ready(self) -> bool:
         return not self.core.draining and any(worker.connected for worker in self.core.fleet)
 

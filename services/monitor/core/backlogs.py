@@ -6,7 +6,7 @@ Clocks of two machines are never compared: a word is fresh while its serial numb
 from dataclasses import dataclass, field
 
 from ballast.common.ids import DispatcherId
-from ballast.common.traffic import Traffic, sum_traffic
+from ballast.common.traffic import LongDemand, Traffic, sum_traffic
 from services.monitor.core.messages import BacklogWord
 from services.monitor.policy.demand import Backlog
 
@@ -39,6 +39,11 @@ class Backlogs:
         """Of those that still speak."""
         fresh = self._fresh(at_s)
         return Backlog(sum([one.queued_count for one in fresh]), sum([one.queued_tokens for one in fresh]))
+
+    def long(self, at_s: float) -> LongDemand:
+        """Of those that still speak."""
+        waiting = [one for one in self._fresh(at_s) if one.long.count]
+        return _sum(waiting).long
 
     def _fresh(self, at_s: float) -> list[Traffic]:
         return [word.traffic for word, since_s in self._words.values() if at_s - since_s <= self.lease_s]

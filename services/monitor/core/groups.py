@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from ballast.common.ids import WorkerId
 from ballast.common.layout import Group, Layout, Member
+from ballast.common.load import LoadReport
 from services.monitor.core.entry import Entry
 from services.monitor.policy.demand import (
     GroupDemand,
@@ -63,6 +65,13 @@ class Groups:
             found.append(_group_load(group, leader, entries))
             complete = complete and all(_living(member, entries) is not None for member in group.members)
         return tuple(sorted(found, key=lambda g: g.leader_id)), complete
+
+    def led(self, entries: Entries) -> list[tuple[WorkerId, LoadReport]]:
+        """What leaders of groups that serve report, by id."""
+        groups = self.layout.groups if self.layout is not None else ()
+        leaders = [(g.leader.worker_id, _living(g.leader, entries)) for g in groups if g.leader.takes_new]
+        found = [(name, entry.load) for name, entry in leaders if entry is not None and entry.load is not None]
+        return sorted(found, key=itemgetter(0))
 
     def demands(self, at_s: float, entries: Entries, *, window_s: float, horizon_s: float) -> tuple[GroupDemand, ...]:
         return tuple(self._demand(at_s, load, entries, window_s, horizon_s) for load in self.loads(entries)[0])

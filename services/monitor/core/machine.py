@@ -28,7 +28,7 @@ from services.monitor.core.backlogs import Backlogs
 from services.monitor.core.entry import Entry
 from services.monitor.core.groups import Groups
 from services.monitor.policy.demand import ClusterDemand, GroupDemand, backlog_bytes, sum_demand
-from services.monitor.policy.pressure import TREND_WINDOW_S, Pressure, PressureRules
+from services.monitor.policy.pressure import TREND_WINDOW_S, LongRequest, Pressure, PressureRules
 
 TICK_S = 0.1  # between two looks at everything: a tenth of what is looked ahead
 _TYPICAL = Chunk(1000, 128)  # that machines are compared by
@@ -36,7 +36,10 @@ _TYPICAL = Chunk(1000, 128)  # that machines are compared by
 _UNLIKE, _MISTAKEN = 1.25, 30.0
 _REPORTS_PER_S = 150.0  # of all together, as far as the lease allows: each takes a millisecond, both sides counted
 _REPORTS_PER_LEASE = 4
-LEAST_LOOK_S = 0.02  # least interval between two evaluations of the cluster's demand
+LONG_S = 1.0  # between two words that a request waits for a larger group
+# What has filled so much of its instance, and may go on, is about to outgrow it; it then asks for so many times more.
+_OUTGROWN, _GROWS = 0.9, 1.5
+LEAST_LOOK_S = 0.02  # between two looks at the demand of all, however it jumps
 
 
 def sample_count(trend_window_s: float) -> int:
@@ -90,6 +93,7 @@ class MonitorCore:
     _active_since_s: float = 0.0
     _ticked_at_s: float | None = None
     _looked_at_s: float = -math.inf  # at the demand of all
+    _long_at_s: float = -math.inf  # when a long request was told of
     _registry_at_s: float = 0.0
     _forget: list[WorkerId] = field(default_factory=list[WorkerId])
 
@@ -269,6 +273,9 @@ class MonitorCore:
             commands.append(m.Publish(m.SnapshotEnd(), event.cause_id))
         if self.warm:
             commands += self._watch_pressure(event.at_s, event.cause_id)
+            if event.at_s - self._long_at_s >= LONG_S and (found := self._long_request(event.at_s)) is not None:
+                self._long_at_s = event.at_s
+                commands.append(m.Publish(m.Raised(found, ()), event.cause_id))
         if event.at_s - self._registry_at_s >= self.rules.registry_interval_s:
             self._registry_at_s = event.at_s
             commands.append(m.WriteRegistry(tuple(sorted(set(self._forget) - set(self.entries)))))
@@ -283,6 +290,17 @@ class MonitorCore:
             return []
         groups = self.group_demands(at_s)
         return [m.Publish(m.Raised(signal, groups), cause_id) for signal in signals]
+
+    def _long_request(self, at_s: float) -> LongRequest | None:
+        """One that waits comes before one that has room for a while yet."""
+        if (long := self._backlogs.long(at_s)).count:
+            return LongRequest(long.need_tokens, long.prompt_tokens)
+        for leader_id, load in self.groups.led(self.entries):
+            room_tokens, longest = load.block_count * load.block_tokens, load.longest_token_count
+            if room_tokens and longest >= _OUTGROWN * room_tokens and load.longest_limit_tokens > room_tokens:
+                need_tokens = min(math.ceil(longest * _GROWS), load.longest_limit_tokens)
+                return LongRequest(max(need_tokens, room_tokens + 1), leader_id=leader_id)
+        return None
 
     def cluster_demand(self, at_s: float) -> ClusterDemand:
         loads, complete = self.groups.loads(self.entries)

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from ballast.common.errors import InvariantViolation
+from ballast.common.ids import WorkerId
 from services.monitor.policy.demand import ClusterDemand
 from services.monitor.policy.trend import since, slope_per_s
 
@@ -78,7 +79,19 @@ class Relief:
     undropped_capacity_bytes: int
 
 
-Signal = Overload | Relief
+_NOWHERE = WorkerId("")
+
+
+@dataclass(frozen=True, slots=True)
+class LongRequest:
+    """A request waits for a group that holds it, or is about to outgrow its instance: no shortage of the others."""
+
+    need_tokens: int
+    prompt_tokens: int = 0  # so many of them are to be computed
+    leader_id: WorkerId = _NOWHERE  # where it runs; empty: nowhere yet
+
+
+Signal = Overload | Relief | LongRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

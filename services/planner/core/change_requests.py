@@ -19,15 +19,16 @@ from services.planner.core.survey import (
     dissolved,
     dropped,
     merged_by_hand,
+    running_of,
     shape_of,
     sources_of,
     survey,
 )
 from services.planner.core.transition import changed_members
-from services.planner.policy.candidates import Running
-from services.planner.policy.compare import Comparison, Targets, compare, compare_restore
+from services.planner.policy.compare import Comparison, Targets, compare, compare_long, compare_restore
 from services.planner.policy.drop import by_need, plan_of
 from services.planner.policy.explain import explain, explain_restore
+from services.planner.policy.long_request import LongNeed, group_for, held_by
 from services.planner.policy.restore import RESTORE_USAGE_LIMIT, RestorePlan, plan_restore
 from services.planner.policy.snapshot import ModelShape, Snapshot, columns_of
 from services.planner.policy.split import is_unlike, kinds_of
@@ -58,6 +59,7 @@ class DropRequest:
     again: bool = False  # an overload that was looked at before
     blind_s: float = 0.0  # so long its comparison has lacked what it is made from
     hold_s: float = 0.0  # once it has begun, for so long nothing comes back unless an operator says so
+    long: LongNeed | None = None  # of a request that wants a larger group
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +175,8 @@ def _drop(
         return _by_hand(change, base, model, load, epoch)
     surveyed = survey(base, model, loads, load.slowness)
     snapshot = surveyed.snapshot
+    if change.long is not None:
+        return _for_long(change, change.long, base, model, surveyed, load, epoch, planning)
     needed = change.required_bytes
     if needed is None:
         needed = demand_bytes(snapshot)
@@ -205,6 +209,43 @@ def _drop(
     if not changed_members(base, target):
         return Rejected("nothing would change", found.shortfall_bytes)
     return Approved(TransitionKind.DROP, target, snapshot.model, lines, found.shortfall_bytes, compared=compared)
+
+
+def _for_long(
+    change: DropRequest,
+    need: LongNeed,
+    base: Layout,
+    model: ModelInfo | None,
+    surveyed: Survey,
+    load: ClusterLoad,
+    epoch: Epoch,
+    planning: Planning,
+) -> Approved | Rejected:
+    """The smallest group that holds it beside what runs there, if the others can bear it."""
+    snapshot, led = surveyed
+    if (holder := held_by(snapshot, need)) is not None:
+        return Rejected(f"{holder} holds {need.need_tokens} tokens already", for_now=True)
+    for group_id, load_of_leader in zip(columns_of(snapshot.groups).group_ids, led, strict=True):
+        if group_id == need.group_id:
+            need = replace(need, held_tokens=load_of_leader.longest_token_count)
+    made = group_for(snapshot, need)
+    if made is None:
+        why = f"no group of the instances here has room for {need.need_tokens} tokens beside what runs there"
+        return Rejected(why, for_now=True)
+    compared = None
+    if planning.compares and load.pace is not None and not _unknown(load, model):
+        targets = planning.targets
+        compared = compare_long(snapshot, running_of(led), load.traffic, load.pace, made, need, targets)
+        if compared.chosen is compared.candidates[0]:
+            why = "; ".join((f"{made.name} would cost the others too much", *compared.lines()))
+            return Rejected(why, for_now=True, compared=compared)
+    found = plan_of(snapshot, [made.ids], 0, made.toward_memory)
+    if not found.groups:
+        return Rejected(f"{' + '.join(made.ids)} cannot be merged", for_now=True)
+    why = f"{change.by}: {need.need_tokens} tokens need {made.stages} instances"
+    lines = (*(() if compared is None else compared.lines()), *explain(found, snapshot.model))
+    target = dropped(base, found, epoch, why)
+    return Approved(TransitionKind.DROP, target, snapshot.model, lines, compared=compared)
 
 
 def _by_hand(change: DropRequest, base: Layout, model: ModelInfo | None, load: ClusterLoad, epoch: Epoch) -> Approved:
@@ -250,10 +291,7 @@ def _compared(
     if load.pace is None or _unknown(load, model):
         return None
     snapshot, led = surveyed
-    running = Running(
-        max_running_count=max(1, min([one.max_running_count for one in led])),
-        waiting_count=sum([one.waiting_count for one in led]),
-    )
+    running = running_of(led)
     if restored is not None:
         return compare_restore(snapshot, running, load.traffic, load.pace, restored, targets)
     compared = compare(snapshot, running, load.traffic, load.pace, targets)
@@ -276,9 +314,17 @@ def _restore(
     epoch: Epoch,
     planning: Planning,
 ) -> Approved | Rejected:
-    snapshot = surveyed.snapshot
+    snapshot, led = surveyed
+    waiting = load.traffic.long
+    if waiting.count and not change.whatever_the_load:
+        return Rejected(f"requests of up to {waiting.need_tokens} tokens wait for a group that holds them")
     found = plan_restore(
-        snapshot, usage_limit=inf if change.whatever_the_load else RESTORE_USAGE_LIMIT, only=change.only
+        snapshot,
+        usage_limit=inf if change.whatever_the_load else RESTORE_USAGE_LIMIT,
+        only=change.only,
+        longest_tokens={
+            name: one.longest_token_count for name, one in zip(columns_of(snapshot.groups).group_ids, led, strict=True)
+        },
     )
     lines = tuple(explain_restore(found))
     chosen = [dissolution.group_id for dissolution in found.dissolutions]

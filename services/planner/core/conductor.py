@@ -50,6 +50,7 @@ from services.planner.core.transition import (
 )
 from services.planner.core.transition import Command as Step
 from services.planner.core.transition import Event as StepEvent
+from services.planner.policy.long_request import LongNeed
 
 _STAGES = tuple(Stage)
 _KEPT_RECORDS = 32
@@ -171,6 +172,20 @@ class Conductor:
             return []
         self._again_until_s, self._again_bytes = event.at_s + _LOOK_FOR_S, event.required_bytes
         return self._take(DropRequest("overload", event.cause_id, required_bytes=event.required_bytes), event.at_s)
+
+    def long_request(self, event: p.LongRequestRaised) -> list[p.Command]:
+        """Said again each second: what is not possible now is looked at then. A restore that is only prepared may take
+        away what it needs.
+        """
+        if self.rules.policy is not OverloadPolicy.DROP or self._has_change:
+            return []
+        if self.busy:
+            may = self._may_give_way
+            return (
+                self._steps(AbortWanted(event.at_s, "a long request waits"), event.at_s, event.cause_id) if may else []
+            )
+        need = LongNeed(event.need_tokens, event.prompt_tokens, GroupId(event.leader_id) if event.leader_id else None)
+        return self._take(DropRequest("long request", event.cause_id, long=need), event.at_s)
 
     @property
     def _must_end(self) -> bool:

@@ -144,6 +144,8 @@ class PlannerCore:
                 return self.conductor.member_answered(event)
             case p.OverloadRaised():
                 return self.conductor.overload(event) if self.active else []
+            case p.LongRequestRaised():
+                return self.conductor.long_request(event) if self.active else []
             case p.ReliefRaised():
                 return self.conductor.relief(event) if self.active else []
             case p.TimerFired():

@@ -181,6 +181,17 @@ class ReliefRaised:
 
 
 @dataclass(frozen=True, slots=True)
+class LongRequestRaised:
+    """A request waits for a group that holds it, or is about to outgrow its instance; said again each second."""
+
+    at_s: float
+    cause_id: str
+    need_tokens: int
+    prompt_tokens: int  # so many of them are to be computed
+    leader_id: WorkerId  # where it runs; empty: nowhere yet
+
+
+@dataclass(frozen=True, slots=True)
 class DropRequested:
     """An operator asks for a drop."""
 
@@ -226,7 +237,14 @@ class TimerFired:
 
 
 MonitorEvent = (
-    SnapshotBegan | SnapshotEnded | InstanceUp | InstanceLost | InstanceDraining | OverloadRaised | ReliefRaised
+    SnapshotBegan
+    | SnapshotEnded
+    | InstanceUp
+    | InstanceLost
+    | InstanceDraining
+    | OverloadRaised
+    | ReliefRaised
+    | LongRequestRaised
 )
 ChangeRequest = DropRequested | RestoreRequested
 Event = (

@@ -15,8 +15,7 @@ from ballast.common.load import LoadReport
 from ballast.common.model import ModelInfo
 from ballast.common.wanted import Wanted
 from services.planner.core.messages import ClusterLoad
-from services.planner.core.survey import NoSurvey, survey
-from services.planner.policy.candidates import Running
+from services.planner.core.survey import NoSurvey, running_of, survey
 from services.planner.policy.compare import Comparison, Targets, compare_sizes
 from services.planner.policy.reserve import Jumps, Reserve, pair_gain, wanted_memory
 
@@ -131,10 +130,7 @@ class Sizing:
             left = () if leaving is None else survey(leaving, model, load.workers, load.slowness).snapshot.groups
         except NoSurvey:
             return None
-        running = Running(
-            max_running_count=max(1, min([one.max_running_count for one in led])),
-            waiting_count=sum([one.waiting_count for one in led]),
-        )
+        running = running_of(led)
         merged = any(len(group.members) > 1 for group in layout.groups)
         alone = sum(len(group.members) == 1 and group.leader.takes_new for group in layout.groups)
         by_load = tuple(sorted(left, key=lambda group: (-group.load_blocks, group.group_id)))

@@ -10,6 +10,7 @@ from ballast.common.layout import Group, Layout, Member, Standing
 from ballast.common.load import LoadReport, MemoryReport
 from ballast.common.model import ModelInfo
 from services.planner.core.messages import Sources
+from services.planner.policy.candidates import Running
 from services.planner.policy.drop import DropPlan
 from services.planner.policy.restore import RestorePlan
 from services.planner.policy.snapshot import (
@@ -124,6 +125,14 @@ def survey(
         return made
 
     return Survey(Snapshot(shape, Groups(columns, states)), led)
+
+
+def running_of(led: Sequence[LoadReport]) -> Running:
+    """Of what the leaders of a snapshot's groups report."""
+    return Running(
+        max_running_count=max(1, min([one.max_running_count for one in led])),
+        waiting_count=sum([one.waiting_count for one in led]),
+    )
 
 
 def memory_classes(memories: Iterable[MemoryReport]) -> _Classes:

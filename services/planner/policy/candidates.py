@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ballast.common.ids import GroupId
 from services.planner.policy.fluid_model import Kind
 from services.planner.policy.merged import group_plan
-from services.planner.policy.snapshot import Columns, GroupState, Snapshot, columns_of
+from services.planner.policy.snapshot import Columns, GroupState, ModelShape, Snapshot, columns_of
 from services.planner.policy.split import TOWARD_MEMORY, Splitter, SplitTolerance, kinds_of
 
 MOST_STAGES = 8  # of a group that a comparison makes
@@ -334,9 +334,7 @@ class Candidates:
 
     def _stall_s(self, part: _Merges, sums: _Sums) -> float:
         """Each group of a merge keeps its part of the layers of all that runs: it sends the rest, and gets as much."""
-        held_bytes = sums.used_block_count * self.model.block_bytes * self.model.layer_count
-        each_bytes = 2 * held_bytes * (1 - 1 / part.size) / (part.stages * part.count)
-        return max(_STALL_S, each_bytes / _EXCHANGED_BYTES_PER_S)
+        return stall_s(self.model, sums.used_block_count, part.size, part.stages * part.count)
 
     def dissolved(self, restored: Mapping[GroupId, Sequence[int]]) -> list[Kind]:
         """Each member of these pipelines serves alone, and has its share of what runs there."""
@@ -351,6 +349,13 @@ class Candidates:
         alone = Pool(1, (), self._running).kind(sums._replace(block_count=sum(blocks)), len(blocks), tokens)
         slow = [m.slowness for pool in gone for group in pool.groups for m in group.members]
         return [*found, replace(alone, slowness=math.fsum(slow) / len(slow))]
+
+
+def stall_s(model: ModelShape, used_block_count: int, size: int, instance_count: int) -> float:
+    """That merges of `size` groups each keep what runs on these instances from running."""
+    held_bytes = used_block_count * model.block_bytes * model.layer_count
+    each_bytes = 2 * held_bytes * (1 - 1 / size) / instance_count
+    return max(_STALL_S, each_bytes / _EXCHANGED_BYTES_PER_S)
 
 
 def _even_sizes(there: int, size: int) -> list[int]:

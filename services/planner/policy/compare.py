@@ -18,6 +18,8 @@ from ballast.common.ids import GroupId
 from ballast.common.traffic import MINUTE_S, RECENT_S, Pace, Traffic
 from services.planner.policy.candidates import NOTHING, Candidate, Candidates, Running
 from services.planner.policy.fluid_model import PARTS, Future, Kind, Machine, Prediction, look_ahead, prompt_s, token_s
+from services.planner.policy.long_request import LongGroup, LongNeed
+from services.planner.policy.long_request import kinds_with as kinds_with_long
 from services.planner.policy.reserve import FEWER, Reserve, more, wanted_memory
 from services.planner.policy.reserve import kinds as kinds_with
 from services.planner.policy.snapshot import Snapshot, columns_of
@@ -28,6 +30,7 @@ LOST = 20.0  # times the target: longer waits are lost. Ten seconds of the defau
 _UNSURE = 1.1  # how much better than doing less has to be what is done
 _LEAST_S, _MOST_S = 30.0, 120.0  # looked ahead: two stays of a request, within these
 _OUTLIVED = 2.0  # times the mean answer: what has run for longer on average is of another kind
+_BEARABLE = 1.5  # so many times as long others may wait, or take for a token, that one gets an answer at all
 # Bursts come from nothing, and no prediction sees them. What is wanted, and the largest jump of the last minutes beside
 # it, have to fit into that share of the memory of those that serve. More than so many times what is wanted is not
 # feared, least before one leaves. Where parameters can be dropped, the whole jump has to find room once they are, and
@@ -106,6 +109,25 @@ def compare(
 
     chosen = choose([one.loss for one in found], [one.change_count for one in candidates], finish)
     return Comparison(found[chosen], tuple(found), evaluator.horizon_s, evaluator.targets)
+
+
+def compare_long(
+    snapshot: Snapshot,
+    running: Running,
+    traffic: Traffic,
+    pace: Pace,
+    made: LongGroup,
+    need: LongNeed,
+    targets: Targets | None = None,
+) -> Comparison:
+    """Whether this group for a long request costs the others too much: it is chosen unless their loss rises by more
+    than `_BEARABLE`.
+    """
+    evaluator = _Evaluator(snapshot, running, traffic, pace, targets or Targets())
+    stay = evaluator.evaluate(NOTHING, evaluator.candidates.kinds(NOTHING))
+    merged = evaluator.evaluate(Candidate(made.name), kinds_with_long(snapshot, made, need, running))
+    chosen = merged if merged.loss <= stay.loss + math.log(_BEARABLE) else stay
+    return Comparison(chosen, (stay, merged), evaluator.horizon_s, evaluator.targets)
 
 
 def compare_restore(

@@ -48,12 +48,13 @@ def plan_restore(
     *,
     usage_limit: float = RESTORE_USAGE_LIMIT,
     only: Collection[GroupId] | None = None,
+    longest_tokens: Mapping[GroupId, int] | None = None,
 ) -> RestorePlan:
     """Dissolve pipelines, the least used first, while demand stays within `usage_limit` of what is left.
 
     Both must hold: a group's own demand against the KV of its members with full copies (its requests stay with
     them), and all demand against all capacity, since a pipeline that stays is relief for the others. `only`: those that
-    an operator named.
+    an operator named. `longest_tokens`: of the longest request of each group, which one member alone has to hold.
     """
     model = snapshot.model
     choice = _SourceChoice(snapshot, usage_limit)
@@ -62,7 +63,9 @@ def plan_restore(
     pipelines = [g for g in snapshot.groups if len(g.members) > 1 and (only is None or g.group_id in only)]
     blocks = {g.group_id: _full_copy_blocks(g, model) for g in pipelines}
     for group in sorted(pipelines, key=lambda g: (g.load_blocks / max(1, sum(blocks[g.group_id])), g.group_id)):
-        why_not = choice.refusal(group, blocks[group.group_id])
+        longest = (longest_tokens or {}).get(group.group_id, 0)
+        why_not = _too_long(longest, min(blocks[group.group_id]) * model.block_tokens)
+        why_not = why_not or choice.refusal(group, blocks[group.group_id])
         if why_not is None:
             choice.take(group, blocks[group.group_id])
             chosen.append((group, blocks[group.group_id]))
@@ -75,6 +78,13 @@ def plan_restore(
         for group, counts in chosen
     ]
     return RestorePlan(tuple(dissolutions), tuple(kept))
+
+
+def _too_long(longest_tokens: int, alone_tokens: int) -> str | None:
+    """As its leader would find: a batch in flight may add a token, and the next one wants room for one more."""
+    if longest_tokens + 2 <= alone_tokens or alone_tokens < 1:
+        return None
+    return f"a request of {longest_tokens} tokens runs there, and a member alone holds {alone_tokens}"
 
 
 def _full_copy_blocks(group: GroupState, model: ModelShape) -> tuple[int, ...]:

@@ -7,6 +7,8 @@ import time
 from ballast.common.errors import BallastError, InvariantViolation, Unavailable, broken_core
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import Layout
+from ballast.common.model import ModelInfo
+from ballast.common.overload import OverloadPolicy
 from ballast.service.logs import get_logger
 from ballast.service.tasks import Work, note_failure, unless_it_fails
 from services.planner.core import messages as p
@@ -18,6 +20,7 @@ from services.planner.shell.answers import Answers, change_error, drain_error
 from services.planner.shell.balancing import Balancing
 from services.planner.shell.partners import AtRest, PartnerNaming
 from services.planner.shell.ports import Counting, LayoutStore, MembersPort, MonitorPort
+from services.planner.shell.reaching import ReachTelling
 from services.planner.shell.watchers import LayoutWatcher, Watchers
 from services.planner.shell.webhook import Webhook
 
@@ -64,6 +67,7 @@ class PlannerShell:
             load=self._load_of_equals,
             next_cause=self.next_cause,
         )
+        self._reaching = ReachTelling(store, self._leads, self._load_of_equals)
         self._tasks = Work()
         self._listening: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -76,12 +80,14 @@ class PlannerShell:
             self._bug = asyncio.get_running_loop().create_future()
             naming = self._tasks.keep(self._naming.run, "name partners")
             balancing = self._tasks.keep(self._balancing.run, "balance")
-            hooking = [] if self._webhook is None else [self._tasks.keep(self._webhook.run, "tell the webhook")]
+            others = [] if self._webhook is None else [self._tasks.keep(self._webhook.run, "tell the webhook")]
+            if self.core.conductor.rules.policy is OverloadPolicy.DROP:
+                others.append(self._tasks.keep(self._reaching.run, "tell the longest context"))
             self.feed(p.TimerFired(time.monotonic(), self.next_cause("start")))
             try:
                 await self._bug
             finally:
-                for task in (naming, balancing, *hooking):
+                for task in (naming, balancing, *others):
                     task.cancel()
                 if self._timer is not None:
                     self._timer.cancel()
@@ -200,6 +206,10 @@ class PlannerShell:
         notes.note_layout(layout, cause_id)
         self._watchers.offer(layout)
         self._naming.soon()
+        self._reaching.soon()
+
+    def _leads(self) -> tuple[ModelInfo | None, int] | None:
+        return None if (token := self.core.store.token) is None else (self.core.layout_model, token)
 
     def _at_rest(self) -> AtRest | None:
         layout = self.core.layout_at_rest

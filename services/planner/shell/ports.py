@@ -5,6 +5,7 @@ from typing import Protocol
 
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Layout, Member
+from ballast.common.reach import Reach
 from services.planner.core import messages as p
 from services.planner.core.prediction_log import Predicted
 from services.planner.core.record import TransitionRecord
@@ -20,6 +21,10 @@ class LayoutStore(Protocol):
     async def write(self, command: p.WriteLayout) -> p.WriteOutcome: ...
 
     async def write_journal(self, command: p.WriteJournal) -> p.WriteOutcome: ...
+
+    async def write_reach(self, reach: Reach, token: int) -> None:
+        """For dispatchers. Raises Unavailable: no answer; of a planner that leads no more nothing is written."""
+        ...
 
 
 class MonitorPort(Protocol):

@@ -146,9 +146,14 @@ class GroupCounts:
         return self.limits.max_running_count * self.stage_count
 
     @property
+    def has_limit(self) -> bool:
+        """Whether how many may run depends on how long a token takes."""
+        return self.target is not None and (self.has_targets or self.target.limits)
+
+    @property
     def place_count(self) -> int:
         """Sequences that may run before newcomers wait. What already runs, or comes to run, is never too much by it."""
-        if self.target is None:
+        if self.target is None or not self.has_limit:
             return self.max_running_count
         target_s = self._strictest_tpot_s if self.has_targets else None
         count = self.running_count + self.expected_count - len(self.offline)

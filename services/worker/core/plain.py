@@ -41,7 +41,7 @@ def foresee(group_scheduler: GroupScheduler) -> PlainSteps | None:
     scheduler, batches_in_flight = group_scheduler.scheduler, group_scheduler.batches_in_flight
     if not scheduler.decides_nothing or len(batches_in_flight) or batches_in_flight.has_news:
         return None
-    if scheduler.target is not None:  # how many may run is another number after each of them, and is told
+    if scheduler.has_limit:  # how many may run is another number after each of them, and is told
         return None
     block_tokens = scheduler.block_tokens
     limit = scheduler.ceiling_tokens

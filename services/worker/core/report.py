@@ -1,10 +1,11 @@
 """What a worker says of its load. Counts are those of online work: what offline work holds is free for it."""
 
-from collections.abc import Sequence
+import collections.abc
 from typing import NamedTuple
 
 from ballast.common.load import LoadReport, MemoryReport
 from services.worker.core.scheduler import Scheduler
+from services.worker.core.sequence import Sequence
 
 
 class GroupTotals(NamedTuple):
@@ -49,8 +50,12 @@ class Parks(NamedTuple):
 IN_SERVICE = Parks()
 
 
+def _token_count(sequence: Sequence) -> int:
+    return sequence.token_count
+
+
 def load_of(
-    groups: Sequence[Scheduler],
+    groups: collections.abc.Sequence[Scheduler],
     totals: ReportTotals,
     step_age_s: float,
     memory: MemoryReport,
@@ -86,6 +91,7 @@ def load_of(
     # What a group that dissolves beside it still has counts as used, as it is going to be this one's.
     block_count = scheduler.block_count if scheduler.stage_count > 1 else scheduler.ceiling_block_count
     used_block_count = block_count - scheduler.free_block_count - scheduler.offline_block_count
+    longest = max([s for one in groups for s in one.online], key=_token_count, default=None)
     if parks.parked:
         block_count = used_block_count = 0
     return LoadReport(
@@ -95,6 +101,8 @@ def load_of(
         waiting_block_count=waiting_block_count,
         running_count=running_count,
         waiting_count=waiting_count,
+        longest_token_count=0 if longest is None else longest.token_count,
+        longest_limit_tokens=0 if longest is None else longest.limit_tokens,
         max_running_count=max_running_count + scheduler.place_count,
         steps_total=totals.steps,
         preemptions_total=closed.preemptions,

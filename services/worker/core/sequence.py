@@ -117,6 +117,11 @@ class Sequence:
         self.preempted = False  # its dispatcher has been told that it waits, and not yet that it runs again
         self._story: deque[tuple[float, str]] = deque(maxlen=STORY_LINES)
 
+    @property
+    def limit_tokens(self) -> int:
+        """Tokens that it may come to."""
+        return len(self.prompt_token_ids) + self.stop.max_output_count
+
     def move(self, to: SequenceState, at_s: float, why: str) -> None:
         if (self.state, to) not in _MOVES:
             raise InvariantViolation(f"{self.name} cannot go from {self.state.value} to {to.value}", self.story())

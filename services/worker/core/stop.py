@@ -76,11 +76,11 @@ class StopRule:
 
     __slots__ = (
         "_include",
-        "_max_output_count",
         "_min_tokens",
         "_tokens",
         "finish_reason",
         "matched_stop",
+        "max_output_count",
         "text",
         "watched_from",
     )
@@ -94,7 +94,7 @@ class StopRule:
         stop_token_ids = frozenset(sampling.stop_token_ids)
         self._tokens = stop_token_ids if sampling.ignore_eos else stop_token_ids | eos_token_ids
         self._min_tokens = sampling.min_tokens
-        self._max_output_count = max_output_count
+        self.max_output_count = max_output_count
         self._include = sampling.include_stop_str_in_output
         self.text = text
         # `take` must see the tokens from this one on: those before it cannot be the last, and have no text to pass on.
@@ -110,7 +110,7 @@ class StopRule:
         """Judge what an earlier attempt has left: perhaps nothing remains to be done."""
         if len(token_ids) > self._min_tokens and token_ids[-1] in self._tokens:
             self._finish(FinishReason.STOP, str(token_ids[-1]))
-        elif len(token_ids) >= self._max_output_count:
+        elif len(token_ids) >= self.max_output_count:
             self._finish(FinishReason.LENGTH, "")
 
     def take(self, token_id: int, output_count: int, delta: str) -> str:
@@ -129,7 +129,7 @@ class StopRule:
             if matched is not None:
                 self._finish(FinishReason.STOP, matched)
                 return released
-        if output_count >= self._max_output_count:
+        if output_count >= self.max_output_count:
             self._finish(FinishReason.LENGTH, "")
             return released + self.flush()
         return released

@@ -223,13 +223,15 @@ class SwapSpace:
     def order(self, left: tuple[Sequence, ...], *, busy: bool) -> SwapOrders:
         """Copies for the step that is formed: those that leave first, since others wait for their blocks. A step that
         computes nothing online has nothing to hide online ones' behind, and copies all there is; what comes back of
-        offline ones stays within what hides, as whatever comes online waits for the step. `left` since the last one.
+        offline ones stays within what these leave of the budget, as whatever comes online waits for the step. `left` is
+        what has left since the last one.
         """
         budget = self.budget_blocks
         copies: list[SwapCopy] = []
         back: list[Sequence] = []
+        entries = sorted(self._entries.items(), key=lambda item: item[1].sequence.rank == OFFLINE_RANK)
         for phase in (Phase.LEAVING, Phase.RETURNING):
-            for sequence_id, entry in self._entries.items():
+            for sequence_id, entry in entries:
                 first, limited = entry.copied_count, busy or entry.sequence.rank == OFFLINE_RANK
                 count = entry.block_count - first
                 count = min(budget, count) if limited else count

@@ -15,6 +15,7 @@ from ballast.common.load import MemoryReport
 from ballast.common.model import ModelInfo
 from ballast.service.grammar import Grammars
 from services.worker.core.batch import Batch, StepResult
+from services.worker.engine import from_host
 from services.worker.engine.attention import AttentionBackend
 from services.worker.engine.attention_cuda import CudaAttention
 from services.worker.engine.checkpoint import revision_of
@@ -91,6 +92,7 @@ class Engine:
 
     def close(self) -> None:
         """Return all device memory. The runner must not be stepped afterwards. Idempotent."""
+        self.host_copy.close()
         self.memory.close()
 
     def __enter__(self) -> Self:
@@ -121,6 +123,7 @@ def load_engine(
     enforce_eager: bool = False,
     attention_backend: str = "auto",
     model_impl: str = "auto",
+    host_copy: str = from_host.OFF,
 ) -> Engine:
     """Load a checkpoint into one device's memory.
 
@@ -139,6 +142,9 @@ def load_engine(
     On a GPU steps of decodes are recorded, for as many rows as the `largest` has, unless `enforce_eager` says not to.
     `attention_backend`: "triton" are our own kernels, which "auto" takes, since FlashInfer's were never run on a GPU by
     us; "flashinfer" are those, and with them nothing is recorded.
+
+    `host_copy`: "off", "auto" or bytes that it may take. Then the parameters come from a copy in the memory of this
+    host, if a worker has made one, and else one is made.
 
     With `peers` this is one rank of a tensor-parallel instance and loads its share; the facts told of the model are
     those of all ranks together.
@@ -179,14 +185,16 @@ def load_engine(
                 device_memory_bytes = peers.least(device_memory_bytes)
     if device_memory_bytes is None:
         raise ConfigError("device_memory_bytes", f"has to be said for device {device}")
-    memory = needs.open(backend or _backend(device), device_memory_bytes)
+    memory, shared = needs.open(backend or _backend(device), device_memory_bytes), None
     try:
-        served.load(memory, compute_here)
+        shared = from_host.load(served, memory, compute_here, model_dir, host_copy if peers is None else from_host.OFF)
         grammars = _grammars(model_dir, config) if not config.rank else None  # only the first rank samples
         model, attention, sampler, runner = _assemble(served, memory, native, longest, grammars, recorded)
         with torch.inference_mode():
             served.check(model, attention, memory.kv)
     except BaseException:
+        if shared is not None:
+            shared.close()
         memory.close()
         raise
     layer_bytes = tuple(memory.parameters.size_bytes_of(i) * config.rank_count for i in range(config.layer_count))
@@ -219,6 +227,7 @@ def load_engine(
         runner,
         grammars,
         partial(_compute_from_now_on, compute_here, memory.pool.backend.device),
+        HostCopy(_to_host, _from_host, shared),
     )
 
 

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from services.worker.memory.parameters import ParameterStore
+from services.worker.memory.parameters import ParameterStore, layer_name
 
 if TYPE_CHECKING:
     import torch
+
+    from services.worker.memory.shared_copy import SharedCopy
 
 
 class HostCopy:
@@ -19,8 +21,12 @@ class HostCopy:
         self,
         copied: Callable[[torch.Tensor], torch.Tensor],
         copy: Callable[[torch.Tensor, torch.Tensor], None],
+        shared: SharedCopy | None = None,
     ) -> None:
-        """`copied` gives a copy in host memory of what is on the device, `copy` brings it back: (to, from)."""
+        """`copied` gives a copy in host memory of what is on the device, `copy` brings it back: (to, from). `shared`:
+        what workers of this host have in common; then nothing else is kept.
+        """
+        self._shared = shared
         self._copied = copied
         self._copy = copy
         self._layers: dict[int, list[torch.Tensor]] = {}
@@ -29,7 +35,7 @@ class HostCopy:
     def keep(self, parameters: ParameterStore, layer: int) -> None:
         """Of all ranks. Does nothing if it is kept already."""
         with self._lock:
-            kept = layer in self._layers
+            kept = layer in self._layers or self._shared is not None
         if not kept:
             tensors = [self._copied(tensor) for tensor in parameters.pieces(layer)]
             with self._lock:
@@ -37,6 +43,8 @@ class HostCopy:
 
     def fill(self, parameters: ParameterStore, layer: int) -> bool:
         """False: the layer is not kept."""
+        if self._shared is not None:
+            return self._shared.fill(layer_name(layer), parameters.pieces(layer))
         with self._lock:
             tensors = self._layers.get(layer)
         if tensors is None:
@@ -44,3 +52,7 @@ class HostCopy:
         for target, source in zip(parameters.pieces(layer), tensors, strict=True):
             self._copy(target, source)
         return True
+
+    def close(self) -> None:
+        if self._shared is not None:
+            self._shared.close()

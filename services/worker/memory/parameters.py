@@ -129,6 +129,15 @@ class ParameterStore:
         """The tensors of a part that is no layer."""
         return self._others[name].tensors
 
+    @property
+    def other_names(self) -> tuple[str, ...]:
+        """Of the parts that are no layer."""
+        return tuple(self._others)
+
+    def other_layout(self, name: str) -> bytes:
+        """As `layout`, of a part that is no layer."""
+        return self._others[name].layout_digest
+
     def layout(self, layer: int) -> bytes:
         """8 bytes over names, shapes and dtypes; equal if a layer's bytes may be copied from one store to another."""
         return b"".join(store._layers[layer].layout_digest for store in self.of_ranks)

@@ -40,7 +40,7 @@ def choose_victim(candidates: Sequence[VictimView]) -> int:
     The oldest sequence of the highest class is never a victim while another one runs: it finishes, and after it the
     next. That excludes a livelock whatever the sizes are.
     """
-    newest = max(range(len(candidates)), key=lambda i: (candidates[i].rank, candidates[i].arrival))
+    newest = _newest(candidates)
     held = held_by_caller(candidates)
     if len(held) < 2:
         return newest
@@ -48,6 +48,18 @@ def choose_victim(candidates: Sequence[VictimView]) -> int:
     if not outweighs(held[heaviest], held[candidates[newest].caller]):
         return newest
     return next(iter(_newest_of(heaviest, candidates, candidates[newest].rank)), newest)
+
+
+def _newest(candidates: Sequence[VictimView]) -> int:
+    """Of the lowest class the latest arrival; the one before it, if more is lost with the latest than with all others
+    of its class. Never the oldest.
+    """
+    order = sorted(range(len(candidates)), key=lambda i: (candidates[i].rank, candidates[i].arrival))
+    latest, rank = order[-1], candidates[order[-1]].rank
+    alike = [i for i in order[1:] if candidates[i].rank == rank]
+    lost_tokens = sum(candidates[i].computed_tokens for i in order if candidates[i].rank == rank and i != latest)
+    is_long = candidates[latest].computed_tokens > lost_tokens
+    return alike[-2] if is_long and len(alike) > 1 else latest
 
 
 def claimed(candidates: Sequence[VictimView], caller: int, rank: int, need_block_count: int) -> list[int]:

@@ -72,6 +72,11 @@ class TokenTarget:
         self._cost = cost
         self._ended: deque[tuple[int, int]] = deque(maxlen=_ENDED_COUNT)  # tokens of prompt and answer
 
+    @property
+    def limits(self) -> bool:
+        """Whether sequences without a target of their own have one."""
+        return math.isfinite(self._target_s)
+
     def ended(self, prompt_tokens: int, answer_tokens: int) -> None:
         """A request that ran has ended, with at least one token."""
         self._ended.append((prompt_tokens, answer_tokens))

@@ -26,9 +26,32 @@ def test_this_machine_is_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     arguments = ["doctor", "--port", str(port), "--device-memory-bytes", "64MiB", "--model", str(model)]
     assert main(arguments) == 0, capsys.readouterr().out
     shown = capsys.readouterr().out
-    for subject in ("Python", "torch", "state server", "ports", "/dev/shm", "open files", "clock", "model"):
+    for subject in (
+        "Python",
+        "torch",
+        "state server",
+        "ports",
+        "/dev/shm",
+        "open files",
+        "clock",
+        "model",
+        "host copy",
+    ):
         assert subject in shown
     assert "FAIL" not in shown
+
+
+def test_a_host_copy_needs_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = make_preset("tiny", tmp_path / "tiny")
+    assert checks.host_copy(model).verdict is Verdict.OK
+
+    def disk_usage(path: str) -> SimpleNamespace:
+        return SimpleNamespace(free=1000, path=path)
+
+    monkeypatch.setattr(checks.shutil, "disk_usage", disk_usage)
+    finding = checks.host_copy(model)
+    assert finding.verdict is Verdict.WARN
+    assert "--shm-size=2g" in finding.remedy
 
 
 def test_a_taken_port_fails_and_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:

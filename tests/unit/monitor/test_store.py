@@ -79,7 +79,12 @@ async def test_a_dispatcher_says_what_waits_and_falls_silent_when_nothing_does()
         sharing.cancel()
         strange = state.redis.hset(
             f"{KEY_PREFIX}backlogs",
-            mapping={"old": "3 1 2", "x": "1 2 three", "y": f"1 {'-1 ' * 10}", "ok": f"9 1 2{' 0' * 9} [] 0 0 []"},
+            mapping={
+                "old": "3 1 2",
+                "x": "1 2 three",
+                "y": f"1 {'-1 ' * 10}",
+                "ok": f"9 1 2{' 0' * 9} [] 0 0 []{' 0' * 4}",
+            },
         )
         await state.run(strange)
         assert await heard() == (BacklogWord(DispatcherId("ok"), "9", Traffic(queued_count=1, queued_tokens=2)),)

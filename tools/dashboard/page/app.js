@@ -83,7 +83,8 @@ class WorkerView {
       onclick: () => act("kill", { cluster, worker: id }) }, "kill");
     this.params = make("div", { class: "params" });
     this.used = make("div", { class: "used" });
-    this.kv = make("div", { class: "kv" }, this.used);
+    this.retained = make("div", { class: "retained" });
+    this.kv = make("div", { class: "kv" }, this.used, this.retained);
     this.stones = make("div", { class: "stones" });
     this.root = make("div", { class: "worker", "data-worker": id },
       make("div", { class: "row" }, this.name, this.state, this.kvtext, this.kill),
@@ -115,13 +116,16 @@ class WorkerView {
     this.kv.style.width = `${100 * worker.kv / worker.budget}%`;
     this.stones.style.width = `${100 * (this.whole || Math.min(1, share * layers / Math.max(1, held)))}%`;
     this.used.style.width = `${100 * worker.used}%`;
+    this.retained.style.left = this.used.style.width;
+    this.retained.style.width = `${100 * worker.retained}%`;
     this.kv.classList.toggle("full", worker.used > 0.97);
     const role = others.length ? `layers ${worker.first_layer}–${worker.last_layer - 1}, with ${others.join(", ")}` : "all layers";
     set(this.state, role + (worker.draining ? ", draining" : "") + ` · ${worker.running} running`);
     set(this.kvtext, `KV ${bytes(worker.kv)}, ${Math.round(100 * worker.used)} % used`);
     this.root.dataset.held = held;
     this.root.querySelector(".hull").setAttribute("aria-label",
-      `${bytes(worker.parameters)} of parameters, ${bytes(worker.kv)} of KV, ${Math.round(100 * worker.used)} percent used`);
+      `${bytes(worker.parameters)} of parameters, ${bytes(worker.kv)} of KV, ${Math.round(100 * worker.used)} percent used,` +
+      ` ${Math.round(100 * worker.retained)} percent retained`);
   }
 
   grow(layers) {

@@ -58,6 +58,7 @@ def test_what_was_given_up_comes_back_and_is_counted() -> None:
     assert sum(len(s.token_ids) for e in driver.executed for s in e.batch.slices) - computed == 2 + 5
     load = driver.core.load(driver.at_s, MEMORY)
     assert (load.prefix_hits_total, load.prefix_host_hits_total) == (16, 16)
+    assert load.retained_fraction == load.retained_block_count / 20 > 0.0
     assert run(driver, tokens(18)) == 16
     assert driver.core.load(driver.at_s, MEMORY).prefix_host_hits_total == 16, "it is on the device again"
 

@@ -1,0 +1,51 @@
+"""The longest context that a cluster holds: what the planner tells dispatchers, through the state server."""
+
+from dataclasses import astuple, dataclass
+
+from ballast.common.errors import InvariantViolation
+
+_MOST = 1 << 40
+MARGIN = 1.05  # a group for a long request has so much more room than that one and all that runs there take
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Tokens of prompt and answer together, at most `max_model_len`."""
+
+    alone_tokens: int  # in the largest instance, as it serves alone
+    group_tokens: int  # in the largest group that the instances could form
+    group_size: int  # instances of the smallest group that holds so many
+    instance_count: int  # that there are
+
+    def check(self) -> None:
+        """Raise InvariantViolation unless a group holds no less than one instance."""
+        if not 0 <= self.alone_tokens <= self.group_tokens or not 1 <= self.group_size <= self.instance_count:
+            raise InvariantViolation(f"no reach: {self}")
+
+    def told(self) -> str:
+        """For people."""
+        alone = f"up to {self.alone_tokens:,} tokens here alone"
+        if self.group_tokens == self.alone_tokens:
+            return alone
+        return f"{alone}, {self.group_tokens:,} with {self.group_size} of {self.instance_count} members"
+
+
+def write_reach(reach: Reach) -> str:
+    """As it stands in the state server: its numbers in order."""
+    return " ".join(map(str, astuple(reach)))
+
+
+def read_reach(text: str) -> Reach:
+    """
+    Raises:
+        ValueError: another version has written it, or nobody of ours.
+    """
+    alone, group, size, there = (int(word) for word in text.split(" ") if word.isascii() and word.isdigit())
+    reach = Reach(alone, group, size, there)
+    try:
+        reach.check()
+    except InvariantViolation as error:
+        raise ValueError(error.why) from error
+    if group > _MOST:
+        raise ValueError(f"more tokens than there can be: {text}")
+    return reach

@@ -1,0 +1,51 @@
+"""Requests that no worker has, in the order in which they came."""
+
+import bisect
+from collections.abc import Iterator
+
+from ballast.common.errors import InvariantViolation
+from services.dispatcher.core.tracked import Tracked
+
+
+def _key(tracked: Tracked) -> int:
+    return tracked.serial
+
+
+class ArrivalOrder:
+    """A replayed request stands where it stood."""
+
+    def __init__(self) -> None:
+        self.token_count = 0
+        self._entries: list[Tracked] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Tracked]:
+        return iter(self._entries)
+
+    def count_before(self, tracked: Tracked) -> int:
+        """Requests behind which this one stands, or would."""
+        return bisect.bisect_left(self._entries, _key(tracked), key=_key)
+
+    def add(self, tracked: Tracked) -> None:
+        bisect.insort(self._entries, tracked, key=_key)
+        self.token_count += tracked.token_count
+
+    def remove(self, tracked: Tracked) -> None:
+        at = self.count_before(tracked)
+        if at == len(self._entries) or self._entries[at] is not tracked:
+            raise InvariantViolation(f"{tracked.request.request_id} does not wait here")
+        del self._entries[at]
+        self.token_count -= tracked.token_count
+
+    def check(self) -> None:
+        """Raise InvariantViolation unless it is in order, and no worker has any of them."""
+        serials = [tracked.serial for tracked in self._entries]
+        if serials != sorted(set(serials)):
+            raise InvariantViolation(f"requests are out of order: {serials}")
+        for tracked in self._entries:
+            if tracked.worker is not None or tracked.handle or tracked.moving:
+                raise InvariantViolation(f"{tracked.request.request_id} waits, and {tracked.worker} has it")
+        if self.token_count != sum(tracked.token_count for tracked in self._entries):
+            raise InvariantViolation(f"{self.token_count} tokens are counted of {len(self._entries)} requests")

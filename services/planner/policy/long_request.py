@@ -1,0 +1,126 @@
+"""A group for one long request: which groups merge, and what they are afterwards (pure)."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from ballast.common.ids import GroupId
+from ballast.common.reach import MARGIN
+from services.planner.policy.candidates import MOST_STAGES, Running, pools_of, stall_s
+from services.planner.policy.fluid_model import Kind
+from services.planner.policy.merged import GroupPlan, group_plan
+from services.planner.policy.snapshot import GroupState, Snapshot
+from services.planner.policy.split import TOWARD_MEMORY, Splitter, SplitTolerance, is_unlike, kinds_of
+
+
+@dataclass(frozen=True, slots=True)
+class LongNeed:
+    """What one long request asks for."""
+
+    need_tokens: int
+    prompt_tokens: int  # so many of them are to be computed
+    group_id: GroupId | None = None  # where it runs, with as much KV as `held_tokens`
+    held_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LongGroup:
+    """Groups that become one which holds it, beside all that they have."""
+
+    merged: tuple[GroupState, ...]
+    plan: GroupPlan
+    toward_memory: float
+
+    @property
+    def ids(self) -> tuple[GroupId, ...]:
+        return tuple(group.group_id for group in self.merged)
+
+    @property
+    def stages(self) -> int:
+        return len(self.plan.members)
+
+    @property
+    def name(self) -> str:
+        return f"a group of {self.stages} for this one"
+
+
+def held_by(snapshot: Snapshot, need: LongNeed) -> GroupId | None:
+    """A group that is as large as the request needs, for one that runs nowhere yet."""
+    wanted = -(-need.need_tokens // snapshot.model.block_tokens)
+    found = [group.group_id for group in snapshot.groups if group.block_count >= wanted]
+    return min(found) if found and need.group_id is None else None
+
+
+def group_for(snapshot: Snapshot, need: LongNeed) -> LongGroup | None:
+    """Of those that hold it the one with the fewest stages, of groups with the least load: existing pipelines with what
+    they lack, or lone instances. None: none does.
+    """
+    model = snapshot.model
+    extra_blocks = -(-(need.need_tokens - need.held_tokens) // model.block_tokens)
+    splitter = Splitter(model, SplitTolerance(capacity=0.0))
+    best: LongGroup | None = None
+    for merge in _merges(snapshot.groups, need.group_id, min(MOST_STAGES, model.layer_count)):
+        stages = sum(len(group.members) for group in merge)
+        if best is not None and (stages, len(merge)) >= (best.stages, len(best.merged)):
+            continue
+        wanted = (extra_blocks + sum(group.used_block_count for group in merge)) * MARGIN
+        found = _made(merge, splitter)
+        if found is not None and found.plan.block_count >= wanted:
+            best = found
+    return best
+
+
+def _merges(groups: Sequence[GroupState], first: GroupId | None, most: int) -> Iterator[list[GroupState]]:
+    """Each beginning, and so many of the other groups with the least load as there may be."""
+    by_load = sorted(groups, key=lambda group: (len(group.members), group.load_blocks, group.group_id))
+    begun: list[list[GroupState]] = [[]]
+    if first is not None:
+        begun = [[group for group in by_load if group.group_id == first]]
+    else:
+        begun += [[next(alike)] for stages, alike in groupby(by_load, key=lambda g: len(g.members)) if stages > 1]
+    for beginning in begun:
+        merge = list(beginning)
+        for group in by_load:
+            if group in beginning:
+                continue
+            if sum(len(g.members) for g in merge) + len(group.members) > most:
+                break
+            merge = [*merge, group]
+            if len(merge) > 1:
+                yield merge
+
+
+def _made(merge: Sequence[GroupState], splitter: Splitter) -> LongGroup | None:
+    members = [member for group in merge for member in group.members]
+    if not splitter.is_feasible(members):
+        return None
+    towards = TOWARD_MEMORY if is_unlike(kinds_of(members)) else TOWARD_MEMORY[:1]
+    made = [LongGroup(tuple(merge), group_plan(merge, splitter, toward), toward) for toward in towards]
+    return max(made, key=lambda one: one.plan.block_count)
+
+
+def kinds_with(snapshot: Snapshot, made: LongGroup, need: LongNeed, running: Running) -> list[Kind]:
+    """What serves the others once the group is there and has the request. Dispatchers keep them away from that group
+    for as long as its prompt is computed, unless there is nothing else.
+    """
+    model, tokens = snapshot.model, snapshot.model.block_tokens
+    rest = [group for group in snapshot.groups if group.group_id not in made.ids]
+    if rest:
+        return [pool.kind(pool.between(0, len(pool)), len(pool), tokens) for pool in pools_of(rest, running)]
+    slowness = {member.worker_id: member.slowness for group in made.merged for member in group.members}
+    longest = max((m.last_layer - m.first_layer) * slowness[m.worker_id] for m in made.plan.members)
+    used_blocks = sum(group.used_block_count for group in made.merged)
+    places = sum(g.max_running_count or running.max_running_count * len(g.members) for g in made.merged)
+    new = need.group_id is None
+    merged = Kind(
+        stages=made.stages,
+        group_count=1,
+        capacity_tokens=float(made.plan.block_count * tokens),
+        running_count=float(sum(group.running_count for group in made.merged) + new),
+        used_tokens=float(used_blocks * tokens + need.need_tokens - need.held_tokens),
+        uncomputed_tokens=float(sum(group.uncomputed_tokens for group in made.merged) + need.prompt_tokens),
+        max_running_count=float(places),
+        slowness=longest * made.stages / model.layer_count,
+        stall_s=stall_s(model, used_blocks, len(made.merged), made.stages),
+    )
+    return [merged]

@@ -1,0 +1,141 @@
+"""One copy of parameters for all workers of a host: made once, never half, removed by the last."""
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from ballast.common.errors import ConfigError
+from services.worker.memory.shared_copy import (
+    Copied,
+    Maker,
+    SharedCopy,
+    budget_of,
+    copy_summed,
+    open_copy,
+    why_no_room,
+)
+
+SIZES = (300_000, 7, 1 << 20)
+
+
+def tensors(seed: int = 0, scale: int = 1) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 255, (size * scale,), dtype=torch.uint8, generator=generator) for size in SIZES]
+
+
+def parts(seed: int = 0, scale: int = 1) -> list[Copied]:
+    first, *rest = tensors(seed, scale)
+    return [Copied("embedding", [first], b"\1" * 16), Copied("layers.0", rest, b"\2" * 16)]
+
+
+def made(root: Path) -> SharedCopy:
+    found = open_copy(root, "model")
+    assert isinstance(found, Maker)
+    with found as maker:
+        copy = maker.make(parts())
+    assert copy is not None
+    return copy
+
+
+def filled(copy: SharedCopy, name: str, like: list[torch.Tensor]) -> bool:
+    blank = [torch.zeros_like(one) for one in like]
+    if not copy.fill(name, blank):
+        return False
+    return all(torch.equal(one, other) for one, other in zip(blank, like, strict=True))
+
+
+def test_the_second_maps_what_the_first_has_made(tmp_path: Path) -> None:
+    first = made(tmp_path)
+    second = open_copy(tmp_path, "model")
+    assert isinstance(second, SharedCopy)
+    assert second.parts["layers.0"].checksum == "02" * 16
+    embedding, *layer = tensors()
+    assert filled(second, "embedding", [embedding])
+    assert filled(second, "layers.0", layer)
+    assert not second.fill("layers.1", layer)
+    assert not second.fill("layers.0", layer[:1]), "of another shape"
+    first.close()
+    assert (tmp_path / "model/parameters.bin").exists()
+    assert filled(second, "layers.0", layer)
+    second.close()
+    second.close()
+    assert list(tmp_path.iterdir()) == [], "the last one has removed it"
+
+
+def test_a_byte_that_has_changed_is_seen(tmp_path: Path) -> None:
+    copy = made(tmp_path)
+    with (tmp_path / "model/parameters.bin").open("r+b") as file:
+        file.seek(SIZES[0] + 500_000)
+        byte = file.read(1)
+        file.seek(SIZES[0] + 500_000)
+        file.write(bytes([byte[0] ^ 1]))
+    embedding, *layer = tensors()
+    assert filled(copy, "embedding", [embedding])
+    assert not copy.fill("layers.0", [torch.zeros_like(one) for one in layer])
+    copy.close()
+
+
+def test_pieces_that_change_places_are_seen() -> None:
+    source = tensors()[2]
+    swapped = torch.cat([source[1 << 18 : 1 << 19], source[: 1 << 18], source[1 << 19 :]])
+    target = torch.zeros_like(source)
+    assert copy_summed(target, source) != copy_summed(target, swapped)
+
+
+def test_who_cannot_make_it_lets_the_next_one_try(tmp_path: Path) -> None:
+    found = open_copy(tmp_path, "model")
+    assert isinstance(found, Maker)
+    found.give_up()
+    copy = made(tmp_path)
+    copy.close()
+
+
+def _make_for_ever(root: Path) -> None:
+    while True:
+        found = open_copy(root, "model")
+        if isinstance(found, Maker):
+            with found as maker:
+                copy = maker.make(parts(scale=8))
+        else:
+            copy = found
+        assert copy is not None
+        copy.close()
+
+
+def test_a_kill_of_its_maker_leaves_nothing_half_made(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    context = multiprocessing.get_context("fork")
+    embedding, *layer = tensors(scale=8)
+    for _ in range(20):
+        maker = context.Process(target=_make_for_ever, args=(tmp_path,))
+        maker.start()
+        time.sleep(rng.uniform(0.0, 0.1))
+        assert maker.pid is not None
+        os.kill(maker.pid, signal.SIGKILL)
+        maker.join()
+        found = open_copy(tmp_path, "model")
+        if isinstance(found, Maker):
+            with found as again:
+                copy = again.make(parts(scale=8))
+        else:
+            copy = found
+        assert copy is not None
+        assert filled(copy, "embedding", [embedding])
+        assert filled(copy, "layers.0", layer)
+        copy.close()
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_room(tmp_path: Path) -> None:
+    assert why_no_room(tmp_path / "not/there", 1000, None) == ""
+    assert "--host-copy allows" in why_no_room(tmp_path, 1000, 999)
+    assert "larger /dev/shm" in why_no_room(tmp_path, 1 << 60, None)
+    assert (budget_of("auto"), budget_of("77")) == (None, 77)
+    with pytest.raises(ConfigError, match="host_copy"):
+        budget_of("much")
