@@ -90,7 +90,7 @@ class Cell:
 _CONV_A, _CONV_B, _CONV_CALM = "azure_conv_spike640_a", "azure_conv_spike640_b", "azure_conv_calm640"
 _CODE_A, _CODE_B, _AGENT = "azure_code_spike640_a", "azure_code_spike640_b", "mooncake_conversation_0_2400"
 
-CELLS: Mapping[str, Cell | Made] = MADE | {
+REPLAYED: Mapping[str, Cell] = {
     cell.name: cell
     for cell in (
         Cell("think", "14b-40g", 0.7, _CONV_A, 0, 500),
@@ -126,6 +126,7 @@ CELLS: Mapping[str, Cell | Made] = MADE | {
         Cell("calm", "13b-40g", 0.8, _CONV_CALM, 0, 300),
     )
 }
+CELLS: Mapping[str, Cell | Made] = {**MADE, **REPLAYED}
 
 
 def long_answer(rng: random.Random) -> int:

@@ -6,10 +6,8 @@ from typing import Any
 import pytest
 
 from benchmarks.regret import RegretRow, is_saturated, predictions, row_of, summary, table
-from benchmarks.regret_cells import CELLS, KINDS, Cell, decided, trace_of
+from benchmarks.regret_cells import KINDS, REPLAYED, decided, trace_of
 from tests.support.simulated import world
-
-_TRACED = {name: cell for name, cell in CELLS.items() if isinstance(cell, Cell)}  # the others are made up
 
 
 def run(policy: str, p99_s: float, tpot_ms: float = 40.0, draw: int = 0, **others: Any) -> dict[str, Any]:
@@ -143,7 +141,7 @@ def test_what_the_planner_foretells_is_taken_down_with_what_followed() -> None:
 
 def test_draws_differ_in_lengths_alone(tmp_path: Path) -> None:
     lines = ["arrival_s,input_tokens,output_tokens", *(f"{i / 4},{100 + i},{50 + i}" for i in range(2000))]
-    think, chat = _TRACED["think-14b-40g-x1.2"], _TRACED["chat-13b-40g-x1.4"]
+    think, chat = REPLAYED["think-14b-40g-x1.2"], REPLAYED["chat-13b-40g-x1.4"]
     for cell in (think, chat):
         (tmp_path / f"{cell.trace}.csv").write_text("\n".join(lines))
         first, again, other = (trace_of(cell, tmp_path, draw) for draw in (0, 0, 1))
@@ -155,8 +153,8 @@ def test_draws_differ_in_lengths_alone(tmp_path: Path) -> None:
         assert max(r.input_tokens for r in first.requests) <= KINDS[cell.kind].most_input
 
 
-def test_the_grid_is_of_five_kinds_and_three_machines() -> None:
-    assert len(_TRACED) >= 24
-    assert {cell.kind for cell in _TRACED.values()} == set(KINDS)
+def test_the_replayed_cells_are_of_five_kinds_and_three_machines() -> None:
+    assert len(REPLAYED) >= 24
+    assert {cell.kind for cell in REPLAYED.values()} == set(KINDS)
     for kind in KINDS:
-        assert len({cell.machine for cell in _TRACED.values() if cell.kind == kind}) >= 3
+        assert len({cell.machine for cell in REPLAYED.values() if cell.kind == kind}) >= 3
