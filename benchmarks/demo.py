@@ -33,8 +33,8 @@ from tools.bench.replay import ReplayOptions
 from tools.bench.results import BenchResult, PolicyResult, write_result
 from tools.bench.session import ReplayJob, replay_on
 from tools.bench.sizing import (
-    Memory,
-    Pace,
+    SizingMemory,
+    SizingPace,
     forecast,
     length_scale_to,
     mean_request,
@@ -58,17 +58,17 @@ EXIT_FAILED, EXIT_CONFIGURATION, EXIT_INTERRUPTED = 1, 2, 130
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DemoPlan:
     """What both runs have in common."""
 
     model: Path
-    memory: Memory
+    memory: SizingMemory
     trace: Trace  # scaled
     time_scale: float
     length_scale: float
 
 
-def start_cluster(args: argparse.Namespace, model: Path, memory: Memory, policy: str, name: str) -> LocalCluster:
+def start_cluster(args: argparse.Namespace, model: Path, memory: SizingMemory, policy: str, name: str) -> LocalCluster:
     return LocalCluster(
         model,
         workers=args.workers,
@@ -82,7 +82,7 @@ def start_cluster(args: argparse.Namespace, model: Path, memory: Memory, policy:
     )
 
 
-async def make_plan(args: argparse.Namespace, model: Path, console: Console) -> Plan:
+async def make_plan(args: argparse.Namespace, model: Path, console: Console) -> DemoPlan:
     """Sizes the memory, probes the machine, scales the trace; says what it found."""
     info = read_info(model)
     whole = read_trace(args.trace).scaled(limit=args.limit)
@@ -108,18 +108,18 @@ async def make_plan(args: argparse.Namespace, model: Path, console: Console) -> 
     trace = whole.scaled(time_scale=time_scale, length_scale=length_scale, max_total_tokens=info.max_model_len)
     memory = _size_memory(args, info, trace)
     _say_plan(trace, memory, info, pace, console)
-    return Plan(model, memory, trace, time_scale, length_scale)
+    return DemoPlan(model, memory, trace, time_scale, length_scale)
 
 
 def _max_span_s(trace: Path) -> float:
     return sizing.SHIPPED_SPAN_S if trace == SHIPPED_TRACE else sizing.OTHER_SPAN_S
 
 
-def _size_memory(args: argparse.Namespace, info: CheckpointInfo, trace: Trace) -> Memory:
+def _size_memory(args: argparse.Namespace, info: CheckpointInfo, trace: Trace) -> SizingMemory:
     return size_memory_for(info, trace.requests, sequences_each=sizing.SEQUENCES_EACH, workers=args.workers)
 
 
-def _say_plan(trace: Trace, memory: Memory, info: CheckpointInfo, pace: Pace, console: Console) -> None:
+def _say_plan(trace: Trace, memory: SizingMemory, info: CheckpointInfo, pace: SizingPace, console: Console) -> None:
     demand = forecast(trace.requests, pace.seconds_per_token)
     whole, dropped = memory.undropped_tokens, memory.dropped_tokens
     kv_bytes = memory.device_memory_bytes - info.parameter_bytes
@@ -133,7 +133,7 @@ def _say_plan(trace: Trace, memory: Memory, info: CheckpointInfo, pace: Pace, co
     )
 
 
-async def replay(args: argparse.Namespace, plan: Plan, policy: str, console: Console) -> BenchResult:
+async def replay(args: argparse.Namespace, plan: DemoPlan, policy: str, console: Console) -> BenchResult:
     job = ReplayJob(
         trace=args.trace,
         time_scale=plan.time_scale,

@@ -14,7 +14,7 @@ All follows from the trace and from one measurement of the machine:
 
 import math
 
-from tools.bench.sizing import Pace, peak_output_tokens, two_digits
+from tools.bench.sizing import SizingPace, peak_output_tokens, two_digits
 from tools.bench.traces import Trace
 
 MEAN_TOKENS = 240.0
@@ -26,7 +26,7 @@ SHIPPED_SPAN_S = 90.0
 OTHER_SPAN_S = 900.0
 
 
-def scales(trace: Trace, pace: Pace, max_span_s: float) -> tuple[float, float]:
+def scales(trace: Trace, pace: SizingPace, max_span_s: float) -> tuple[float, float]:
     """(time scale, factor for the lengths on top of those of `trace`)."""
     longest = max_span_s / trace.span_s if trace.span_s > 0 else math.inf
     time_scale = two_digits(min(_excess(trace, pace), longest))
@@ -35,7 +35,7 @@ def scales(trace: Trace, pace: Pace, max_span_s: float) -> tuple[float, float]:
     return time_scale, two_digits(min(1.0, 1.0 / _excess(trace.scaled(time_scale=time_scale), pace)))
 
 
-def _excess(trace: Trace, pace: Pace) -> float:
+def _excess(trace: Trace, pace: SizingPace) -> float:
     """How many times faster than wanted the trace is: by its burst or by its mean, whichever says more."""
     peak_per_s = peak_output_tokens(trace.requests, PEAK_WINDOW_S) / PEAK_WINDOW_S
     mean_per_s = sum(request.output_tokens for request in trace.requests) / max(trace.span_s, PEAK_WINDOW_S)

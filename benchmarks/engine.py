@@ -88,7 +88,7 @@ def make_requests(vocab_size: int, spread: str) -> list[Request]:
 
 
 @dataclass
-class Runs:
+class EngineRuns:
     wall_s: list[float] = field(default_factory=list[float])
     processor_s: list[float] = field(default_factory=list[float])
     tokens: list[list[int]] = field(default_factory=list[list[int]])  # of the last run
@@ -101,7 +101,7 @@ class EngineProcess:
     """An engine in another process."""
 
     def __init__(self, name: str, process: "subprocess.Popen[str]") -> None:
-        self.name, self.runs = name, Runs()
+        self.name, self.runs = name, EngineRuns()
         self._process = process
 
     def ask(self, line: str = "") -> dict[str, Any]:
@@ -155,7 +155,9 @@ def vllm_environment(python: Path, threads: int) -> dict[str, str]:
     }
 
 
-def measure(setting: Setting, model: Path, requests: Sequence[Request], args: argparse.Namespace) -> dict[str, Runs]:
+def measure(
+    setting: Setting, model: Path, requests: Sequence[Request], args: argparse.Namespace
+) -> dict[str, EngineRuns]:
     job = {
         "model": str(model),
         "dtype": setting.dtype,
@@ -186,7 +188,7 @@ def measure(setting: Setting, model: Path, requests: Sequence[Request], args: ar
             engine.ask()
         for engine in engines[1:]:
             engine.run()  # what they compile at first use does not count
-            engine.runs = Runs()
+            engine.runs = EngineRuns()
         for _ in range(args.rounds):
             for engine in engines:
                 engine.run()
@@ -249,7 +251,7 @@ def unlike_transformers(model: Path, requests: Sequence[Request], tokens: Sequen
 
 
 def report(
-    setting: Setting, found: dict[str, Runs], requests: Sequence[Request], clock: str, bound_s: float
+    setting: Setting, found: dict[str, EngineRuns], requests: Sequence[Request], clock: str, bound_s: float
 ) -> tuple[str, bool]:
     """The section of a setting, and whether its bounds are kept."""
     output_tokens = sum(count for _, count in requests)

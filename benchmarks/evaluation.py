@@ -64,14 +64,14 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Part:
+class EvaluationPart:
     """Each command has a folder of its own in the part's."""
 
     name: str
     commands: dict[str, Command]
 
 
-def parts(traces: Path | None) -> list[Part]:
+def parts(traces: Path | None) -> list[EvaluationPart]:
     against = ("--policies", _COMPARED)
     compared = {"workers-2": Command(2, 21, "spike", against), "workers-4": Command(4, 12, "spike", against)}
     restores = ("--policies", _RESTORES)
@@ -82,9 +82,9 @@ def parts(traces: Path | None) -> list[Part]:
         long["workers-2-real"] = Command(2, 160, f"twice:{traces / SPIKE}+burstgpt", restores)
     slow_links = ("--ablation", "--set", "worker.link_bytes_per_s=50000000")
     return [
-        Part("comparison", compared),
-        Part("ablation", {"workers-2": Command(2, 14, "spike", slow_links)}),
-        Part(
+        EvaluationPart("comparison", compared),
+        EvaluationPart("ablation", {"workers-2": Command(2, 14, "spike", slow_links)}),
+        EvaluationPart(
             "sweep",
             {
                 "workers-2": Command(2, 10, "spike", ("--sweep",), 1),
@@ -92,12 +92,12 @@ def parts(traces: Path | None) -> list[Part]:
                 "calm": Command(2, 10, "answers", ("--policies", _KNOBS), 1, ("--demand", "0.3", "--peak", "1.01")),
             },
         ),
-        Part("long", long),
-        Part("extreme", {"workers-2": Command(2, 13, "extreme:spike", ("--policies", _KNOBS), 2)}),
+        EvaluationPart("long", long),
+        EvaluationPart("extreme", {"workers-2": Command(2, 13, "extreme:spike", ("--policies", _KNOBS), 2)}),
     ]
 
 
-def run_part(part: Part, out: Path, *, plan_only: bool) -> int:
+def run_part(part: EvaluationPart, out: Path, *, plan_only: bool) -> int:
     for name, command in part.commands.items():
         model = out / "models" / command.preset  # the same for all parts
         if not plan_only and not model.exists():
@@ -109,7 +109,7 @@ def run_part(part: Part, out: Path, *, plan_only: bool) -> int:
     return 0
 
 
-def write(out: Path, page: Path, figures: Path, of: Sequence[Part]) -> list[str]:
+def write(out: Path, page: Path, figures: Path, of: Sequence[EvaluationPart]) -> list[str]:
     """Puts tables and figures of the results into the page. Returns the parts that were written."""
     written: list[str] = []
     for part in of:
@@ -122,7 +122,7 @@ def write(out: Path, page: Path, figures: Path, of: Sequence[Part]) -> list[str]
     return written
 
 
-def _section(part: Part, folder: Path, root: Path, figures: Path, page: Path) -> str:
+def _section(part: EvaluationPart, folder: Path, root: Path, figures: Path, page: Path) -> str:
     name, study = "-".join(folder.relative_to(root).parts), read_study(folder)
     lines = [text_table(study).strip(), "", _where(study)]
     for workload in study.workloads:
@@ -174,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _choose(known: Sequence[Part], names: Sequence[str]) -> list[Part]:
+def _choose(known: Sequence[EvaluationPart], names: Sequence[str]) -> list[EvaluationPart]:
     if unknown := set(names) - {part.name for part in known}:
         raise ConfigError(
             "PART", f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(p.name for p in known)}"

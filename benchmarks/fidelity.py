@@ -82,7 +82,7 @@ SYSTEMS = ("real", "emulated", "simulated")
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class FidelityWorkload:
     name: str
     prompt_tokens: int  # mean; lengths are uniform, from half to one and a half of it
     output_tokens: int
@@ -91,14 +91,14 @@ class Workload:
 
 
 WORKLOADS = (
-    Workload("steady", 120, 40, 0.4),
-    Workload("bursty", 160, 60, 0.25, 3.0),
-    Workload("long answers", 60, 300, 0.25, 3.0),
-    Workload("long prompts", 600, 24, 0.4),
+    FidelityWorkload("steady", 120, 40, 0.4),
+    FidelityWorkload("bursty", 160, 60, 0.25, 3.0),
+    FidelityWorkload("long answers", 60, 300, 0.25, 3.0),
+    FidelityWorkload("long prompts", 600, 24, 0.4),
 )
 
 
-CALIBRATION = Workload("calibration", 320, 48, 0.2)
+CALIBRATION = FidelityWorkload("calibration", 320, 48, 0.2)
 _CALIBRATION_SEED = 7919  # added to that of the workloads
 _CALIBRATION_ROUNDS = 16
 _DAMPING = 0.6  # each changes the other's figure, too
@@ -135,7 +135,7 @@ class StageProfile:
 # ------------------------------------------------------------ what is run
 
 
-def draw(workload: Workload, machine: Machine, span_s: float, seed: int) -> Trace:
+def draw(workload: FidelityWorkload, machine: Machine, span_s: float, seed: int) -> Trace:
     """Rates from the profile: a request's prefill, and its share of decodes in batches of half the KV."""
     execution, layers = machine.execution, machine.model.layer_count
     whole = execution.cost_of(layers, is_first=True, is_last=True)

@@ -62,7 +62,7 @@ _MAX_DEPTH = 5
 
 
 @dataclass
-class Report:
+class FuzzReport:
     """What was sent, and what came of it."""
 
     messages: int = 0
@@ -150,7 +150,7 @@ class Maker:
 
 
 @dataclass(frozen=True)
-class Target:
+class FuzzTarget:
     address: str
     method: MethodDescriptor
 
@@ -166,10 +166,10 @@ class Fuzz:
         self._cluster = cluster
         everyone = [process for processes in cluster.processes.values() for process in processes]
         self.maker = Maker(seed, [process.id for process in everyone])
-        self.report = Report()
+        self.report = FuzzReport()
         self._ports = ports
         self._targets = [
-            Target(process.address, method)
+            FuzzTarget(process.address, method)
             for service, files in _FILES.items()
             for process in cluster.processes[cast(Any, service)]
             for file in files
@@ -182,7 +182,7 @@ class Fuzz:
         self._spoilt = 0
         self._processes = {process.id: psutil.Process(process.pid) for process in everyone}
 
-    async def run(self, messages: int, concurrent: int = 16) -> Report:
+    async def run(self, messages: int, concurrent: int = 16) -> FuzzReport:
         """Sends so many, `concurrent` at a time. Raises nothing for what services do; looks at them afterwards."""
         report, before = self.report, self._memory()
         async with AsyncClient(self._cluster.address) as client:
@@ -267,7 +267,7 @@ class Fuzz:
         return found
 
 
-async def _call(channel: grpc.aio.Channel, target: Target, data: Sequence[bytes]) -> str:
+async def _call(channel: grpc.aio.Channel, target: FuzzTarget, data: Sequence[bytes]) -> str:
     """The status of a call with these bytes."""
     method = target.method
     kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
@@ -306,7 +306,7 @@ async def link_addresses(cluster: LocalCluster) -> list[str]:
     return [row.instance.data_address for row in status.instances if row.instance.data_address]
 
 
-async def fuzz_own_cluster(messages: int, seed: int, log_dir: Path, concurrent: int = 16) -> Report:
+async def fuzz_own_cluster(messages: int, seed: int, log_dir: Path, concurrent: int = 16) -> FuzzReport:
     """A cluster of two workers, one of each other service, and so many messages."""
     with tempfile.TemporaryDirectory() as folder:
         model, metrics = make_tiny("llama", Path(folder) / "tiny", max_len=1024), free_port()

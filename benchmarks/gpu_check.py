@@ -34,7 +34,7 @@ _COPY_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CheckPart:
     """Tests that together prove one thing."""
 
     name: str
@@ -49,13 +49,13 @@ class Part:
 
 
 PARTS = (
-    Part(
+    CheckPart(
         "memory",
         "extents are mapped, taken away, mapped elsewhere under tensors and captured graphs that stay valid, and opened"
         " by a file as another process would",
         ("tests/unit/worker/memory/test_cuda.py",),
     ),
-    Part(
+    CheckPart(
         "kernel",
         "attention in float32, bfloat16 and float16 gives what the CPU gives, and the fused kernels what torch gives",
         (
@@ -63,23 +63,23 @@ PARTS = (
             "tests/unit/worker/engine/test_fused_kernels.py::test_on_the_device_they_give_what_torch_gives",
         ),
     ),
-    Part(
+    CheckPart(
         "flashinfer",
         "attention by FlashInfer gives what the CPU gives, in bfloat16 and float16",
         ("tests/unit/worker/engine/test_attention_flashinfer.py::test_on_a_gpu_it_gives_what_the_cpu_gives",),
         package="flashinfer",
     ),
-    Part(
+    CheckPart(
         "golden",
         "greedy tokens of five architectures are those of transformers",
         ("tests/unit/worker/engine/test_attention_cuda.py::test_greedy_tokens_on_the_device_equal_transformers",),
     ),
-    Part(
+    CheckPart(
         "graphs",
         "decodes that are recorded give the same tokens, also after layers were dropped and restored",
         ("tests/unit/worker/engine/test_decode_graphs.py",),
     ),
-    Part(
+    CheckPart(
         "group",
         "drops, exchanges, aborts, restores, migrations and swaps of workers that share the GPU change no token, in"
         " random histories and where one thing goes wrong at a time",
@@ -91,7 +91,7 @@ PARTS = (
             "tests/integration/test_migration.py",
         ),
     ),
-    Part(
+    CheckPart(
         "ranks",
         "instances of two ranks that share the GPU, with sums over the host, say what one of one rank says, also while"
         " the first rank maps the other's memory and both drop and restore layers",
@@ -100,7 +100,7 @@ PARTS = (
             "tests/integration/test_tensor_parallel.py::test_no_token_changes_through_drops_and_restores",
         ),
     ),
-    Part(
+    CheckPart(
         "sums",
         "two GPUs are one instance, with sums over NCCL: recorded or not they give the same tokens, also after layers"
         " were dropped and restored",
@@ -111,19 +111,19 @@ PARTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    part: Part
+class CheckVerdict:
+    part: CheckPart
     passed: bool
     took_s: float
     said: str  # the last line of pytest's
 
 
-def command(part: Part, *extra: str) -> list[str]:
+def command(part: CheckPart, *extra: str) -> list[str]:
     chosen = "gpu or (any_device and not host_extents)"
     return [sys.executable, "-m", "pytest", "-q", "-n0", "--device", "cuda", "-m", chosen, *extra, *part.tests]
 
 
-def prove(part: Part) -> Verdict:
+def prove(part: CheckPart) -> CheckVerdict:
     print(f"{part.name}: {part.proves} ...", flush=True)
     began_s = time.monotonic()
     done = subprocess.run(command(part), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
@@ -132,7 +132,7 @@ def prove(part: Part) -> Verdict:
         print(done.stdout)
     passed = done.returncode == 0 and "passed" in said and "skipped" not in said
     print(f"  {'proven' if passed else 'FAILED'} after {time.monotonic() - began_s:.0f} s", flush=True)
-    return Verdict(part, passed, time.monotonic() - began_s, said)
+    return CheckVerdict(part, passed, time.monotonic() - began_s, said)
 
 
 # ------------------------------------------------------------ what things cost
@@ -235,7 +235,7 @@ def _attend(step: GpuAttentionStep, kv: torch.Tensor, q: torch.Tensor) -> None:
 def priorities(devices: str, transport: str, *options: str) -> Iterator[tuple[str, float]]:
     """How old activations are when they come, in milliseconds, while KV goes the same way and while none does."""
     asked = ["--devices", devices, "--transport", transport, "--rounds", "3", *options]
-    peer = transfers.Peer()
+    peer = transfers.TransferPeer()
     try:
         figures = transfers.measure_speed("unlimited", transfers.parser_of_options().parse_args(asked), peer)
     finally:
@@ -248,7 +248,7 @@ def priorities(devices: str, transport: str, *options: str) -> Iterator[tuple[st
 
 def page(
     header: Sequence[str],
-    verdicts: Sequence[Verdict],
+    verdicts: Sequence[CheckVerdict],
     costs: Sequence[tuple[str, float]],
     rates: Sequence[tuple[str, float]],
     waits: Sequence[tuple[str, float]],

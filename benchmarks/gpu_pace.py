@@ -36,7 +36,7 @@ _TEXT_TOKENS = 512  # of the vocabulary: the others are never likely, so that ea
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class PaceShape:
     """A Llama, and how much of it is measured."""
 
     hidden: int
@@ -55,15 +55,15 @@ class Shape:
 
 
 SHAPES = {
-    "8b": Shape(
+    "8b": PaceShape(
         4096, 14336, 32, 32, 8, 128256, 60 << 30, (1, 16, 64, 256), (1024, 4096), (512, 2048, 8192), (1, 16, 64, 192),
         (512, 128), "6GiB",
     ),
-    "tiny": Shape(64, 192, 4, 4, 2, 512, 24 << 20, (1, 4), (64,), (48,), (1, 4), (32, 24), "64KiB"),
+    "tiny": PaceShape(64, 192, 4, 4, 2, 512, 24 << 20, (1, 4), (64,), (48,), (1, 4), (32, 24), "64KiB"),
 }  # fmt: skip
 
 
-def write_random(folder: Path, shape: Shape, device: torch.device) -> None:
+def write_random(folder: Path, shape: PaceShape, device: torch.device) -> None:
     """A checkpoint of random weights, made on the device, with a tokenizer."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     head_dim = shape.hidden // shape.heads
@@ -190,7 +190,7 @@ def read_by_a_step(engine: Engine) -> int:
     return sum(layers) + parameters.part("head")["weight"].nbytes
 
 
-def decode_table(engine: Engine, shape: Shape, ceilings: Ceilings) -> Iterator[str]:
+def decode_table(engine: Engine, shape: PaceShape, ceilings: Ceilings) -> Iterator[str]:
     yield "| rows | context | step, ms | memory alone, ms | share | tokens/s |"
     yield "|---|---|---|---|---|---|"
     weights = read_by_a_step(engine)
@@ -216,7 +216,7 @@ MIXES = {
 }
 
 
-def sample_table(engine: Engine, shape: Shape) -> Iterator[str]:
+def sample_table(engine: Engine, shape: PaceShape) -> Iterator[str]:
     yield "| beyond a greedy step, ms | " + " | ".join(f"{rows} rows" for rows in shape.rows) + " |"
     yield "|---|" + "---|" * len(shape.rows)
     context, greedy = shape.contexts[0], dict[int, float]()
@@ -231,7 +231,7 @@ def sample_table(engine: Engine, shape: Shape) -> Iterator[str]:
         yield f"| {name} | " + " | ".join(cells) + " |"
 
 
-def prompt_table(engine: Engine, shape: Shape, ceilings: Ceilings) -> Iterator[str]:
+def prompt_table(engine: Engine, shape: PaceShape, ceilings: Ceilings) -> Iterator[str]:
     yield "| tokens of a prompt | behind | ms | share of the matrix units |"
     yield "|---|---|---|---|"
     weights = sum(t.numel() for i in range(shape.layers) for t in engine.memory.parameters.layer(i).values())
@@ -255,7 +255,7 @@ def _timed(act: Callable[[], object]) -> float:
     return time.perf_counter() - began_s
 
 
-def drop_table(engine: Engine, shape: Shape) -> Iterator[str]:
+def drop_table(engine: Engine, shape: PaceShape) -> Iterator[str]:
     """Memory alone: half of the layers leave and come back, three times."""
     memory = engine.memory
     layers = list(range(shape.layers // 2, shape.layers))
@@ -287,7 +287,7 @@ def drop_table(engine: Engine, shape: Shape) -> Iterator[str]:
 
 
 @dataclass(slots=True)
-class Load:
+class PaceLoad:
     """Requests at once, and when each of their tokens came."""
 
     first_s: list[float]
@@ -320,7 +320,7 @@ def _prompts(count: int, length: int) -> list[list[int]]:
     return [[10 + (7 * i + 13 * j * (i + 3)) % 490 for j in range(length)] for i in range(count)]
 
 
-async def serve(folder: Path, shape: Shape, device: torch.device, log_dir: Path) -> list[str]:
+async def serve(folder: Path, shape: PaceShape, device: torch.device, log_dir: Path) -> list[str]:
     worker = ["--max-model-len", "4096" if shape.layers > 4 else "512"]
     if device.type == "cuda":
         worker += ["--device", str(device), "--transport", "tcp"]
@@ -337,12 +337,12 @@ async def serve(folder: Path, shape: Shape, device: torch.device, log_dir: Path)
     async with cluster, AsyncClient(cluster.address) as client:
         ready_s = time.monotonic() - began_s
         for count in shape.loads:
-            load = Load([], [])
+            load = PaceLoad([], [])
             took_s = await _run(load, client, _prompts(count, prompt_tokens), answer_tokens)
             first_ms = statistics.median(load.first_s) * 1e3
             lines.append(f"| {count} | {load.tokens / took_s:,.0f} | {first_ms:.0f} | {load.longest_gap_s * 1e3:.0f} |")
         lines += ["", f"Two workers were ready after {ready_s:.1f} s."]
-        load, count = Load([], []), shape.loads[-2]
+        load, count = PaceLoad([], []), shape.loads[-2]
         task = asyncio.create_task(_run(load, client, _prompts(count, prompt_tokens), answer_tokens * 8))
         await asyncio.sleep(1.5)
         words = ("drop", "--bytes", shape.dropped_bytes, "--hold", "1m"), ("restore",)
@@ -357,13 +357,13 @@ async def serve(folder: Path, shape: Shape, device: torch.device, log_dir: Path)
             )
             await asyncio.sleep(1.5)
         await task
-        load, count = Load([], []), shape.loads[1]
+        load, count = PaceLoad([], []), shape.loads[1]
         took_s = await _run(load, client, _prompts(count, prompt_tokens), answer_tokens)
         lines.append(f"- Afterwards, with {count} requests: {load.tokens / took_s:,.0f} tokens/s.")
     return lines
 
 
-async def _run(load: Load, client: AsyncClient, prompts: Sequence[Sequence[int]], answer_tokens: int) -> float:
+async def _run(load: PaceLoad, client: AsyncClient, prompts: Sequence[Sequence[int]], answer_tokens: int) -> float:
     began_s = time.monotonic()
     await asyncio.gather(*(load.request(client, prompt, answer_tokens) for prompt in prompts))
     return time.monotonic() - began_s
@@ -418,7 +418,7 @@ def main() -> int:
 
 
 def _one_engine(
-    folder: Path, shape: Shape, device: torch.device, only: Sequence[str], say: Callable[..., None]
+    folder: Path, shape: PaceShape, device: torch.device, only: Sequence[str], say: Callable[..., None]
 ) -> None:
     ceilings = Ceilings.of(device)
     memory, units = ceilings.read_bytes_per_s / 1e9, ceilings.flop_per_s / 1e12

@@ -57,7 +57,7 @@ class Case:
         return f"{victim}, stopped {'for ever' if math.isinf(self.pause_s) else f'for {self.pause_s:g} s'}"
 
 
-class Moment(Chaos):
+class NemesisMoment(Chaos):
     """Load on a cluster, and one fault in a pair of its workers."""
 
     def __init__(self, cluster: LocalCluster, case: Case, say: Callable[[str], None]) -> None:
@@ -128,7 +128,7 @@ async def run_case(case: Case, model: Path, logs: Path, say: Callable[[str], Non
         stop_timeout_s=2.0,
     )
     async with cluster:
-        report = await Moment(cluster, case, say).run()
+        report = await NemesisMoment(cluster, case, say).run()
         for processes in cluster.processes.values():
             for process in processes:
                 process.may_end = True

@@ -41,7 +41,7 @@ _LONGEST_TOKENS = 4000
 
 
 @dataclass(frozen=True, slots=True)
-class Mode:
+class OfflineMode:
     name: str
     slowdown: float = 0.25
     target_s: float | None = None
@@ -56,13 +56,13 @@ class Mode:
         return self.offline and not self.by_class and self.slowdown < _NO_BOUND
 
 
-ALONE = Mode("online alone", offline=False)
-PRIORITIES = Mode("priorities", by_class=True)
-BOUNDARIES = Mode("step boundaries", slowdown=_NO_BOUND, mirrors=False)
-OURS = Mode("ours, +25 %")
-NO_MIRRORS = Mode("ours, no mirrors", mirrors=False)
-BELOW_ALONE = Mode("ours, 0.87 of alone's", target_share=0.87)
-MODES = (ALONE, PRIORITIES, BOUNDARIES, OURS, NO_MIRRORS, BELOW_ALONE, Mode("ours, 50 ms", target_s=0.05))
+ALONE = OfflineMode("online alone", offline=False)
+PRIORITIES = OfflineMode("priorities", by_class=True)
+BOUNDARIES = OfflineMode("step boundaries", slowdown=_NO_BOUND, mirrors=False)
+OURS = OfflineMode("ours, +25 %")
+NO_MIRRORS = OfflineMode("ours, no mirrors", mirrors=False)
+BELOW_ALONE = OfflineMode("ours, 0.87 of alone's", target_share=0.87)
+MODES = (ALONE, PRIORITIES, BOUNDARIES, OURS, NO_MIRRORS, BELOW_ALONE, OfflineMode("ours, 50 ms", target_s=0.05))
 # Rule by rule, as the paper's figure 8 adds its own.
 PARTS = (
     ALONE,
@@ -72,9 +72,9 @@ PARTS = (
         replace(mode, name=f"{what}{mode.name}", target_s=target_s)
         for what, target_s in (("+25 %: ", None), ("50 ms: ", 0.05))
         for mode in (
-            Mode("bound", mirrors=False),
-            Mode("+ mirrors"),
-            Mode("+ within steps", ttft_target_s=0.08),
+            OfflineMode("bound", mirrors=False),
+            OfflineMode("+ mirrors"),
+            OfflineMode("+ within steps", ttft_target_s=0.08),
         )
     ),
 )
@@ -82,8 +82,8 @@ CURVE = (
     ALONE,
     PRIORITIES,
     BOUNDARIES,
-    *(Mode(f"ours, +{slowdown:.0%}", slowdown) for slowdown in (0.0, 0.1, 0.25, 0.5, 1.0)),
-    *(Mode(f"ours, {ms} ms", target_s=ms / 1e3) for ms in (30, 50, 70, 110)),
+    *(OfflineMode(f"ours, +{slowdown:.0%}", slowdown) for slowdown in (0.0, 0.1, 0.25, 0.5, 1.0)),
+    *(OfflineMode(f"ours, {ms} ms", target_s=ms / 1e3) for ms in (30, 50, 70, 110)),
 )
 # ConServe (arXiv 2410.01228): P99 TTFT in ms and harvest in tok/s, as far as its figures say.
 PAPER = {
@@ -94,7 +94,7 @@ PAPER = {
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class OfflineLoadCase:
     name: str
     arrivals: list[Arrival]
     seconds: float
@@ -102,7 +102,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class OfflineOutcome:
     ttft_p50_s: float
     ttft_p99_s: float
     tpot_p50_s: float
@@ -133,7 +133,7 @@ def summaries(seed: int, count: int = 4096) -> list[tuple[int, int]]:
     return list(itertools.islice((row for row in rows if row[0] > 16 and sum(row) < _LONGEST_TOKENS), count))
 
 
-def loads_of(figure: str, args: argparse.Namespace) -> Iterator[Load]:
+def loads_of(figure: str, args: argparse.Namespace) -> Iterator[OfflineLoadCase]:
     seconds, seed = args.seconds, args.seed
     lengths = summaries(seed)
     match figure:
@@ -142,22 +142,22 @@ def loads_of(figure: str, args: argparse.Namespace) -> Iterator[Load]:
             rng = random.Random(seed)
             kept = [row for row in rows if rng.random() < args.keep and row.arrival_s < seconds]
             arrivals = [Arrival(r.arrival_s, min(r.input_tokens, 3400), min(r.output_tokens, 512)) for r in kept]
-            yield Load(f"{args.trace.stem}, {args.keep:g} of it", arrivals, seconds, lengths)
+            yield OfflineLoadCase(f"{args.trace.stem}, {args.keep:g} of it", arrivals, seconds, lengths)
         case "6":
             seconds = max(seconds, 540.0)
-            yield Load("ON/OFF 180 s, 3.3/s", on_off(3.3, 180.0, seconds, seed), seconds, lengths)
+            yield OfflineLoadCase("ON/OFF 180 s, 3.3/s", on_off(3.3, 180.0, seconds, seed), seconds, lengths)
         case "7":
             for rate in (1.0, 2.0, 3.0):
-                yield Load(f"{rate:g}/s, CV 1", gamma(rate, 1.0, seconds, seed), seconds, lengths)
+                yield OfflineLoadCase(f"{rate:g}/s, CV 1", gamma(rate, 1.0, seconds, seed), seconds, lengths)
             for cv in (0.5, 2.0, 4.0, 8.0):
-                yield Load(f"2/s, CV {cv:g}", gamma(2.0, cv, seconds, seed), seconds, lengths)
+                yield OfflineLoadCase(f"2/s, CV {cv:g}", gamma(2.0, cv, seconds, seed), seconds, lengths)
         case "8":
-            yield Load("2/s, CV 1, offline 1,024 / 128", gamma(2.0, 1.0, seconds, seed), seconds, [ONLINE])
+            yield OfflineLoadCase("2/s, CV 1, offline 1,024 / 128", gamma(2.0, 1.0, seconds, seed), seconds, [ONLINE])
         case _:
-            yield Load("2/s, CV 1", gamma(2.0, 1.0, seconds, seed), seconds, lengths)
+            yield OfflineLoadCase("2/s, CV 1", gamma(2.0, 1.0, seconds, seed), seconds, lengths)
 
 
-def run(load: Load, mode: Mode, seed: int) -> Outcome:
+def run(load: OfflineLoadCase, mode: OfflineMode, seed: int) -> OfflineOutcome:
     began_s = time.monotonic()
     size = WorkerSize(block_tokens=16, max_batch_tokens=512, tpot_target_s=mode.target_s)
     rules = find_policy("recompute")(production_rules(size))
@@ -188,7 +188,7 @@ def run(load: Load, mode: Mode, seed: int) -> Outcome:
     return outcome_of(World(options, load.arrivals).run(), load, time.monotonic() - began_s)
 
 
-def outcome_of(found: SimRun, load: Load, took_s: float) -> Outcome:
+def outcome_of(found: SimRun, load: OfflineLoadCase, took_s: float) -> OfflineOutcome:
     ttfts, gaps, tokens = list[float](), list[float](), 0
     for record in found.records:
         times = record.token_times_s
@@ -197,7 +197,7 @@ def outcome_of(found: SimRun, load: Load, took_s: float) -> Outcome:
             ttfts.append((times[0] if times else load.seconds) - record.arrival_s)
             gaps += [after - before for before, after in itertools.pairwise(times)]
     harvest = found.offline_token_count
-    return Outcome(
+    return OfflineOutcome(
         quantile(ttfts, 0.5),
         quantile(ttfts, 0.99),
         quantile(gaps, 0.5),
@@ -215,7 +215,7 @@ def quantile(values: Sequence[float], fraction: float) -> float:
     return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))] if ordered else 0.0
 
 
-def table_of(load: Load, outcomes: dict[Mode, Outcome]) -> Table:
+def table_of(load: OfflineLoadCase, outcomes: dict[OfflineMode, OfflineOutcome]) -> Table:
     table = Table(title=f"{MODEL}, {CLUSTER}; {load.name}; {load.seconds:g} s", title_justify="left")
     for name in ("", "P99 TTFT ms", "x alone", "P50 / P99 TPOT ms", "x alone", "online tok/s", "harvest tok/s"):
         table.add_column(name, justify="left" if not name else "right")
@@ -237,7 +237,7 @@ def table_of(load: Load, outcomes: dict[Mode, Outcome]) -> Table:
     return table
 
 
-def draw(figure: str, load: Load, outcomes: dict[Mode, Outcome], folder: Path) -> Path:
+def draw(figure: str, load: OfflineLoadCase, outcomes: dict[OfflineMode, OfflineOutcome], folder: Path) -> Path:
     """Harvest against P99 TTFT, a point for each mode."""
     import matplotlib
 
@@ -281,7 +281,7 @@ def main() -> int:
     for load in loads_of(args.figure, args):
         if args.load not in load.name:
             continue
-        outcomes: dict[Mode, Outcome] = {}
+        outcomes: dict[OfflineMode, OfflineOutcome] = {}
         for number, mode in enumerate(modes, 1):
             print(f"\r{load.name}: {mode.name}, {number} of {len(modes)} ...".ljust(70), end="", file=sys.stderr)
             if mode.target_share is not None:

@@ -30,7 +30,7 @@ _MEANS, _SIGMAS = (695.0, 2145.0), (1.2, 0.9)
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class PackingCell:
     gpu: str
     load: str
     placement: str
@@ -54,8 +54,8 @@ def arrivals(load: float | Path, seconds: float, seed: int) -> list[float]:
     return found
 
 
-def cells(placements: Sequence[str], loads: Sequence[float | Path], seconds: float, seed: int = 0) -> list[Cell]:
-    found: list[Cell] = []
+def cells(placements: Sequence[str], loads: Sequence[float | Path], seconds: float, seed: int = 0) -> list[PackingCell]:
+    found: list[PackingCell] = []
     for model_name, gpu in HARDWARE:
         model, cluster = find_model(model_name), find_cluster(f"8x{gpu}")
         for load in loads:
@@ -64,12 +64,12 @@ def cells(placements: Sequence[str], loads: Sequence[float | Path], seconds: flo
                 rng = random.Random(seed)
                 fleet = Fleet(model, cluster, timings(), PLACEMENTS[placement])
                 jobs = jobs_of(arrivals(load, seconds, seed), lambda rng=rng: lengths(rng), fleet.capacity)
-                found.append(Cell(gpu, name, placement, fleet.run(jobs)))
+                found.append(PackingCell(gpu, name, placement, fleet.run(jobs)))
                 print(_row(found[-1]), file=sys.stderr, flush=True)
     return found
 
 
-def _row(cell: Cell) -> str:
+def _row(cell: PackingCell) -> str:
     out = cell.outcome
     figures = (
         f"{out.mean_nodes:.1f}",
@@ -84,13 +84,13 @@ def _row(cell: Cell) -> str:
     return f"| {cell.gpu} | {cell.load} | {cell.placement} | {' | '.join(figures)} |"
 
 
-def table(found: Sequence[Cell]) -> str:
+def table(found: Sequence[PackingCell]) -> str:
     head = "| GPU | arrivals | placement | GPUs | most | memory used | moves/s | GB moved | with KV | recomputed |"
     head += " P99 TTFT (s) |"
     return "\n".join([head, "|" + "---|" * 11, *map(_row, found)])
 
 
-def against_the_paper(found: Sequence[Cell]) -> str:
+def against_the_paper(found: Sequence[PackingCell]) -> str:
     """Each of the paper's claims beside MELL as printed, repaired, and lean, over all cells."""
     by = {(cell.gpu, cell.load, cell.placement): cell.outcome for cell in found}
     places = sorted({(cell.gpu, cell.load) for cell in found})

@@ -86,7 +86,7 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RegretRow:
     """One cell and all policies that have been run in it."""
 
     cell: str
@@ -168,10 +168,10 @@ class Rule:
 
     title: str
     short: str
-    of: Callable[[Row, str], float | None]
-    keeps: Callable[[Row, float], bool]
+    of: Callable[[RegretRow, str], float | None]
+    keeps: Callable[[RegretRow, float], bool]
 
-    def kept(self, row: Row, policy: str) -> bool:
+    def kept(self, row: RegretRow, policy: str) -> bool:
         value = self.of(row, policy)
         return value is None or self.keeps(row, value)
 
@@ -180,31 +180,31 @@ RULES = (
     Rule(
         "P99 TTFT at most 1.10 x the best (saturated: 1.25)",
         "P99 TTFT {:.2f} x",
-        Row.ttft_regret,
+        RegretRow.ttft_regret,
         lambda row, value: value <= (1.25 if row.saturated else 1.10),
     ),
     Rule(
         "P50 TPOT at most 1.25 x that of the best P99 TTFT",
         "TPOT {:.2f} x",
-        Row.tpot_regret,
+        RegretRow.tpot_regret,
         lambda _, value: value <= 1.25,
     ),
     Rule(
         "P50 TPOT at most 1.10 x recompute's where that meets its target",
         "TPOT {:.2f} x recompute's",
-        Row.tpot_over_plain,
+        RegretRow.tpot_over_plain,
         lambda _, value: value <= 1.10,
     ),
     Rule(
         "tokens/s at least 0.97 x the best",
         "throughput {:.2f} x",
-        Row.throughput,
+        RegretRow.throughput,
         lambda _, value: value >= 0.97,
     ),
 )
 
 
-def row_of(cell: str, runs: Sequence[Mapping[str, Any]], calm: Mapping[str, Any] | None) -> Row | None:
+def row_of(cell: str, runs: Sequence[Mapping[str, Any]], calm: Mapping[str, Any] | None) -> RegretRow | None:
     """The runs of a cell as a row; None where fewer than two policies have figures."""
     first = [run for run in runs if run["draw"] == 0 and run["failed"] is None]
     names = list(dict.fromkeys(run["policy"] for run in runs))
@@ -214,7 +214,7 @@ def row_of(cell: str, runs: Sequence[Mapping[str, Any]], calm: Mapping[str, Any]
         return None
     calm_s = calm["ttft_p50_s"] if calm is not None and calm["failed"] is None else None
     target_s = max(TARGET_S, CALM_FACTOR * calm_s) if calm_s is not None else TARGET_S
-    return Row(cell, target_s, saturated, max(run["prompt_share"] for run in runs), policies)
+    return RegretRow(cell, target_s, saturated, max(run["prompt_share"] for run in runs), policies)
 
 
 def is_saturated(first: Sequence[Mapping[str, Any]]) -> bool:
@@ -239,7 +239,7 @@ def _judged(name: str, runs: Sequence[Mapping[str, Any]], *, saturated: bool) ->
 # ---------------------------------------------------------------- the page
 
 
-def table(rows: Sequence[Row], policies: Sequence[str], ours: str) -> str:
+def table(rows: Sequence[RegretRow], policies: Sequence[str], ours: str) -> str:
     """Markdown: P50/P99 TTFT in seconds, P50 TPOT in ms, tokens/s until the last arrival; then what ours misses."""
     lines = [
         f"| cell (prompts' share, demand) | {' | '.join(policies)} | P99 TTFT of {ours} over the best (as it is) |"
@@ -267,7 +267,7 @@ def _text(judged: Judged | None) -> str:
     return f"{waits}, {1e3 * judged.tpot_p50_s:.0f}, {judged.tokens_per_s:.0f}{draws}"
 
 
-def summary(rows: Sequence[Row], policies: Sequence[str], ours: str) -> Iterator[str]:
+def summary(rows: Sequence[RegretRow], policies: Sequence[str], ours: str) -> Iterator[str]:
     """One line for each rule, then each policy's own worst."""
     mine = [row for row in rows if ours in row.policies]
     if not mine:
@@ -322,7 +322,7 @@ def predictions(runs: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def draw(rows: Sequence[Row], policies: Sequence[str], path: Path) -> None:
+def draw(rows: Sequence[RegretRow], policies: Sequence[str], path: Path) -> None:
     """Cells from top to bottom, in the order of the grid; a mark for each policy, the further right the worse."""
     looks = styles([(name, name.split(":")[0]) for name in policies])
     with mpl.rc_context(RC):
@@ -353,7 +353,7 @@ def draw(rows: Sequence[Row], policies: Sequence[str], path: Path) -> None:
 # ---------------------------------------------------------------- runs
 
 
-class Runs:
+class RegretRuns:
     """Figures of runs, each in a file."""
 
     def __init__(self, out: Path, traces: Path | None) -> None:
@@ -398,7 +398,7 @@ class Runs:
         return [run for (name, policy, _), run in self.found.items() if name == cell and policy in policies]
 
 
-def measure(runs: Runs, cells: Sequence[str], policies: Sequence[str], draws: int, processes: int) -> None:
+def measure(runs: RegretRuns, cells: Sequence[str], policies: Sequence[str], draws: int, processes: int) -> None:
     """Draw 0 of everything, then the other draws of the cells that are saturated by it."""
     runs.make([(cell, policy, 0) for policy in (CALM, *reversed(policies)) for cell in cells], processes)
     saturated = [cell for cell in cells if is_saturated([r for r in runs.of(cell, policies) if r["draw"] == 0])]
@@ -409,7 +409,7 @@ def compare_policies(given: argparse.Namespace, cells: Sequence[str]) -> str:
     every = (*(name for name in _RIVALS if name.split(":")[0] in POLICIES), OURS)
     policies = given.policies.split(",") if given.policies else list(_QUICK_POLICIES if given.quick else every)
     ours = next((name for name in reversed(policies) if is_ours(name)), policies[-1])
-    runs = Runs(given.out, given.traces)
+    runs = RegretRuns(given.out, given.traces)
     runs.forget(given.again.split(","))
     if not given.write:
         measure(runs, cells, policies, 1 if given.quick else given.draws or _DRAWS, given.processes)

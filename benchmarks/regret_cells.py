@@ -41,23 +41,23 @@ _NEIGHBOURS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class CellMachine:
     model: str
     cluster: str
     gpus_each: int | None = None  # of an instance; None: as the catalogue has it
 
 
 MACHINES = {
-    "14b-40g": Machine("Qwen2.5-14B", "8xA100-40G"),
-    "13b-40g": Machine("Llama-2-13B", "8xA100-40G"),
-    "14b-80g": Machine("Qwen2.5-14B", "4xA800-80G"),
-    "70b-160g": Machine("Llama-3.1-70B", "2x8xH100-80G", 2),
-    "32b-80g": Machine("Qwen3-32B", "8xH100-80G", 1),
+    "14b-40g": CellMachine("Qwen2.5-14B", "8xA100-40G"),
+    "13b-40g": CellMachine("Llama-2-13B", "8xA100-40G"),
+    "14b-80g": CellMachine("Qwen2.5-14B", "4xA800-80G"),
+    "70b-160g": CellMachine("Llama-3.1-70B", "2x8xH100-80G", 2),
+    "32b-80g": CellMachine("Qwen3-32B", "8xH100-80G", 1),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class CellKind:
     most_input: int
     thinks: bool = False
     every: int = 1  # of the trace's requests
@@ -65,11 +65,11 @@ class Kind:
 
 
 KINDS = {
-    "think": Kind(3000, thinks=True, every=6),
-    "agent": Kind(20_000, every=3, spread_s=_TICK_S),
-    "code": Kind(7500),
-    "chat": Kind(3000),
-    "calm": Kind(3000),
+    "think": CellKind(3000, thinks=True, every=6),
+    "agent": CellKind(20_000, every=3, spread_s=_TICK_S),
+    "code": CellKind(7500),
+    "chat": CellKind(3000),
+    "calm": CellKind(3000),
 }
 
 

@@ -206,7 +206,7 @@ def _http_request(tokens: int) -> bytes:
 async def measure_added_time(rate_per_s: float, duration_s: float) -> Added:
     """Requests on each route in turn, at an even pace, over connections that are there already."""
     async with Bench(gateways=1, step_s=0.002) as bench, open_channel(bench.worker_addresses[0]) as channel:
-        direct, over_http = DirectClient(), HttpClient(bench.gateway_addresses[0])
+        direct, over_http = DirectClient(), RelayClient(bench.gateway_addresses[0])
         reader = asyncio.create_task(direct.run(worker_pb2_grpc.WorkerServiceStub(channel)))
         await direct.welcomed.wait()
 
@@ -259,7 +259,7 @@ async def in_turn(
     return results
 
 
-class HttpClient:
+class RelayClient:
     """Keeps its connections to a gateway."""
 
     def __init__(self, address: str) -> None:

@@ -45,7 +45,7 @@ BURST_AT_S = 45.0  # in all scenarios
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PaperRun:
     workload: str
     scenario: Scenario  # with one policy
     word: str
@@ -55,18 +55,18 @@ class Run:
 
 def runs_of(
     names: Sequence[str], trace: str | None, compute_fraction: float | None, rate_scale: float
-) -> Iterator[Run]:
+) -> Iterator[PaperRun]:
     position = 0
     for name in names:
         scenario = read_scenario(SCENARIOS / f"{name}.yaml").model_copy(update={"rate_scale": rate_scale})
         if trace is not None:
             scenario = scenario.model_copy(update={"trace": trace})
         for word in scenario.policies:
-            yield Run(name, scenario.model_copy(update={"policies": (word,)}), word, position, compute_fraction)
+            yield PaperRun(name, scenario.model_copy(update={"policies": (word,)}), word, position, compute_fraction)
             position += 1
 
 
-def carry_out(run: Run, out: Path) -> tuple[Path, float]:
+def carry_out(run: PaperRun, out: Path) -> tuple[Path, float]:
     """Writes the result. Returns its path and the processor time."""
     began_s = time.process_time()
     job = job_of(run.scenario)
@@ -95,7 +95,7 @@ def carry_out(run: Run, out: Path) -> tuple[Path, float]:
     return path, time.process_time() - began_s
 
 
-def _undropped(run: Run) -> int:
+def _undropped(run: PaperRun) -> int:
     plain = job_of(run.scenario.model_copy(update={"policies": ("recompute",), "limit": 1}))
     return simulate(plain, 0.0).policies["recompute"].series.kv_capacity_bytes[0]
 
@@ -125,7 +125,7 @@ def gathered(out: Path) -> dict[str, BenchResult]:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class PaperClaim:
     """One line of the table."""
 
     figure: str
@@ -138,8 +138,8 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    claim: Claim
+class PaperLine:
+    claim: PaperClaim
     simulated: float | None  # None: there was nothing to measure
 
     @property
@@ -157,12 +157,12 @@ class Line:
         return self.ratio is not None and 1.0 / _WITHIN <= self.ratio <= _WITHIN
 
 
-def lines_of(results: Mapping[str, BenchResult]) -> list[Line]:
+def lines_of(results: Mapping[str, BenchResult]) -> list[PaperLine]:
     """Lines of the workloads that have been simulated."""
-    return [Line(claim, claim.measure(results[claim.workload])) for claim in CLAIMS if claim.workload in results]
+    return [PaperLine(claim, claim.measure(results[claim.workload])) for claim in CLAIMS if claim.workload in results]
 
 
-def table(lines: Sequence[Line]) -> str:
+def table(lines: Sequence[PaperLine]) -> str:
     """Markdown."""
     rows = ["| figure | what | workload | paper | simulated | ratio | within 1.5 x |", "|---|---|---|---|---|---|---|"]
     for line in lines:
@@ -345,44 +345,46 @@ _SMALL = ("burstgpt-14b", "sharegpt-14b", "longbench-14b")
 _BARE, _COORDINATED, _WHOLE = "dynamic drop", "coordinated exchange", "lookahead"
 _STAYS = "drop:restore=off"
 
-CLAIMS: tuple[Claim, ...] = (
-    Claim("2", "longest TTFT over the median, recompute", "long-14b", 239, 239, "x", _spike(_PLAIN)),
-    Claim("2", "longest TTFT over the median, swap", "long-14b", 92, 92, "x", _spike("swap")),
+CLAIMS: tuple[PaperClaim, ...] = (
+    PaperClaim("2", "longest TTFT over the median, recompute", "long-14b", 239, 239, "x", _spike(_PLAIN)),
+    PaperClaim("2", "longest TTFT over the median, swap", "long-14b", 92, 92, "x", _spike("swap")),
     *(
-        Claim("13", f"P99 TTFT gain over {name} ({rival})", workload, 12.7, 72.2, "x", _gain(rival))
+        PaperClaim("13", f"P99 TTFT gain over {name} ({rival})", workload, 12.7, 72.2, "x", _gain(rival))
         for workload in _SMALL
         for rival, name in _RIVALS
     ),
     *(
-        Claim("13", f"P99 TTFT gain over {name} ({rival})", "longbench-72b", 8.4, 11.9, "x", _gain(rival))
+        PaperClaim("13", f"P99 TTFT gain over {name} ({rival})", "longbench-72b", 8.4, 11.9, "x", _gain(rival))
         for rival, name in _RIVALS
     ),
     *(
-        Claim("13", f"P50 TPOT above {name}", "longbench-14b", 15.8, 22.7, "%", _change(_p50_tpot, _OURS, rival))
+        PaperClaim("13", f"P50 TPOT above {name}", "longbench-14b", 15.8, 22.7, "%", _change(_p50_tpot, _OURS, rival))
         for rival, name in _RIVALS[:2]
     ),
     *(
-        Claim("13", f"P50 TPOT above {name}", "longbench-72b", 18.3, 22.7, "%", _change(_p50_tpot, _OURS, rival))
+        PaperClaim("13", f"P50 TPOT above {name}", "longbench-72b", 18.3, 22.7, "%", _change(_p50_tpot, _OURS, rival))
         for rival, name in _RIVALS[:2]
     ),
     *(
-        Claim("13", "fewer SLO violations", workload, 7.2, 12.8, "points", _violations)
+        PaperClaim("13", "fewer SLO violations", workload, 7.2, 12.8, "points", _violations)
         for workload in (*_SMALL, "longbench-72b")
     ),
     *(
-        Claim("12", "throughput that static pipelines lose", workload, 3.3, 21.8, "%", _pipeline_loss)
+        PaperClaim("12", "throughput that static pipelines lose", workload, 3.3, 21.8, "%", _pipeline_loss)
         for workload in (*_SMALL, "longbench-72b")
     ),
-    Claim("14", "P99 TTFT gain by dropping alone", "ablation-14b", 11.7, 11.7, "x", _gain(_PLAIN, _BARE)),
-    Claim("14", "P99 TTFT gain by coordination", "ablation-14b", 1.5, 1.5, "x", _gain(_BARE, _COORDINATED)),
-    Claim("14", "P99 TPOT less by lookahead", "ablation-14b", 10.6, 10.6, "%", _less(_p99_tpot, _WHOLE, _COORDINATED)),
-    Claim("14", "bubbles without lookahead", "ablation-14b", 21.9, 21.9, "%", _bubbles(_COORDINATED)),
-    Claim("14", "bubbles with lookahead", "ablation-14b", 8.3, 8.3, "%", _bubbles(_WHOLE)),
-    Claim("16", "P50 TTFT less with restore", "long-14b", 28, 28, "%", _less(_p50_ttft, _OURS, _STAYS)),
-    Claim("16", "P50 TPOT less with restore", "long-14b", 23, 23, "%", _less(_p50_tpot, _OURS, _STAYS)),
-    Claim("16", "P99 TTFT gain by restore", "long-14b", 6.4, 6.4, "x", _gain(_STAYS)),
-    Claim("17", "time from the burst until memory is full", "extreme-72b", 1.5, 1.5, "x", _stands),
-    Claim("17", "KV memory that drops add", "extreme-72b", 57, 57, "%", _freed),
+    PaperClaim("14", "P99 TTFT gain by dropping alone", "ablation-14b", 11.7, 11.7, "x", _gain(_PLAIN, _BARE)),
+    PaperClaim("14", "P99 TTFT gain by coordination", "ablation-14b", 1.5, 1.5, "x", _gain(_BARE, _COORDINATED)),
+    PaperClaim(
+        "14", "P99 TPOT less by lookahead", "ablation-14b", 10.6, 10.6, "%", _less(_p99_tpot, _WHOLE, _COORDINATED)
+    ),
+    PaperClaim("14", "bubbles without lookahead", "ablation-14b", 21.9, 21.9, "%", _bubbles(_COORDINATED)),
+    PaperClaim("14", "bubbles with lookahead", "ablation-14b", 8.3, 8.3, "%", _bubbles(_WHOLE)),
+    PaperClaim("16", "P50 TTFT less with restore", "long-14b", 28, 28, "%", _less(_p50_ttft, _OURS, _STAYS)),
+    PaperClaim("16", "P50 TPOT less with restore", "long-14b", 23, 23, "%", _less(_p50_tpot, _OURS, _STAYS)),
+    PaperClaim("16", "P99 TTFT gain by restore", "long-14b", 6.4, 6.4, "x", _gain(_STAYS)),
+    PaperClaim("17", "time from the burst until memory is full", "extreme-72b", 1.5, 1.5, "x", _stands),
+    PaperClaim("17", "KV memory that drops add", "extreme-72b", 57, 57, "%", _freed),
 )
 
 

@@ -54,7 +54,7 @@ MB = 1e6
 WAIT_S = 60.0
 
 
-class End:
+class TransferEnd:
     """Takes bulk in and notes how old activations are when they come."""
 
     def __init__(self, device: str = "cpu") -> None:
@@ -77,7 +77,7 @@ class End:
     def on_link_end(self, link: Link, ending: LinkEnding) -> None: ...
 
 
-class Exchange:
+class TransferExchange:
     """A thread that keeps KV under way by some way of sending."""
 
     def __init__(self, send: Callable[[], tuple[Future[Any], int]], ahead: int) -> None:
@@ -109,7 +109,7 @@ class Exchange:
             self._moved_bytes += size
 
 
-class Stage:
+class TransferStage:
     """Executes and sends, like `pipeline.stage_runner`."""
 
     def __init__(self, plane: DataPlane, link: Link, stage_s: float, seed: int, device: str = "cpu") -> None:
@@ -142,7 +142,7 @@ class Stage:
         return count
 
 
-class Peer:
+class TransferPeer:
     """The other process."""
 
     def __init__(self) -> None:
@@ -167,19 +167,19 @@ class Peer:
         self._process.communicate(timeout=WAIT_S)
 
 
-def _plane(name: str, end: End, config: TransportConfig, device: str, transport: str) -> DataPlane:
+def _plane(name: str, end: TransferEnd, config: TransportConfig, device: str, transport: str) -> DataPlane:
     return open_plane(name, end, config, "127.0.0.1", transport, device=torch.device(device))
 
 
 def run_peer() -> None:
     torch.set_num_threads(1)
-    plane, end = None, End()
+    plane, end = None, TransferEnd()
     for line in sys.stdin:
         order = json.loads(line)
         match order.pop("do"):
             case "open":
                 device, transport = order.pop("device"), order.pop("transport")
-                end = End(device)
+                end = TransferEnd(device)
                 plane = _plane("w2", end, TransportConfig(**order), device, transport)
                 print(json.dumps(plane.store_address), flush=True)
             case "connect":
@@ -203,7 +203,7 @@ class Round:
     in_flight_bytes: int  # bulk, coordinated
 
 
-def measure_round(link: Link, stage: Stage, peer: Peer, seconds: float, device: str) -> Round:
+def measure_round(link: Link, stage: TransferStage, peer: TransferPeer, seconds: float, device: str) -> Round:
     source = torch.zeros(PIECE_BYTES, dtype=torch.uint8, device=device)
     in_flight_bytes = link.connection.facts().in_flight_bulk_bytes
 
@@ -215,9 +215,9 @@ def measure_round(link: Link, stage: Stage, peer: Peer, seconds: float, device: 
 
     ways = {
         "idle": None,
-        "naive": Exchange(lambda: message(PIECE_BYTES), PIECES_AHEAD),
-        "chunked": Exchange(lambda: message(min(in_flight_bytes, PIECE_BYTES)), CHUNKS_AHEAD),
-        "coordinated": Exchange(transfer, PIECES_AHEAD),
+        "naive": TransferExchange(lambda: message(PIECE_BYTES), PIECES_AHEAD),
+        "chunked": TransferExchange(lambda: message(min(in_flight_bytes, PIECE_BYTES)), CHUNKS_AHEAD),
+        "coordinated": TransferExchange(transfer, PIECES_AHEAD),
     }
     ages_s: dict[str, list[float]] = {}
     rates: dict[str, float] = {}
@@ -229,7 +229,7 @@ def measure_round(link: Link, stage: Stage, peer: Peer, seconds: float, device: 
                 count = stage.run(seconds)
             rates[way] = exchange.bytes_per_s
         ages_s[way] = peer.ask(do="ages", count=count)
-    alone = Exchange(transfer, PIECES_AHEAD)
+    alone = TransferExchange(transfer, PIECES_AHEAD)
     with alone.running():
         time.sleep(seconds)
     return Round(ages_s, {**rates, "alone": alone.bytes_per_s}, in_flight_bytes)
@@ -257,15 +257,15 @@ def summarise(speed: str, rounds: Sequence[Round]) -> SpeedFigures:
     return SpeedFigures(speed, alone, in_flight_s, ways)
 
 
-def measure_speed(speed: str, options: argparse.Namespace, peer: Peer) -> SpeedFigures:
+def measure_speed(speed: str, options: argparse.Namespace, peer: TransferPeer) -> SpeedFigures:
     rate = None if speed == "unlimited" else float(speed) * MB
     device, _, there = options.devices.partition(",")
-    plane = _plane("w1", End(device), TransportConfig(rate_bytes_per_s=rate), device, options.transport)
+    plane = _plane("w1", TransferEnd(device), TransportConfig(rate_bytes_per_s=rate), device, options.transport)
     address = peer.ask(do="open", device=there, transport=options.transport, rate_bytes_per_s=rate)
     try:
         peer.tell(do="connect", epoch=1, address=plane.store_address)
         link = plane.connect("w2", address, 1)
-        stage = Stage(plane, link, options.stage_ms / 1e3, 1, device)
+        stage = TransferStage(plane, link, options.stage_ms / 1e3, 1, device)
         link.transfer(TrafficClass.KV, [torch.zeros(PIECE_BYTES, dtype=torch.uint8, device=device)]).done.result(WAIT_S)
         peer.ask(do="ages", count=stage.run(0.5))
         rounds = [measure_round(link, stage, peer, options.seconds, device) for _ in range(options.rounds)]
@@ -275,9 +275,9 @@ def measure_speed(speed: str, options: argparse.Namespace, peer: Peer) -> SpeedF
         plane.close()
 
 
-def lifecycle(peer: Peer, rounds: int) -> str:
+def lifecycle(peer: TransferPeer, rounds: int) -> str:
     """Median time to make a link and to end it, both sides ready."""
-    plane = open_plane("w1", End(), TransportConfig(), "127.0.0.1")
+    plane = open_plane("w1", TransferEnd(), TransportConfig(), "127.0.0.1")
     address = peer.ask(do="open", device="cpu", transport="auto")
     up_s: list[float] = []
     down_s: list[float] = []
@@ -315,7 +315,7 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     console = Console(width=140)
-    peer = Peer()
+    peer = TransferPeer()
     figures = [measure_speed(speed, options, peer) for speed in options.speeds.split(",")]
     lives = lifecycle(peer, 9)
     peer.close()

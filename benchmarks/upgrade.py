@@ -50,7 +50,7 @@ def _sampling(i: int) -> SamplingParams:
     return SamplingParams(max_tokens=60, temperature=0.8 if i % 2 else 0.0, seed=11 + i, ignore_eos=True)
 
 
-class Load:
+class UpgradeLoad:
     """Requests that come one after the other, and how they have ended."""
 
     def __init__(self, client: AsyncClient, gateway_url: str) -> None:
@@ -190,7 +190,7 @@ async def check(tree: Path, logs: Path, old_services: Sequence[Service]) -> Coun
         )
         cluster = await stack.enter_async_context(started)
         client = await stack.enter_async_context(AsyncClient(cluster.address, **cluster.credentials))
-        load, stopping = Load(client, cluster.http_urls[0]), asyncio.Event()
+        load, stopping = UpgradeLoad(client, cluster.http_urls[0]), asyncio.Event()
         await load.expect()
         old = None if trees else stack.enter_context(old_worker(tree, cluster, logs / "old.log"))
         channel = await stack.enter_async_context(cluster.access.open(cluster.address))

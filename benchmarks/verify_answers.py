@@ -56,7 +56,7 @@ def choose(requests: Sequence[RequestResult], count: int, also: Sequence[int] = 
     return [r for i, r in enumerate(usable) if i in spread or r.index in also]
 
 
-class Reference:
+class AnswerReference:
     """What a checkpoint says under `transformers`; `dtype` is that of the answers that are verified."""
 
     def __init__(self, model_dir: Path, dtype: str) -> None:
@@ -85,7 +85,7 @@ def compare(exact_TV: torch.Tensor, noise_T: torch.Tensor, answer: Sequence[int]
     return int((differs_T & ~near_T).sum()), int(near_T.sum())
 
 
-def verify(reference: Reference, requests: Sequence[RequestResult]) -> Verification:
+def verify(reference: AnswerReference, requests: Sequence[RequestResult]) -> Verification:
     differing, near_ties, tokens = 0, 0, 0
     for request in track(requests, "transformers", console=Console(stderr=True), disable=not sys.stderr.isatty()):
         answer = request.output_token_ids or []
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"configuration error: {error}", file=sys.stderr)
         return 2
     chosen = choose(policies[name].requests, args.count, args.also)
-    found = verify(Reference(args.model, args.dtype), chosen)
+    found = verify(AnswerReference(args.model, args.dtype), chosen)
     print(json.dumps(asdict(found)))
     return 0 if found.differing_tokens == 0 and found.answers >= args.at_least else 1
 

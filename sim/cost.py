@@ -70,7 +70,7 @@ def _measured(figure: float | None, otherwise: float) -> float:
 
 
 def fitted(execution: ExecutionModel, layer_count: int) -> CostModel:
-    """What a profile of the whole instance would find: the model that workers form microbatches by.
+    """The cost model that profiling a whole instance would fit; workers form microbatches by it.
 
     Balance asks for ratios, so it serves for stages of any size.
     """

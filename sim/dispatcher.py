@@ -36,7 +36,7 @@ class DispatcherRules:
     routing: RoutingRules
 
 
-class _Link:
+class _WorkerLink:
     """A stream to one life of one worker."""
 
     __slots__ = (
@@ -100,12 +100,12 @@ class DispatcherNode:
         self._max_waiting_count = max_waiting_count
         self._deliver = clients.deliver
         self._deliver_steps = clients.deliver_steps
-        self._behind: dict[_Link, None] = {}  # have tokens of fast-forwards that the core does not know of
-        self._unreported: dict[_Link, None] = {}  # links of `_behind` with a load that it does not know of
-        self._unheard: dict[_Link, None] = {}  # links of `_behind` with a fast-forward of which it knows no step
+        self._behind: dict[_WorkerLink, None] = {}  # have tokens of fast-forwards that the core does not know of
+        self._unreported: dict[_WorkerLink, None] = {}  # links of `_behind` with a load that it does not know of
+        self._unheard: dict[_WorkerLink, None] = {}  # links of `_behind` with a fast-forward of which it knows no step
         self._end = clients.end
         self._as_sampled = clients.as_sampled
-        self._links: dict[WorkerKey, _Link] = {}
+        self._links: dict[WorkerKey, _WorkerLink] = {}
         self._timer_at_s = math.inf
         self.touched = True  # the core was told something since somebody set it back, other than
         self.stepped: dict[WorkerKey, None] = {}  # steps of these workers that only delivered tokens
@@ -192,7 +192,7 @@ class DispatcherNode:
         for link in list(self._unreported):
             self._report_load(link)
 
-    def _report_load(self, link: _Link) -> None:
+    def _report_load(self, link: _WorkerLink) -> None:
         self._is_known(link)
         share = link.share
         assert share is not None, "it is behind"
@@ -201,14 +201,14 @@ class DispatcherNode:
         self.core.handle(d.StepReceived(now_s, link.key, (), (), (), (), (), (), load, share.seen_handle))
         self.stepped[link.key] = None
 
-    def _is_known(self, link: _Link) -> None:
+    def _is_known(self, link: _WorkerLink) -> None:
         """Its load, or will be in a moment."""
         if not link.reported:
             link.reported = True
             del self._unreported[link]
             self._unheard.pop(link, None)
 
-    def _catch_up_with(self, link: _Link) -> None:
+    def _catch_up_with(self, link: _WorkerLink) -> None:
         """The core hears in one message what it does not know of the fast-forward yet, with all the tokens."""
         share, instants_s = link.share, link.instants_s
         assert share is not None, "it is behind"
@@ -241,7 +241,7 @@ class DispatcherNode:
             case d.Finish() | d.Fail() | d.Refuse():
                 self._end(command, now_s)
             case d.Connect(worker=key):
-                link = self._links[key] = _Link(self, key, self._instances[key.worker_id])
+                link = self._links[key] = _WorkerLink(self, key, self._instances[key.worker_id])
                 self._reach(link, self._labels["link"], partial(self._connect, link))
             case d.Disconnect(worker=key):
                 link = self._links.pop(key)
@@ -254,7 +254,7 @@ class DispatcherNode:
 
     # ------------------------------------------------------------ streams
 
-    def _reach(self, link: _Link, delay_label: bytes, act: Callable[[], None]) -> None:
+    def _reach(self, link: _WorkerLink, delay_label: bytes, act: Callable[[], None]) -> None:
         """What is done at the worker, after a delay."""
 
         def arrive() -> None:
@@ -262,7 +262,7 @@ class DispatcherNode:
 
         self._clock.after(self._delays.rpc_s, delay_label, arrive)
 
-    def _be_reached(self, link: _Link, delay_label: bytes, act: Callable[[], None]) -> None:
+    def _be_reached(self, link: _WorkerLink, delay_label: bytes, act: Callable[[], None]) -> None:
         """What is done here, after a delay."""
 
         def arrive() -> None:
@@ -271,10 +271,10 @@ class DispatcherNode:
         self._clock.after(self._delays.rpc_s, delay_label, arrive)
 
     @staticmethod
-    def _close(link: _Link) -> None:
+    def _close(link: _WorkerLink) -> None:
         link.instance.close_stream(link.stream_id)
 
-    def _connect(self, link: _Link) -> None:
+    def _connect(self, link: _WorkerLink) -> None:
         if not link.open or link.instance.crashed or link.instance.incarnation != link.key.incarnation:
             return
         link.stream_id = link.instance.open_stream(link)
@@ -293,7 +293,7 @@ class DispatcherNode:
             raise InvariantViolation(f"{command.request.request_id} is placed on {command.worker} without a stream")
         self._reach(link, self._labels["place"], partial(self._submit, link, command))
 
-    def _submit(self, link: _Link, command: d.Place) -> None:
+    def _submit(self, link: _WorkerLink, command: d.Place) -> None:
         if not link.open:
             return
         request, now_s = command.request, self._clock.now_s
@@ -327,16 +327,16 @@ class DispatcherNode:
 
         self._reach(link, self._labels["place"], arrive)
 
-    def told(self, link: _Link, output: Output) -> None:
+    def told(self, link: _WorkerLink, output: Output) -> None:
         """The worker's side calls this when its turn has ended."""
         self._clock.after(self._delays.rpc_s, self._labels["hears"], partial(self._hear, link, output))
 
-    def told_step(self, link: _Link, share: Share, step: int, used_block_count: int) -> None:
+    def told_step(self, link: _WorkerLink, share: Share, step: int, used_block_count: int) -> None:
         """The worker's side calls this for a step of a fast_forward."""
         act = partial(self._hear_step, link, share, step, used_block_count)
         self._clock.after(self._delays.rpc_s, self._labels["hears"], act)
 
-    def _hear_step(self, link: _Link, share: Share, step: int, used_block_count: int) -> None:
+    def _hear_step(self, link: _WorkerLink, share: Share, step: int, used_block_count: int) -> None:
         """A request that waits, here or on that worker, may have found a place by it; else the core hears later."""
         if not link.open:
             return
@@ -356,7 +356,7 @@ class DispatcherNode:
             self._catch_up_with(link)
             self._set_timer()
 
-    def told_lost(self, link: _Link, why: str) -> None:
+    def told_lost(self, link: _WorkerLink, why: str) -> None:
         def arrive() -> None:
             if link.open:
                 link.open = False
@@ -365,19 +365,19 @@ class DispatcherNode:
 
         self._be_reached(link, self._labels["link"], arrive)
 
-    def _connect_again(self, lost: _Link) -> None:
+    def _connect_again(self, lost: _WorkerLink) -> None:
         """As long as the worker is in the layout, and that life of it goes on."""
         if self._links.get(lost.key) is lost:
-            link = self._links[lost.key] = _Link(self, lost.key, lost.instance)
+            link = self._links[lost.key] = _WorkerLink(self, lost.key, lost.instance)
             self._reach(link, self._labels["link"], partial(self._connect, link))
 
-    def _hear(self, link: _Link, output: Output) -> None:
+    def _hear(self, link: _WorkerLink, output: Output) -> None:
         if self._lines.troubled:
             self._lines.bring(link.key.worker_id, self.name, partial(self._hear_now, link, output))
         else:
             self._hear_now(link, output)
 
-    def _hear_now(self, link: _Link, output: Output) -> None:
+    def _hear_now(self, link: _WorkerLink, output: Output) -> None:
         if not link.open:
             return
         emit, now_s = output.emit, self._clock.now_s

@@ -106,7 +106,7 @@ class FastForward:
         self.plain = plain
         self.pace = Pace(before, len(plain.sequences), at_s)
         self.landed = 0  # steps
-        self.used_block_count = before.used_block_count  # in the last of those
+        self.used_block_count = before.used_block_count  # after the last step taken
         self.shares: dict[int, Share] = {}  # by stream
         self._report = before
         for sequence in plain.sequences:

@@ -275,9 +275,9 @@ class Lean:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
-    def _held(self) -> list[lean.Held]:
+    def _held(self) -> list[lean.HeldRequest]:
         return [
-            lean.Held(node.number, tuple(job.tokens for job in node.jobs.values()), node.leaving)
+            lean.HeldRequest(node.number, tuple(job.tokens for job in node.jobs.values()), node.leaving)
             for node in self._fleet.nodes.values()
         ]
 

@@ -15,11 +15,11 @@ from ballast.common.errors import ConfigError
 ELEMENT_BYTES = 2  # parameters and KV in bf16
 
 
-class _Entry(BaseModel):
+class _CatalogueEntry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Gpu(_Entry):
+class Gpu(_CatalogueEntry):
     name: str
     memory_bytes: int = Field(gt=0)
     flops_per_s: float = Field(gt=0)
@@ -35,7 +35,7 @@ class Gpu(_Entry):
     source: str
 
 
-class ModelSpec(_Entry):
+class ModelSpec(_CatalogueEntry):
     name: str
     architecture: str
     parameter_count: int = Field(gt=0)
@@ -73,12 +73,12 @@ class ModelSpec(_Entry):
         return self.kv_elements_per_token_layer * ELEMENT_BYTES * self.layer_count
 
 
-class Figure(_Entry):
+class Figure(_CatalogueEntry):
     value: float = Field(ge=0)
     source: str
 
 
-class Timings(_Entry):
+class Timings(_CatalogueEntry):
     """See catalogue/timings.yaml."""
 
     compute_fraction: float
@@ -103,7 +103,7 @@ class Timings(_Entry):
     disk_bytes_per_s: float
 
 
-class Cluster(_Entry):
+class Cluster(_CatalogueEntry):
     gpu: Gpu
     gpu_count: int = Field(ge=1)
     gpus_per_host: int = Field(ge=1)

@@ -215,7 +215,7 @@ class SimPlane:
 
 
 @dataclass(slots=True)
-class _Outgoing:
+class _OutgoingFrame:
     opening: Opening
     epoch: int
     pieces: Sequence[torch.Tensor]
@@ -235,7 +235,7 @@ class SimConnection(Connection):
         self._me = plane.me
         self._wires = plane.wires
         self._numbers = itertools.count(1)
-        self._outgoing: dict[int, _Outgoing] = {}
+        self._outgoing: dict[int, _OutgoingFrame] = {}
         self._incoming: dict[int, tuple[Link, Opening, Sequence[torch.Tensor]]] = {}
         self._label = f"link {plane.me}>{peer.me}".encode()
 
@@ -291,7 +291,7 @@ class SimConnection(Connection):
     ) -> Future[None]:
         self._refuse_ended()
         what = cast("object", tensor)
-        if isinstance(what, _LongMeta):
+        if isinstance(what, _LongFrameMeta):
             meta, tensor = what.data, None
         message = Message(traffic, topic, stream, meta, tensor)
 
@@ -314,7 +314,7 @@ class SimConnection(Connection):
         self._say(size_bytes, hear)
 
     def as_tensor(self, data: bytes) -> torch.Tensor:
-        return cast("torch.Tensor", _LongMeta(data))
+        return cast("torch.Tensor", _LongFrameMeta(data))
 
     def pack(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         raise InvariantViolation("nothing goes along with a message over a simulated link")
@@ -340,7 +340,7 @@ class SimConnection(Connection):
         number, size_bytes = next(self._numbers), sum(piece.nbytes for piece in pieces)
         opening = Opening(number, traffic, topic, stream, size_bytes, meta)
         done: Future[TransferReport] = Future()
-        self._outgoing[number] = _Outgoing(opening, epoch, pieces, done, self._wires.clock.now_s)
+        self._outgoing[number] = _OutgoingFrame(opening, epoch, pieces, done, self._wires.clock.now_s)
         self._plane.afterwards(lambda: self._begin(number, rank))
         return Transfer(number, size_bytes, self, done)
 
@@ -482,7 +482,7 @@ class SimConnection(Connection):
             self._end_incoming(number, Outcome.BROKEN)
 
 
-class _LongMeta:
+class _LongFrameMeta:
     """A message's meta in the place of a tensor of bytes."""
 
     def __init__(self, data: bytes) -> None:

@@ -37,7 +37,7 @@ class _Resource:
 
 
 @dataclass(slots=True)
-class _Transfer:
+class _NetworkTransfer:
     left_bytes: float
     kind: Bulk
     done: Callable[[], None]
@@ -66,8 +66,8 @@ class _Pair:
     def __init__(self, source: str, to: str, resources: tuple[_Resource, ...]) -> None:
         self.source, self.to = source, to
         self.resources = resources
-        self.queues: tuple[deque[_Transfer], ...] = tuple(deque() for _ in Bulk)
-        self.current: _Transfer | None = None
+        self.queues: tuple[deque[_NetworkTransfer], ...] = tuple(deque() for _ in Bulk)
+        self.current: _NetworkTransfer | None = None
         self.bytes_per_s = 0.0
         self.settled_s = 0.0
         self.serial = 0  # of the newest word on when the current transfer ends
@@ -78,7 +78,7 @@ class Sending(NamedTuple):
     """A transfer under way, for whoever may cancel it."""
 
     pair: _Pair
-    transfer: _Transfer
+    transfer: _NetworkTransfer
 
 
 class Network:
@@ -141,7 +141,7 @@ class Network:
         """
         self.bulk_bytes[kind] += size_bytes
         pair = self._pair(source, to)
-        transfer, queue = _Transfer(float(size_bytes), kind, done, rank), pair.queues[kind]
+        transfer, queue = _NetworkTransfer(float(size_bytes), kind, done, rank), pair.queues[kind]
         at = len(queue)
         while at and queue[at - 1].rank > rank:
             at -= 1

@@ -10,17 +10,17 @@ from ballast.common.errors import ConfigError
 from sim.faults import FaultKind
 
 
-class _Part(BaseModel):
+class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Burst(_Part):
+class Burst(_Section):
     at_s: float = Field(ge=0)
     for_s: float = Field(gt=0)
     factor: float = Field(gt=0)  # times the rate
 
 
-class Arrivals(_Part):
+class Arrivals(_Section):
     """Drawn, where there is no trace."""
 
     span_s: float = Field(gt=0)
@@ -29,14 +29,14 @@ class Arrivals(_Part):
     bursts: tuple[Burst, ...] = ()
 
 
-class RepeatedBurst(_Part):
+class RepeatedBurst(_Section):
     """The densest window comes again and again, and nothing after it."""
 
     window_s: float = Field(gt=0)
     times: int = Field(ge=1)
 
 
-class FaultPlan(_Part):
+class FaultPlan(_Section):
     """See sim.faults.Fault."""
 
     at_s: float = Field(ge=0)

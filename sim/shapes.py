@@ -27,7 +27,7 @@ def spec_of_config(name: str, config: Mapping[str, object], gpu: Gpu) -> ModelSp
         ConfigError: a key is missing or makes no sense, or layers are of a kind that is not counted here.
     """
     text = config.get("text_config")
-    shape = _Shape(name, {**config, **cast("Mapping[str, object]", text)} if isinstance(text, Mapping) else config)
+    shape = _ModelSizes(name, {**config, **cast("Mapping[str, object]", text)} if isinstance(text, Mapping) else config)
     for key in _NOT_COUNTED:
         if shape.config.get(key):
             raise ConfigError(f"{name}: config.json: {key}", "layers of this kind cannot be counted; no estimate")
@@ -64,7 +64,7 @@ def _gpus(parameter_bytes: int, gpu: Gpu, name: str) -> int:
     return count
 
 
-class _Shape:
+class _ModelSizes:
     def __init__(self, name: str, config: Mapping[str, object]) -> None:
         self._name = name
         self.config = config

@@ -109,7 +109,7 @@ class World:
         self._random = random.Random(options.seed)
         delays = Delays(timings.rpc_s, timings.state_s)
         count = instance_count(options.model, options.cluster)
-        self._kinds = [_Kind.of(kind, options) for kind in options.cluster.kinds]
+        self._kinds = [_EventKind.of(kind, options) for kind in options.cluster.kinds]
         self.geometry, self.execution = self._kinds[0].geometry, self._kinds[0].execution
         self.limits = _limits(options)
         self.model_info = _model_info(options, self.geometry)
@@ -199,7 +199,7 @@ class World:
             self.clock.after(delay_s, b"watchdog", timer.ring)
         return timer
 
-    def _place(self, number: int) -> tuple["_Kind", int]:
+    def _place(self, number: int) -> tuple["_EventKind", int]:
         """Of an instance: its kind, and the host that it is on."""
         before = hosts = 0
         for kind in self._kinds:
@@ -518,7 +518,7 @@ def instance_count(model: ModelSpec, cluster: Cluster) -> int:
     return count
 
 
-class _Kind(NamedTuple):
+class _EventKind(NamedTuple):
     """Instances on GPUs of one kind."""
 
     cluster: Cluster
@@ -528,7 +528,7 @@ class _Kind(NamedTuple):
     pace: Pace
 
     @classmethod
-    def of(cls, cluster: Cluster, options: WorldOptions) -> "_Kind":
+    def of(cls, cluster: Cluster, options: WorldOptions) -> "_EventKind":
         model = options.model
         execution = options.execution or Roofline(model, cluster, options.timings)
         pace = Pace(fitted(execution, model.layer_count), model.layer_count, options.rules.worker.max_batch_tokens)

@@ -61,7 +61,7 @@ class Grammars:
         self._threads = ThreadPoolExecutor(1, "grammars")  # its threads begin when there is something to do
         self._lock = threading.Lock()
         self._most_kept = most_kept
-        self._kept: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()  # the one that was asked for last is last
+        self._kept: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()  # least recently used first
 
     def ahead(self, grammar: Grammar) -> Future[Any]:
         """Compiles it in a thread beside all others, one grammar at a time. Fails with InvalidRequest.

@@ -27,7 +27,7 @@ class BrokenCall(BallastError):
 
 
 @dataclass(slots=True)
-class _Connection:
+class _HttpConnection:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     idle_since_s: float = 0.0
@@ -40,7 +40,7 @@ class _Connection:
 class Response:
     """An answer whose body is read piece by piece."""
 
-    def __init__(self, connection: _Connection) -> None:
+    def __init__(self, connection: _HttpConnection) -> None:
         self.headers: list[tuple[str, str]] = []  # names in lower case
         self.status = 0
         self.is_over = False
@@ -144,7 +144,7 @@ class HttpClient:
                 raise ConfigError(str(tls_dir), f"holds no {CA} that can be read: {error}") from error
         self._server_name = (server_name or host) if self._tls is not None else None
         self._connect_timeout_s = connect_timeout_s
-        self._idle: list[_Connection] = []
+        self._idle: list[_HttpConnection] = []
 
     @asynccontextmanager
     async def call(
@@ -174,7 +174,7 @@ class HttpClient:
 
     async def _send(
         self, method: str, path: str, headers: list[tuple[str, str]], body: bytes | AsyncIterable[bytes]
-    ) -> tuple[_Connection, Response]:
+    ) -> tuple[_HttpConnection, Response]:
         is_whole = isinstance(body, bytes)
         while True:
             connection = self._kept() if is_whole else None
@@ -195,7 +195,7 @@ class HttpClient:
 
     async def _exchange(
         self,
-        connection: _Connection,
+        connection: _HttpConnection,
         response: Response,
         method: str,
         path: str,
@@ -226,7 +226,7 @@ class HttpClient:
         return await response.read_head()
 
     async def _send_stream(
-        self, connection: _Connection, response: Response, body: AsyncIterable[bytes], *, chunked: bool
+        self, connection: _HttpConnection, response: Response, body: AsyncIterable[bytes], *, chunked: bool
     ) -> None:
         """Until its end, or until the server answers although there is more."""
         answered = asyncio.create_task(response.read_head(), name="early answer")
@@ -250,7 +250,7 @@ class HttpClient:
             if not answered.cancelled():
                 answered.exception()  # marks it as retrieved; the reader of the answer raises it again
 
-    def _kept(self) -> _Connection | None:
+    def _kept(self) -> _HttpConnection | None:
         while self._idle:
             connection = self._idle.pop()
             if not connection.reader.at_eof() and time.monotonic() - connection.idle_since_s < _KEEP_S:
@@ -258,13 +258,13 @@ class HttpClient:
             connection.close()
         return None
 
-    async def _connect(self) -> _Connection:
+    async def _connect(self) -> _HttpConnection:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 opening = asyncio.open_connection(
                     self._host, self._port, ssl=self._tls, server_hostname=self._server_name
                 )
-                return _Connection(*await opening)
+                return _HttpConnection(*await opening)
         except TimeoutError as error:
             raise Unavailable(self.url, f"no connection within {self._connect_timeout_s:g} s") from error
         except OSError as error:

@@ -43,7 +43,7 @@ _REFUSED = Counter(
 )
 
 
-class _Handshakes(Collector):
+class _HandshakeMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         yield CounterMetricFamily(
             "ballast_tls_handshakes_failed",
@@ -52,7 +52,7 @@ class _Handshakes(Collector):
         )
 
 
-REGISTRY.register(_Handshakes())
+REGISTRY.register(_HandshakeMetrics())
 
 
 class _Certificates(Collector):

@@ -146,7 +146,7 @@ def _read(path: Path) -> str:
         raise ConfigError(str(path), f"cannot be read: {error}") from error
 
 
-class _Generation(Extension):
+class _GenerationBlock(Extension):
     """`{% generation %} ... {% endgeneration %}` marks an assistant's words, for training; here they are words."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
@@ -156,7 +156,7 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class _Environment(ImmutableSandboxedEnvironment):
+class _TemplateEnvironment(ImmutableSandboxedEnvironment):
     """No operator makes a text or a number that does not end."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
@@ -253,7 +253,9 @@ class _Joins(NodeTransformer):
 
 
 def _compile(source: str, model: Path) -> Template:
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment = _TemplateEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
     environment.filters["tojson"] = _to_json
     for name in ("center", "indent", "batch", "slice", "wordwrap", "format", "tojson"):
         environment.filters[name] = _bounded_filter(environment.filters[name], name)

@@ -219,7 +219,7 @@ def build_app(desk: Desk) -> Starlette:
         ("GET", "/v1/batches/{id}", desk.show_batch),
         ("POST", "/v1/batches/{id}/cancel", desk.cancel),
     ]
-    routes = [Route(path, _Endpoint(desk, act), methods=[method]) for method, path, act in served]
+    routes = [Route(path, _JobsEndpoint(desk, act), methods=[method]) for method, path, act in served]
     routes += [Route("/health", desk.health), Route("/live", desk.live)]
 
     async def on_http_error(request: Request, error: Exception) -> Response:
@@ -231,7 +231,7 @@ def build_app(desk: Desk) -> Starlette:
     return Starlette(routes=routes, exception_handlers={HTTPException: on_http_error})
 
 
-class _Endpoint:
+class _JobsEndpoint:
     """One route: by this replica, or by the active one. Every failure becomes an answer."""
 
     def __init__(self, desk: Desk, act: Handler) -> None:

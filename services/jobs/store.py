@@ -284,7 +284,7 @@ class Store:
         return [_batch_of(row) for row in self._db.execute(query)]
 
     def forget_batches(self, before_s: float) -> None:
-        """Those that have ended long ago."""
+        """Deletes the batches that ended before `before_s`."""
         with self._transaction("forget batches"):
             query = "DELETE FROM batches WHERE has_ended AND json_extract(rest, '$.created_s') < ?"
             self._db.execute(query, (before_s,))

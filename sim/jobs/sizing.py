@@ -37,7 +37,7 @@ Progress = Callable[[str, int, int, float], None]  # policy, GPUs, requests ende
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SizingRun:
     """One number of GPUs, tried."""
 
     gpu_count: int
@@ -59,15 +59,15 @@ class Column:
 
     policy: str
     gpu_count: int | None  # None: not even the most that were allowed
-    runs: tuple[Run, ...]  # by number of GPUs
+    runs: tuple[SizingRun, ...]  # by number of GPUs
 
     @property
-    def answer(self) -> Run | None:
+    def answer(self) -> SizingRun | None:
         return next((run for run in self.runs if run.gpu_count == self.gpu_count), None)
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class SizingBounds:
     """Instances, from closed forms."""
 
     prompts: int  # fewer cannot compute the prompts in time, whatever the policy: a bound
@@ -75,15 +75,15 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class ClusterSize:
     columns: tuple[Column, ...]
-    bounds: Bounds
+    bounds: SizingBounds
     span_s: float
     request_count: int
     cut_count: int  # requests that were cut to what the model takes
 
 
-def size(job: SimJob, slo: Slo, most_gpus: int, progress: Progress | None = None, *, processes: int = 1) -> Size:
+def size(job: SimJob, slo: Slo, most_gpus: int, progress: Progress | None = None, *, processes: int = 1) -> ClusterSize:
     """The fewest GPUs for each policy of the job.
 
     Args:
@@ -107,7 +107,7 @@ def size(job: SimJob, slo: Slo, most_gpus: int, progress: Progress | None = None
         columns = [search(told) for search in searches]
     else:
         columns = _beside_each_other(searches, told, processes)
-    return Size(tuple(columns), bounds, job.trace.span_s, len(job.trace.requests), job.trace.clamped_count)
+    return ClusterSize(tuple(columns), bounds, job.trace.span_s, len(job.trace.requests), job.trace.clamped_count)
 
 
 def _silent(policy: str, gpu_count: int, ended_count: int, at_s: float, /) -> None:
@@ -117,7 +117,7 @@ def _silent(policy: str, gpu_count: int, ended_count: int, at_s: float, /) -> No
 # ---------------------------------------------------------------- closed forms
 
 
-def bounds_of(trace: Trace, model: ModelSpec, cluster: Cluster, timings: Timings, slo: Slo) -> Bounds:
+def bounds_of(trace: Trace, model: ModelSpec, cluster: Cluster, timings: Timings, slo: Slo) -> SizingBounds:
     costs, layers = Roofline(model, cluster, timings).costs, model.layer_count
     each_s = np.array([prompt_s(costs, layers, r.input_tokens) for r in trace.requests])
     spared_s = float(np.sort(each_s)[::-1][: _spared(len(each_s), slo)].sum())  # may miss the goal: the longest ones
@@ -128,7 +128,7 @@ def bounds_of(trace: Trace, model: ModelSpec, cluster: Cluster, timings: Timings
         until = np.searchsorted(at_s, at_s + window_s, "right")
         densest_s = float(np.max(total_s[until] - total_s[:-1])) - spared_s
         prompts = max(prompts, math.ceil(densest_s / (window_s + slo.ttft_s)))
-    return Bounds(prompts, _memory(trace.requests, model, cluster, timings))
+    return SizingBounds(prompts, _memory(trace.requests, model, cluster, timings))
 
 
 def _spared(count: int, slo: Slo) -> int:
@@ -151,7 +151,7 @@ def _memory(requests: Sequence[TraceRequest], model: ModelSpec, cluster: Cluster
     return max(accumulate(tokens for _, tokens in sorted(changes))) / capacity
 
 
-def first_guess(bounds: Bounds, policy: str, model: ModelSpec, cluster: Cluster, timings: Timings) -> int:
+def first_guess(bounds: SizingBounds, policy: str, model: ModelSpec, cluster: Cluster, timings: Timings) -> int:
     """Instances to begin with: dropping halves what parameters take."""
     wanted = bounds.memory / _USED
     if policy.split(":")[0] == DROP:
@@ -164,9 +164,9 @@ def first_guess(bounds: Bounds, policy: str, model: ModelSpec, cluster: Cluster,
 # ---------------------------------------------------------------- the search
 
 
-def _search(job: SimJob, slo: Slo, most: int, bounds: Bounds, progress: Progress) -> Column:
+def _search(job: SimJob, slo: Slo, most: int, bounds: SizingBounds, progress: Progress) -> Column:
     (policy,), each = job.policies, job.model.gpus_per_instance
-    tried: dict[int, Run] = {}
+    tried: dict[int, SizingRun] = {}
 
     def keeps(instances: int) -> bool:
         if instances not in tried:
@@ -272,7 +272,7 @@ class Judge:
         return False if now_s - times_s[0] > slo.tpot_s * (record.wanted_tokens - 1) else None
 
 
-def attempt(job: SimJob, slo: Slo, progress: Callable[[int, float], None] | None = None) -> Run:
+def attempt(job: SimJob, slo: Slo, progress: Callable[[int, float], None] | None = None) -> SizingRun:
     """Whether the job's cluster keeps the goal with its only policy."""
     (_, rules), *_ = specs_of(job)
     patience_s = slo.ttft_s + (_PATIENCE_S if slo.tpot_s is not None else 0.0)
@@ -298,7 +298,7 @@ def attempt(job: SimJob, slo: Slo, progress: Callable[[int, float], None] | None
         if len(r.token_times_s) > 1
     ]
     leave_count, soon_count = leaves(run.samples)
-    return Run(
+    return SizingRun(
         job.cluster.gpu_count,
         keeps=not judge.fails,
         met_share=judge.met_share,

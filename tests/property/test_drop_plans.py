@@ -10,7 +10,7 @@ from ballast.common.ids import WorkerId
 from services.planner.policy.drop import DropPlan, by_need
 from services.planner.policy.restore import plan_restore
 from services.planner.policy.snapshot import GroupState, InstanceState, Snapshot
-from services.planner.policy.split import Candidate, Splitter, SplitTolerance
+from services.planner.policy.split import SplitMember, Splitter, SplitTolerance
 from tests.support.drop_plans import acceptable_splits, after, group, kept_bytes, model, parameter_bytes
 
 
@@ -116,7 +116,9 @@ def test_a_larger_need_is_met_by_no_fewer_bytes(snapshot: Snapshot, needed_bytes
 @given(clusters(max_groups=2))
 def test_no_split_sends_less(snapshot: Snapshot) -> None:
     shape = snapshot.model
-    candidates = [Candidate(m, g.used_block_count * shape.block_bytes) for g in snapshot.groups for m in g.members][:4]
+    candidates = [SplitMember(m, g.used_block_count * shape.block_bytes) for g in snapshot.groups for m in g.members][
+        :4
+    ]
     found = Splitter(shape).split(candidates)
     acceptable = acceptable_splits(candidates, shape, SplitTolerance())
     assert (found is None) == (not acceptable)

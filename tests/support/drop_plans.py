@@ -11,7 +11,7 @@ from services.planner.policy.drop import DropPlan, by_need
 from services.planner.policy.merged import GroupPlan
 from services.planner.policy.restore import plan_restore
 from services.planner.policy.snapshot import GroupState, InstanceState, ModelShape, Snapshot
-from services.planner.policy.split import Candidate, SplitTolerance, Stage
+from services.planner.policy.split import SplitMember, SplitStage, SplitTolerance
 
 
 def model(layer_count: int = 8, **changes: object) -> ModelShape:
@@ -71,27 +71,29 @@ def parameter_bytes(snapshot: Snapshot) -> int:
     return sum(snapshot.model.occupied_bytes(m.held_layers) for g in snapshot.groups for m in g.members)
 
 
-def all_splits(candidates: Sequence[Candidate], shape: ModelShape) -> Iterator[list[Stage]]:
+def all_splits(candidates: Sequence[SplitMember], shape: ModelShape) -> Iterator[list[SplitStage]]:
     """Every order and every cut in which each member executes something, and only what it holds."""
     for order in itertools.permutations(candidates):
         for inner in itertools.combinations(range(1, shape.layer_count), len(candidates) - 1):
             cuts = (0, *inner, shape.layer_count)
-            stages = [Stage(c, first, last) for c, (first, last) in zip(order, itertools.pairwise(cuts), strict=True)]
+            stages = [
+                SplitStage(c, first, last) for c, (first, last) in zip(order, itertools.pairwise(cuts), strict=True)
+            ]
             if all(set(range(s.first_layer, s.last_layer)) <= set(s.candidate.instance.held_layers) for s in stages):
                 yield stages
 
 
-def longest(stages: Sequence[Stage]) -> int:
+def longest(stages: Sequence[SplitStage]) -> int:
     return max(s.last_layer - s.first_layer for s in stages)
 
 
-def blocks_of(stages: Sequence[Stage], shape: ModelShape) -> int:
+def blocks_of(stages: Sequence[SplitStage], shape: ModelShape) -> int:
     """KV blocks of the smallest stage."""
     members = [(stage.candidate.instance, stage.first_layer, stage.last_layer) for stage in stages]
     return min(shape.at(m.extent_bytes).block_count(m.budget_bytes, first, last) for m, first, last in members)
 
 
-def kept_bytes(stages: Sequence[Stage]) -> int:
+def kept_bytes(stages: Sequence[SplitStage]) -> int:
     return sum(
         s.candidate.kv_bytes_per_layer
         * len(
@@ -103,8 +105,8 @@ def kept_bytes(stages: Sequence[Stage]) -> int:
 
 
 def acceptable_splits(
-    candidates: Sequence[Candidate], shape: ModelShape, tolerance: SplitTolerance
-) -> list[list[Stage]]:
+    candidates: Sequence[SplitMember], shape: ModelShape, tolerance: SplitTolerance
+) -> list[list[SplitStage]]:
     """Those that conditions 1 to 3 of `services.planner.policy.split` leave."""
     feasible = [s for s in all_splits(candidates, shape) if blocks_of(s, shape) >= 1]
     if not feasible:

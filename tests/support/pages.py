@@ -84,7 +84,7 @@ class Session:
         self._http = "http://127.0.0.1:8000"
 
     def run(self, step: Step) -> str:
-        """What it prints, standard error too; fails if it fails."""
+        """Runs a step of a page. Returns its output; fails if its exit status is not 0."""
         if step.source.startswith("ballast up"):
             return self._start(step.source)
         source = step.source.replace("http://127.0.0.1:8000", self._http)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ballast.common.errors import Unavailable
 from tools.bench.results import BenchResult
-from tools.bench.sizing import Pace, Speed
+from tools.bench.sizing import SizingPace, Speed
 from tools.local.cluster import LocalCluster
 from tools.model.info import CheckpointInfo
 
@@ -40,10 +40,10 @@ class Emulation:
         """The paces that probes with such requests would measure."""
         few, full = _FEW, max(_FEW + 1, self.capacity_tokens // (input_tokens + output_tokens))
 
-        def pace(count: int) -> Pace:
+        def pace(count: int) -> SizingPace:
             each_s = self.step_s(count, input_tokens + output_tokens // 2)
             each_s += count * self.prompt_s(input_tokens) / output_tokens
-            return Pace(workers * count / each_s, each_s)
+            return SizingPace(workers * count / each_s, each_s)
 
         return Speed(workers * few, pace(few), workers * full, pace(full))
 

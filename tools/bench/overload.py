@@ -29,7 +29,7 @@ from ballast.common.errors import BallastError, ConfigError, Unavailable
 from ballast.common.units import duration
 from tools.bench.emulation import Emulation, Usage, why_void, with_effort, with_settings
 from tools.bench.overload_plan import (
-    Arguments,
+    ComparisonArguments,
     WorkloadPlan,
     describe_plan,
     read_plan,
@@ -45,9 +45,9 @@ from tools.bench.replay import Progress, ReplayOptions
 from tools.bench.results import BenchResult, ComparisonFacts, read_result, write_result
 from tools.bench.session import ClusterSettings, ReplayJob, replay_on
 from tools.bench.sizing import (
-    Forecast,
-    Memory,
-    Pace,
+    SizingForecast,
+    SizingMemory,
+    SizingPace,
     Speed,
     forecast_shared,
     length_scales_to,
@@ -100,7 +100,7 @@ class Comparison:
     def __init__(
         self,
         model: Path | Emulation,
-        arguments: Arguments,
+        arguments: ComparisonArguments,
         out: Path,
         console: Console,
         probe_s: float = PROBE_S,
@@ -208,7 +208,9 @@ class Comparison:
             speed, device_memory_bytes, undropped_tokens = await self._probe(trace, memory)
         rate = 1.0
         if arguments.demand_fraction is not None:
-            limit = Forecast(arguments.demand_fraction * undropped_tokens, arguments.peak_fraction * undropped_tokens)
+            limit = SizingForecast(
+                arguments.demand_fraction * undropped_tokens, arguments.peak_fraction * undropped_tokens
+            )
             rate = rate_for(trace, speed, limit, arguments.seed)
         final = self._scaled(workload.trace, time_scale, lengths, rate)
         demand = forecast_shared(final.requests, speed)
@@ -229,7 +231,7 @@ class Comparison:
         self._console.print(describe_plan(workload.name, plan))
         return plan
 
-    async def _probe(self, trace: Trace, memory: Memory) -> tuple[Speed, int, int]:
+    async def _probe(self, trace: Trace, memory: SizingMemory) -> tuple[Speed, int, int]:
         """With the memory of a worker, and the tokens that all workers really have room for.
 
         Workers take whole extents, the same number for each layer, and leave the rest: with few layers and small
@@ -256,7 +258,7 @@ class Comparison:
         workers = self._arguments.workers
         full = max(workers, undropped_tokens // (input_tokens + output_tokens))
         few = min(_FEW_PER_WORKER * workers, max(1, full - 1))
-        paces: list[Pace] = []
+        paces: list[SizingPace] = []
         for concurrency in (few, full):
             pace = await probe(
                 address,
@@ -317,7 +319,7 @@ class Comparison:
         return result.model_copy(update={"comparison": facts, "trace": info})
 
 
-def _settings(arguments: Arguments, plan: WorkloadPlan) -> dict[str, str | int | float | bool | None]:
+def _settings(arguments: ComparisonArguments, plan: WorkloadPlan) -> dict[str, str | int | float | bool | None]:
     return {
         "workers": arguments.workers,
         "device_memory_bytes": plan.device_memory_bytes,

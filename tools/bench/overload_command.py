@@ -145,7 +145,7 @@ def _add_contestants(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ComparisonPart:
     """One number of workers."""
 
     workers: int
@@ -213,7 +213,7 @@ def settle(args: argparse.Namespace) -> None:
     args.sequences_each, args.probe_s = _OWN["sequences_each"], 1.0
 
 
-def _parts(args: argparse.Namespace) -> list[_Part]:
+def _parts(args: argparse.Namespace) -> list[_ComparisonPart]:
     """What needs more workers than there are is left out where there are other numbers of workers for it."""
     numbers = _numbers(args.workers)
     specs = parse_policies(args.policies)
@@ -221,7 +221,7 @@ def _parts(args: argparse.Namespace) -> list[_Part]:
         if spec.pipeline_degree > max(numbers):
             raise ConfigError("policies", f"{spec.label} takes more than {max(numbers)} workers")
     return [
-        _Part(
+        _ComparisonPart(
             workers,
             args.out if len(numbers) == 1 else args.out / f"workers-{workers}",
             [spec for spec in specs if spec.pipeline_degree <= workers],
@@ -242,12 +242,12 @@ def _longer(workload: Workload) -> float:
     return workload.trace.span_s / workload.base.span_s if workload.base.span_s else 1.0
 
 
-def _timetable(part: _Part, args: argparse.Namespace, spans_s: dict[str, float]) -> Timetable:
+def _timetable(part: _ComparisonPart, args: argparse.Namespace, spans_s: dict[str, float]) -> Timetable:
     return Timetable(part.workers, spans_s, [spec.label for spec in part.specs], args.repetitions, args.probe_s)
 
 
 def _say_timetable(
-    parts: Sequence[_Part], args: argparse.Namespace, workloads: Sequence[Workload], console: Console
+    parts: Sequence[_ComparisonPart], args: argparse.Namespace, workloads: Sequence[Workload], console: Console
 ) -> None:
     spans_s = {w.name: w.trace.span_s if args.span_s is None else args.span_s * _longer(w) for w in workloads}
     tables = [_timetable(part, args, spans_s) for part in parts]
@@ -257,7 +257,7 @@ def _say_timetable(
         console.print(f"together about {minutes(sum(table.total_s for table in tables))} min", highlight=False)
 
 
-def _comparison(part: _Part, args: argparse.Namespace, console: Console) -> Comparison:
+def _comparison(part: _ComparisonPart, args: argparse.Namespace, console: Console) -> Comparison:
     if args.engine == "emulated":
         model = args.emulate(args.out / "machine", args.profile, args.model)
         info, gpu = model.info, model.gpu

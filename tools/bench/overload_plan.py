@@ -23,7 +23,7 @@ def setting_variable(name: str) -> str:
     return "BALLAST_" + name.upper().replace(".", "__")
 
 
-class Arguments(BaseModel):
+class ComparisonArguments(BaseModel):
     """What runs must have in common to be compared."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -63,12 +63,12 @@ class WorkloadPlan(BaseModel):
     forecast_peak_fraction: float
 
 
-class Plan(BaseModel):
+class ComparisonPlan(BaseModel):
     """plan.json."""
 
     model_config = ConfigDict(extra="forbid")
 
-    arguments: Arguments
+    arguments: ComparisonArguments
     workloads: dict[str, WorkloadPlan] = {}
 
 
@@ -137,11 +137,11 @@ def describe_plan(name: str, plan: WorkloadPlan) -> str:
     )
 
 
-def read_plan(path: Path, arguments: Arguments) -> Plan:
+def read_plan(path: Path, arguments: ComparisonArguments) -> ComparisonPlan:
     if not path.exists():
-        return Plan(arguments=arguments)
+        return ComparisonPlan(arguments=arguments)
     try:
-        plan = Plan.model_validate_json(path.read_text())
+        plan = ComparisonPlan.model_validate_json(path.read_text())
     except (OSError, ValidationError) as error:
         raise ConfigError(str(path), "is no plan of `bench overload`; choose another --out") from error
     old, new = plan.arguments.model_dump(), arguments.model_dump()
@@ -151,7 +151,7 @@ def read_plan(path: Path, arguments: Arguments) -> Plan:
     return plan
 
 
-def write_plan(path: Path, plan: Plan) -> None:
+def write_plan(path: Path, plan: ComparisonPlan) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(plan.model_dump_json(indent=1) + "\n")
@@ -174,7 +174,7 @@ def arguments_of(
     max_num_seqs: int | None,
     settings: Mapping[str, str],
     gpu: str | None = None,
-) -> Arguments:
+) -> ComparisonArguments:
     """Checked; the settings on top of those that suit short traces.
 
     Raises:
@@ -196,7 +196,7 @@ def arguments_of(
         raise ConfigError("--answer-share", f"must be between 0 and 1, got {answer_share}")
     if span_s is not None and span_s <= 0:
         raise ConfigError("--span-s", f"must be above 0, got {span_s}")
-    return Arguments(
+    return ComparisonArguments(
         model=info.path.name,
         parameter_count=info.parameter_count,
         workers=workers,

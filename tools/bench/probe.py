@@ -10,7 +10,7 @@ from typing import Any
 from ballast.client import AsyncClient
 from ballast.common.errors import BallastError, Unavailable
 from tools.bench.replay import random_prompt
-from tools.bench.sizing import Pace
+from tools.bench.sizing import SizingPace
 from tools.bench.target import ClusterTarget
 
 PROBE_S = 5.0
@@ -20,7 +20,7 @@ _DEADLINE_S = 60.0
 
 async def probe(
     address: str, *, concurrency: int, input_tokens: int, output_tokens: int, probe_s: float = PROBE_S
-) -> Pace:
+) -> SizingPace:
     """Keeps `concurrency` requests running and measures for `probe_s`, after a while to get going.
 
     Raises:
@@ -50,7 +50,7 @@ async def probe(
     if not times_s:
         raise Unavailable(address, f"no token within {(1 + _WARMUP_SHARE) * probe_s:g} s")
     rate = len(times_s) / probe_s
-    return Pace(rate, concurrency / rate)
+    return SizingPace(rate, concurrency / rate)
 
 
 async def warm_up(address: str, *, lanes: int, rounds: int, input_tokens: int, output_tokens: int) -> None:

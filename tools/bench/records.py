@@ -23,7 +23,7 @@ class PlannerTransition:
     phase: str  # done, aborted, or how far it is
     reason: str
     summary: str
-    duration_s: float  # of all phases so far
+    duration_s: float  # sum of all phases so far
     exchange_s: float
     freed_parameter_bytes: int
     kv_bytes_exchanged: int

@@ -21,11 +21,11 @@ STANDARD_OUTPUT = Path("-")
 SLO_SCALES = tuple(range(1, 11))
 
 
-class _Strict(BaseModel):
+class _StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Summary(_Strict):
+class Summary(_StrictModel):
     """A distribution. All null when nothing was measured (count 0)."""
 
     count: int
@@ -45,7 +45,7 @@ class Summary(_Strict):
         return Summary(count=len(values), mean=mean, p50=p50, p90=p90, p99=p99, p999=p999, max=max(values))
 
 
-class SloReference(_Strict):
+class SloReference(_StrictModel):
     """What scale 1 means: the median of the policy named here."""
 
     policy: str
@@ -54,7 +54,7 @@ class SloReference(_Strict):
     calm: bool = False  # of the requests only that came while memory sufficed: most of the others waited for it
 
 
-class Series(_Strict):
+class Series(_StrictModel):
     """The cluster over time, as sampled; columns of equal length."""
 
     at_s: list[float]
@@ -68,7 +68,7 @@ class Series(_Strict):
     group_sizes: list[list[int]] = []  # members of each group
 
 
-class Transition(_Strict):
+class Transition(_StrictModel):
     """One change of the layout. Null: not measured, or no drop or restore."""
 
     at_s: float
@@ -86,7 +86,7 @@ class Transition(_Strict):
     max_stall_s: float | None = None
 
 
-class RequestResult(_Strict):
+class RequestResult(_StrictModel):
     """One request. Token ids only where they were to be recorded."""
 
     index: int
@@ -105,7 +105,7 @@ class RequestResult(_Strict):
     output_token_ids: list[int] | None = None
 
 
-class PolicyResult(_Strict):
+class PolicyResult(_StrictModel):
     """What one overload policy did with the trace."""
 
     duration_s: float
@@ -133,7 +133,7 @@ class PolicyResult(_Strict):
     requests: list[RequestResult]
 
 
-class TraceInfo(_Strict):
+class TraceInfo(_StrictModel):
     source: str
     format: str
     request_count: int
@@ -177,7 +177,7 @@ class TraceInfo(_Strict):
         )
 
 
-class ModelFacts(_Strict):
+class ModelFacts(_StrictModel):
     name: str
     architecture: str
     dtype: str
@@ -187,7 +187,7 @@ class ModelFacts(_Strict):
     vocab_size: int
 
 
-class Environment(_Strict):
+class Environment(_StrictModel):
     cpu: str
     core_count: int
     memory_bytes: int
@@ -198,7 +198,7 @@ class Environment(_Strict):
     git_dirty: bool | None
 
 
-class BenchConfig(_Strict):
+class BenchConfig(_StrictModel):
     """How it was run. `cluster` holds settings of the cluster as far as this side knows them."""
 
     seed: int
@@ -207,7 +207,7 @@ class BenchConfig(_Strict):
     cluster: dict[str, str | int | float | bool | None]
 
 
-class ComparisonFacts(_Strict):
+class ComparisonFacts(_StrictModel):
     """What one run of `bench overload` has in common with the others, and what it is among them."""
 
     workload: str
@@ -222,7 +222,7 @@ class ComparisonFacts(_Strict):
     plan_digest: str
 
 
-class BenchResult(_Strict):
+class BenchResult(_StrictModel):
     """The whole file."""
 
     schema_version: Literal[1] = SCHEMA_VERSION

@@ -19,7 +19,7 @@ _HOPELESS = 20.0  # times the mean demand that is looked for: the machine is far
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class SizingMemory:
     """Memory of the cluster; tokens are of KV over all layers."""
 
     device_memory_bytes: int  # of each worker
@@ -28,7 +28,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class SizingPace:
     """What the machine does while so many requests run."""
 
     output_tokens_per_s: float  # of the cluster
@@ -36,7 +36,7 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class SizingForecast:
     """KV demand of a trace if nobody ever waited, in tokens."""
 
     mean_tokens: float
@@ -73,7 +73,7 @@ def length_scales_to(trace: Trace, mean_tokens: float, answer_share: float | Non
 
 def size_memory_for(
     info: CheckpointInfo, requests: Sequence[TraceRequest], *, sequences_each: int, workers: int
-) -> Memory:
+) -> SizingMemory:
     """`size_memory` for a checkpoint: embeddings and head stay on every worker, layers can be dropped."""
     ends_bytes = info.parameter_bytes * 2 * info.vocab_size * info.hidden_size // info.parameter_count
     return size_memory(
@@ -94,12 +94,12 @@ def size_memory(
     kv_bytes_per_token: int,
     sequences_each: int,
     workers: int,
-) -> Memory:
+) -> SizingMemory:
     """Room for `sequences_each` mean requests on each worker, but at least for the largest one."""
     mean_tokens, largest = sum(mean_request(requests)), max(r.input_tokens + r.output_tokens for r in requests)
     each_tokens = max(sequences_each * mean_tokens, math.ceil(1.25 * largest))
     freed_tokens = workers // 2 * (layer_parameter_bytes // kv_bytes_per_token)
-    return Memory(
+    return SizingMemory(
         device_memory_bytes=parameter_bytes + each_tokens * kv_bytes_per_token,
         undropped_tokens=workers * each_tokens,
         dropped_tokens=workers * each_tokens + freed_tokens,
@@ -124,7 +124,7 @@ def two_digits(scale: float) -> float:
     return math.floor(scale * 10**digits) / 10**digits
 
 
-def forecast(requests: Sequence[TraceRequest], seconds_per_token: float) -> Forecast:
+def forecast(requests: Sequence[TraceRequest], seconds_per_token: float) -> SizingForecast:
     """A request holds its prompt from its arrival on, and its answer as it grows, at the probe's pace."""
     end_s = requests[-1].arrival_s
     demand = [0.0] * (int(end_s / _STEP_S) + 1)
@@ -135,7 +135,7 @@ def forecast(requests: Sequence[TraceRequest], seconds_per_token: float) -> Fore
             if age_s > lifetime_s:
                 break
             demand[index] += request.input_tokens + request.output_tokens * max(0.0, age_s) / lifetime_s
-    return Forecast(sum(demand) / len(demand), max(demand))
+    return SizingForecast(sum(demand) / len(demand), max(demand))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +143,18 @@ class Speed:
     """Seconds for a token of one request, on a straight line through two probes: few requests, and a full cache."""
 
     few_count: int
-    few: Pace
+    few: SizingPace
     full_count: int
-    full: Pace
+    full: SizingPace
 
     def seconds_per_token(self, running_count: int) -> float:
         slope_s = (self.full.seconds_per_token - self.few.seconds_per_token) / max(1, self.full_count - self.few_count)
         return max(1e-6, self.few.seconds_per_token + max(0.0, slope_s) * (max(1, running_count) - self.few_count))
 
 
-def forecast_shared(requests: Sequence[TraceRequest], speed: Speed, hopeless_tokens: float = math.inf) -> Forecast:
+def forecast_shared(
+    requests: Sequence[TraceRequest], speed: Speed, hopeless_tokens: float = math.inf
+) -> SizingForecast:
     """The same as `forecast`, but the more requests run, the slower each of them gets on. It ends with the last
     arrival, or when the demand is hopeless.
     """
@@ -170,10 +172,10 @@ def forecast_shared(requests: Sequence[TraceRequest], speed: Speed, hopeless_tok
         demand.append(sum(request.input_tokens + tokens for request, tokens in running))
         if demand[-1] > hopeless_tokens:
             break
-    return Forecast(sum(demand) / len(demand), max(demand))
+    return SizingForecast(sum(demand) / len(demand), max(demand))
 
 
-def rate_for(trace: Trace, speed: Speed, limit: Forecast, seed: int) -> float:
+def rate_for(trace: Trace, speed: Speed, limit: SizingForecast, seed: int) -> float:
     """The factor for the rate of arrivals with which the KV demand reaches one of both limits."""
     low, high = 1e-3, 1.0
     while high < 1e3 and not _exceeds(trace, high, speed, limit, seed):
@@ -189,7 +191,7 @@ def rate_for(trace: Trace, speed: Speed, limit: Forecast, seed: int) -> float:
     return float(f"{_highest(trace, low, speed, limit, seed):.4g}")
 
 
-def _highest(trace: Trace, factor: float, speed: Speed, limit: Forecast, seed: int) -> float:
+def _highest(trace: Trace, factor: float, speed: Speed, limit: SizingForecast, seed: int) -> float:
     """The factor near `factor` with the highest peak within the limits. Which lengths are drawn changes with it, so the
     demand goes up and down, and bisection may have ended where the burst hardly overflows.
     """
@@ -204,7 +206,7 @@ def _highest(trace: Trace, factor: float, speed: Speed, limit: Forecast, seed: i
     return best
 
 
-def _exceeds(trace: Trace, factor: float, speed: Speed, limit: Forecast, seed: int) -> bool:
+def _exceeds(trace: Trace, factor: float, speed: Speed, limit: SizingForecast, seed: int) -> bool:
     requests = upscaled(trace, factor, seed).requests
     if not requests:
         return False

@@ -8,7 +8,7 @@ from typing import Any
 from ballast.common.credentials import CA_FILE, TLS_DIR, TOKEN
 
 
-class _Export(argparse.Action):
+class _ExportedVariable(argparse.Action):
     """Puts the value into the environment, where each client of this process finds it: a command has several."""
 
     # Any: as argparse has it.
@@ -26,7 +26,7 @@ def add_access(parser: argparse.ArgumentParser) -> None:
     def add(flag: str, variable: str, metavar: str, text: str) -> None:
         parser.add_argument(
             flag,
-            action=_Export,
+            action=_ExportedVariable,
             const=variable,
             metavar=metavar,
             default=argparse.SUPPRESS,

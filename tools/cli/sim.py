@@ -133,7 +133,7 @@ def _scenario(args: argparse.Namespace) -> Scenario:
 
 
 @dataclass
-class _Task:
+class _SimTask:
     name: str
     id: TaskID
 
@@ -158,7 +158,7 @@ class RunDisplay:
             transient=True,
             disable=not console.is_terminal,
         )
-        self._tasks: dict[str, _Task] = {}  # policy -> its run
+        self._tasks: dict[str, _SimTask] = {}  # policy -> its run
 
     def __enter__(self) -> "RunDisplay":
         self._bar.start()
@@ -173,7 +173,7 @@ class RunDisplay:
         if task is None or task.name != policy:
             if task is not None:
                 self._bar.remove_task(task.id)
-            task = self._tasks[key] = _Task(policy, self._bar.add_task(policy, total=self._request_count))
+            task = self._tasks[key] = _SimTask(policy, self._bar.add_task(policy, total=self._request_count))
             if not self._console.is_terminal:
                 print(f"simulating {policy} ...", file=sys.stderr, flush=True)
         self._bar.update(task.id, completed=ended_count, description=f"{policy} at {at_s:.0f} s")

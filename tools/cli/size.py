@@ -15,7 +15,7 @@ from ballast.common.errors import ConfigError
 from ballast.common.units import counted, duration
 from sim.hardware import find_gpu, gpus, models
 from sim.jobs.scenarios import job_of
-from sim.jobs.sizing import BOTH, DROP, PARK, Column, Run, Size, size
+from sim.jobs.sizing import BOTH, DROP, PARK, ClusterSize, Column, SizingRun, size
 from sim.scenario import make_scenario
 from tools.bench.progress import open_console
 from tools.bench.results import STANDARD_OUTPUT
@@ -116,11 +116,11 @@ def name_of(policy: str) -> str:
 # ---------------------------------------------------------------- a table
 
 
-def rows_of(found: Size, price: float | None) -> list[Row]:
+def rows_of(found: ClusterSize, price: float | None) -> list[Row]:
     """What is said of each column."""
     answers = [column.answer for column in found.columns]
 
-    def row(name: str, cell: Callable[[Run], str], missing: str = "-") -> Row:
+    def row(name: str, cell: Callable[[SizingRun], str], missing: str = "-") -> Row:
         return Row(name, tuple(missing if run is None else cell(run) for run in answers))
 
     rows = [
@@ -148,7 +148,7 @@ def _less(column: Column) -> str:
     return f"{'' if run.ended_early_s is None else 'at most '}{run.met_share:.1%} with {run.gpu_count}"
 
 
-def _table(found: Size, rows: Sequence[Row], title: str) -> Table:
+def _table(found: ClusterSize, rows: Sequence[Row], title: str) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("")
     for column in found.columns:
@@ -161,7 +161,7 @@ def _table(found: Size, rows: Sequence[Row], title: str) -> Table:
 # ---------------------------------------------------------------- words
 
 
-def in_words(found: Size, slo: Slo, gpu: str, most: int, price: float | None) -> str:
+def in_words(found: ClusterSize, slo: Slo, gpu: str, most: int, price: float | None) -> str:
     """One paragraph. No figure that was not found."""
     sentences = [f"The goal: {slo}."]
     for column in found.columns:
@@ -184,7 +184,7 @@ def in_words(found: Size, slo: Slo, gpu: str, most: int, price: float | None) ->
     return " ".join(filter(None, sentences))
 
 
-def _saved(found: Size, price: float | None) -> str:
+def _saved(found: ClusterSize, price: float | None) -> str:
     answers = {column.policy: column.answer for column in found.columns}
     ours = answers.get(DROP)
     others = {
@@ -210,7 +210,7 @@ def _saved(found: Size, price: float | None) -> str:
     return told
 
 
-def _parked(found: Size, price: float | None) -> str:
+def _parked(found: ClusterSize, price: float | None) -> str:
     """What GPUs that are given back save, against as many that are always there."""
     answers = {column.policy: column.answer for column in found.columns}
     static = answers.get("recompute")
@@ -231,7 +231,7 @@ def _parked(found: Size, price: float | None) -> str:
     return f"{words[0].upper()}{words[1:]}." if words else ""
 
 
-def _why(found: Size) -> str:
+def _why(found: ClusterSize) -> str:
     bounds = found.bounds
     if bounds.memory < bounds.prompts:
         return (
@@ -244,7 +244,7 @@ def _why(found: Size) -> str:
 # ---------------------------------------------------------------- files
 
 
-def _as_json(found: Size, price: float | None, words: str) -> dict[str, object]:
+def _as_json(found: ClusterSize, price: float | None, words: str) -> dict[str, object]:
     return {
         "kind": "size",
         "words": words,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ballast.common.errors import ConfigError
-from sim.jobs.sizing import Column, Size
+from sim.jobs.sizing import ClusterSize, Column
 from tools.bench.slo import Slo
 from tools.bench.style import GREY, RC, Style, styles
 
@@ -36,7 +36,7 @@ class Row(NamedTuple):
     cells: tuple[str, ...]  # of each column
 
 
-def page(title: str, words: str, names: Sequence[str], rows: Sequence[Row], found: Size, slo: Slo) -> str:
+def page(title: str, words: str, names: Sequence[str], rows: Sequence[Row], found: ClusterSize, slo: Slo) -> str:
     """One file without anything from elsewhere."""
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     body = "".join(
@@ -65,7 +65,7 @@ def _points(column: Column) -> list[tuple[int, float, bool]]:
     return [(run.gpu_count, 100.0 * run.met_share, run.ended_early_s is not None) for run in column.runs]
 
 
-def _range(found: Size, slo: Slo) -> tuple[int, int, float]:
+def _range(found: ClusterSize, slo: Slo) -> tuple[int, int, float]:
     """The fewest and the most GPUs that were tried, and the least percentage to show."""
     points = [point for column in found.columns for point in _points(column)]
     gpus = [gpu_count for gpu_count, _, _ in points]
@@ -73,12 +73,12 @@ def _range(found: Size, slo: Slo) -> tuple[int, int, float]:
     return min(gpus), max(gpus), max(0.0, least - 0.5)
 
 
-def _styles(found: Size) -> list[Style]:
+def _styles(found: ClusterSize) -> list[Style]:
     chosen = styles((column.policy, column.policy.split(":")[0]) for column in found.columns)
     return [chosen[column.policy] for column in found.columns]
 
 
-def _svg(names: Sequence[str], found: Size, slo: Slo) -> str:
+def _svg(names: Sequence[str], found: ClusterSize, slo: Slo) -> str:
     fewest, most, least = _range(found, slo)
     across, up = _WIDTH - _LEFT - 20.0, _HEIGHT - _BELOW - _ABOVE
 
@@ -117,7 +117,7 @@ def _svg(names: Sequence[str], found: Size, slo: Slo) -> str:
     return "\n".join(parts)
 
 
-def draw(found: Size, slo: Slo, title: str, names: Sequence[str], path: Path) -> None:
+def draw(found: ClusterSize, slo: Slo, title: str, names: Sequence[str], path: Path) -> None:
     """
     Raises:
         ConfigError: the file cannot be written.

@@ -42,7 +42,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class _Point:
+class _HistoryPoint:
     at_s: float
     slowest_s: float
     tpot_s: float
@@ -88,7 +88,7 @@ class Watched:
         self._shown: Json = {}
         self._looked_at_s = 0.0
         self._demands_tokens, self._learnt_at_s = False, -math.inf
-        self._history: deque[_Point] = deque(maxlen=_HISTORY_COUNT)
+        self._history: deque[_HistoryPoint] = deque(maxlen=_HISTORY_COUNT)
         self._totals: deque[tuple[float, int]] = deque(maxlen=64)  # (when, tokens so far)
         self._begun: dict[int, float] = {}  # epoch of a transition -> when it was first seen
 
@@ -211,7 +211,7 @@ class Watched:
         rate = (total - before) / (now_s - then_s) if now_s > then_s else 0.0
         slowest_s = max(max(one.ttft_p99_s, one.longest_wait_s) for one in times)
         tpot_s = max(one.tpot_p50_s for one in times)
-        self._history.append(_Point(now_s, slowest_s, tpot_s, rate, _waiting(statuses)))
+        self._history.append(_HistoryPoint(now_s, slowest_s, tpot_s, rate, _waiting(statuses)))
 
     def _workers(self, status: ClusterStatus, loads: dict[str, LoadReport]) -> list[Json]:
         layer_count = status.layout.layer_count if status.layout is not None else 0

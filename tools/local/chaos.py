@@ -56,7 +56,7 @@ def sampling_of(i: int, max_tokens: int, *, every_kind: bool) -> SamplingParams:
 
 
 @dataclass(slots=True)
-class Answer:
+class ChaosAnswer:
     """What a client has received of an answer."""
 
     token_ids: list[int] = field(default_factory=list[int])
@@ -68,7 +68,7 @@ class Answer:
         self.text += chunk.text
         self.logprobs += chunk.logprobs
 
-    def differs(self, expected: "Answer", *, ended: bool) -> bool:
+    def differs(self, expected: "ChaosAnswer", *, ended: bool) -> bool:
         """True unless it is the beginning of the expected answer, or all of it if it has ended."""
         count = len(self.token_ids)
         whole = (self.token_ids, self.text) == (expected.token_ids, expected.text)
@@ -175,7 +175,7 @@ class Chaos:
         self._keeper = Keeper(cluster, lambda text: say(f"    {text}"))
         self._active: set[str] = set()  # what is broken just now
         self._prompts = [[3 + (5 * i + 7 * j) % 200 for j in range(6 + 5 * i)] for i in range(_PROMPT_COUNT)]
-        self._expected: list[Answer] = []
+        self._expected: list[ChaosAnswer] = []
         self._known_addresses: dict[str, str] = {}
         self._waits: list[tuple[float, float]] = []  # of requests without a token: from when to when
         self.report = ChaosReport()
@@ -185,7 +185,7 @@ class Chaos:
         try:
             async with self._client() as client:
                 for i in range(_PROMPT_COUNT):
-                    self._expected.append(Answer())
+                    self._expected.append(ChaosAnswer())
                     async for chunk in client.stream(token_ids=self._prompts[i], sampling=self._sampling(i)):
                         self._expected[i].add(chunk)
             async with self._load():
@@ -235,7 +235,7 @@ class Chaos:
 
     async def _ask(self, i: int) -> None:
         """A client of its own for each request, as different users have."""
-        report, began_s, answer, ended = self.report, time.monotonic(), Answer(), False
+        report, began_s, answer, ended = self.report, time.monotonic(), ChaosAnswer(), False
         report.request_count += 1
         last_s = began_s
         try:

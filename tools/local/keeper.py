@@ -39,7 +39,7 @@ class KeeperEvent:
 
 
 @dataclass(slots=True)
-class _Record:
+class _KeptRecord:
     """What is known of one program, over the lives of its process."""
 
     started_at_s: float
@@ -54,7 +54,7 @@ class Keeper:
         self.ended_by_themselves: list[str] = []  # processes that nobody killed, with how they ended
         self._cluster = cluster
         self._say = say
-        self._records: dict[str, _Record] = {}  # by name of the child
+        self._records: dict[str, _KeptRecord] = {}  # by name of the child
         self._reviving: set[str] = set()
         self._replay_count = 0  # of all dispatchers together, when it was last looked at
         self._looks: deque[tuple[float, int]] = deque(maxlen=8)  # the last of these looks
@@ -105,7 +105,7 @@ class Keeper:
         name, ended_at_s = child.name, time.monotonic()
         self._cluster.keep_logs = True
         before = self._count_before(ended_at_s - _COUNT_INTERVAL_S)
-        record = self._records.setdefault(name, _Record(ended_at_s))
+        record = self._records.setdefault(name, _KeptRecord(ended_at_s))
         if ended_at_s - record.started_at_s > _STABLE_S:
             record.failed_count = 0
         self._tell(self._note_end(child))

@@ -319,7 +319,7 @@ class DispatcherCore:
         return self.long.refusal(len(request.prompt_token_ids) + len(request.output_token_ids))
 
     def _overload(self, newcomer: Tracked, at_s: float) -> Overloaded | None:
-        """Why a request that must wait cannot: the bounds hold for what waits, not for what is placed at once."""
+        """The refusal of a request that would exceed the bounds of the backlog; None for one placed at once."""
         if newcomer.worker is not None or newcomer.request.request_id not in self.requests:
             return None
         if newcomer.offline:

@@ -27,7 +27,7 @@ _NONE = LongDemand()
 
 
 @dataclass(slots=True)
-class _Bin:
+class _TimeBin:
     index: int  # of _BIN_S each, since time began
     arrived_count: int = 0
     arrived_tokens: int = 0
@@ -46,7 +46,7 @@ class TrafficCounter:
         self._later_count = 0
         self._later_s = 0.0
         self._open_tokens = 0
-        self._bins = deque[_Bin]()
+        self._bins = deque[_TimeBin]()
         self._since_s: float | None = None  # of the first request ever
         self._waiting: dict[RequestId, float] = {}  # without a token: when they came, in that order
 
@@ -93,10 +93,10 @@ class TrafficCounter:
         self._later_s += took_s
         self._open_tokens += token_count
 
-    def _bin(self, at_s: float) -> _Bin:
+    def _bin(self, at_s: float) -> _TimeBin:
         index = int(at_s // _BIN_S)
         if not self._bins or self._bins[-1].index < index:
-            self._bins.append(_Bin(index))
+            self._bins.append(_TimeBin(index))
             while self._bins[0].index <= index - int(WINDOW_S / _BIN_S):
                 self._bins.popleft()
         return self._bins[-1]

@@ -17,15 +17,15 @@ from services.gateway.errors import invalid
 _SERVICE_TIERS = Literal["auto", "default", "flex", "scale", "priority"]
 
 
-class _Shape(BaseModel):
+class _FieldShape(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
-class StreamOptions(_Shape):
+class StreamOptions(_FieldShape):
     include_usage: bool | None = None
 
 
-class GenerationRequest(_Shape):
+class GenerationRequest(_FieldShape):
     """What requests for text have in common."""
 
     model: str | None = None
@@ -185,7 +185,7 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
 
 
-class TokenizeRequest(_Shape):
+class TokenizeRequest(_FieldShape):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
@@ -197,7 +197,7 @@ class TokenizeRequest(_Shape):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class DetokenizeRequest(_Shape):
+class DetokenizeRequest(_FieldShape):
     model: str | None = None
     tokens: list[int]
 

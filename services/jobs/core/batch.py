@@ -77,7 +77,7 @@ class Batch:
         return self.state is State.IN_PROGRESS
 
     def checked(self, total: int, now_s: float) -> "Batch":
-        """All lines are fine."""
+        """The batch in progress: all `total` lines are valid."""
         return replace(self._become(State.IN_PROGRESS, now_s), total=total)
 
     def refused(self, problems: tuple[Problem, ...], now_s: float) -> "Batch":

@@ -40,7 +40,7 @@ class Checker:
         self._offset = 0
 
     def take(self, raw: bytes) -> bool:
-        """One line, its end included. Whether more are wanted."""
+        """Checks one line, its line break included. Returns False if the rest of the file need not be read."""
         self._number += 1
         offset, self._offset = self._offset, self._offset + len(raw)
         if not raw.strip():

@@ -84,7 +84,7 @@ class LayoutContext:
 
 
 @dataclass(slots=True)
-class _Request:
+class _OperatorRequest:
     """A request by hand; kept so that a repetition is answered alike."""
 
     what: tuple[object, ...]
@@ -111,7 +111,7 @@ class Conductor:
     _load: p.ClusterLoad | None = None  # for the change
     _sources: dict[WorkerId, p.Sources] = field(default_factory=dict[WorkerId, p.Sources])
     _gives_way: bool = False  # the transition, while it is prepared, to what others want
-    _requests: OrderedDict[str, _Request] = field(default_factory=OrderedDict[str, _Request])
+    _requests: OrderedDict[str, _OperatorRequest] = field(default_factory=OrderedDict[str, _OperatorRequest])
     _own_at_s: float = 0.0  # no transition of the planner's own will before
     _again_at_s: float = math.inf  # an overload is looked at anew
     _again_bytes: int = 0  # what it lacked
@@ -234,7 +234,7 @@ class Conductor:
             return [p.RefuseChange(event.request_id, p.ChangeRefusal.NOT_POSSIBLE, why)]
         if isinstance(change, RestoreRequest):
             self._held_until_s = 0.0
-        self._requests[event.request_id] = _Request(what)
+        self._requests[event.request_id] = _OperatorRequest(what)
         while len(self._requests) > _KEPT_REQUESTS:
             self._requests.popitem(last=False)
         given_up = self._steps(AbortWanted(event.at_s, "an operator wants another change"), event.at_s, event.cause_id)
@@ -420,7 +420,7 @@ class Conductor:
         return commands
 
     def give_way(self, layout: Layout, at_s: float, cause_id: str, *, changes: bool) -> list[p.Command]:
-        """A restore of its own holds up nothing else: neither other changes, nor a member that is to leave."""
+        """Aborts a restore that the planner itself began, if the layout is to change or a member drains."""
         if not self._may_give_way or not (changes or _draining(layout)):
             return []
         return self._steps(AbortWanted(at_s, "the layout has to change"), at_s, cause_id)

@@ -14,7 +14,7 @@ _MOST_REMEMBERED = 1000
 
 
 @dataclass(slots=True)
-class _Broken:
+class _BrokenGroup:
     incarnation: Incarnation
     count: int
     until_s: float
@@ -23,7 +23,7 @@ class _Broken:
 class KeptOut:
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
-        self._broken: dict[WorkerId, _Broken] = {}
+        self._broken: dict[WorkerId, _BrokenGroup] = {}
 
     def why(self, at_s: float) -> dict[WorkerId, str]:
         """The workers that are put into no new group now; those of another model into none at all."""
@@ -79,6 +79,6 @@ class KeptOut:
         if before is not None and before.incarnation == member.incarnation:
             count += before.count
         until_s = at_s + min(_MOST_S, _FIRST_S * 2.0 ** (count - 1))
-        self._broken[member.worker_id] = _Broken(member.incarnation, count, until_s)
+        self._broken[member.worker_id] = _BrokenGroup(member.incarnation, count, until_s)
         if len(self._broken) > _MOST_REMEMBERED:
             del self._broken[next(iter(self._broken))]

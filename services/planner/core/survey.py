@@ -78,7 +78,7 @@ def survey(
     shape = shape_of(model, loads)
     if layout.layer_count != shape.layer_count:
         raise NoSurvey(f"the layout is of {layout.layer_count} layers, the model has {shape.layer_count}")
-    parts = dict[tuple[int, int, int], _Part]()
+    parts = dict[tuple[int, int, int], _LayerRange]()
     begin, end, extent, least_bytes = 0, 0, -1, 0  # of the last member, which hardly ever is unlike the next
     groups, led, reported = list[Group](), list[LoadReport](), loads.get
     for group in layout.groups:
@@ -187,14 +187,14 @@ def _uncomputed(load: LoadReport) -> int:
     return max(0, load.prompt_token_count - load.waiting_block_count * load.block_tokens)
 
 
-class _Part(NamedTuple):
+class _LayerRange(NamedTuple):
     layers: tuple[int, ...]
     least_bytes: int  # that a member needs which executes them, before it has any KV
 
 
-def _part(shape: ModelShape, first: int, last: int) -> _Part:
+def _part(shape: ModelShape, first: int, last: int) -> _LayerRange:
     layers = tuple(range(first, last))
-    return _Part(layers, shape.occupied_bytes(layers) + shape.other_parameter_bytes)
+    return _LayerRange(layers, shape.occupied_bytes(layers) + shape.other_parameter_bytes)
 
 
 def demand_bytes(snapshot: Snapshot) -> int:

@@ -125,7 +125,7 @@ def _no_loners(classes: Sequence[list[GroupState]]) -> list[list[GroupState]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
+class _PoolShare:
     """Groups of a pool in each of some merges: so many of those with most load, and so many of those with least."""
 
     pool: Pool
@@ -155,7 +155,7 @@ class _Merges:
     """So many merges that are alike."""
 
     count: int
-    shares: tuple[_Share, ...]
+    shares: tuple[_PoolShare, ...]
 
     @property
     def size(self) -> int:
@@ -266,9 +266,9 @@ class Candidates:
                 if long.stages == 1 or short.stages + long.stages > self._most_stages:
                     continue
                 if long is short:
-                    shares, counts = (_Share(long, 1, 1),), {len(long) // 2} - {0}
+                    shares, counts = (_PoolShare(long, 1, 1),), {len(long) // 2} - {0}
                 else:
-                    shares, counts = (_Share(long, 1, 0), _Share(short, 0, 1)), {1, min(len(long), len(short))}
+                    shares, counts = (_PoolShare(long, 1, 0), _PoolShare(short, 0, 1)), {1, min(len(long), len(short))}
                 label = long.label or short.label
                 for count in sorted(counts):
                     merges = _Merges(count, shares)
@@ -370,7 +370,7 @@ def _grouped(pool: Pool, sizes: Sequence[int]) -> Candidate:
     parts, heavy, light = list[_Merges](), 0, 0
     for size in sorted(set(sizes), reverse=True):
         count = sizes.count(size)
-        share = _Share(pool, size // 2, size - size // 2, heavy, light)
+        share = _PoolShare(pool, size // 2, size - size // 2, heavy, light)
         heavy, light = heavy + share.heavy * count, light + share.light * count
         parts.append(_Merges(count, (share,)))
     return Candidate(" + ".join(_name(part.count, part.size) for part in parts) + pool.label, tuple(parts))

@@ -12,7 +12,7 @@ _USED_UP = 0.25  # of the reserve that is left: the instance gives a request awa
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldRequest:
     """What one instance holds."""
 
     number: int
@@ -25,13 +25,13 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class LeanMove:
     amount: int  # of the request: any of that size will do
     source: int
     target: int
 
 
-def place(amount: int, instances: Sequence[Held], capacity: int, reserve: float = RESERVE) -> int | None:
+def place(amount: int, instances: Sequence[HeldRequest], capacity: int, reserve: float = RESERVE) -> int | None:
     """The instance for a newcomer; one that was leaving stays then. None: another one has to be opened or woken."""
     kept = int(reserve * capacity)
     staying = [one for one in instances if not one.leaving]
@@ -41,7 +41,7 @@ def place(amount: int, instances: Sequence[Held], capacity: int, reserve: float 
     return max(with_room, key=lambda one: (one.used, -one.number)).number if with_room else None
 
 
-def leaves(instances: Sequence[Held], capacity: int, reserve: float = RESERVE) -> list[Move] | None:
+def leaves(instances: Sequence[HeldRequest], capacity: int, reserve: float = RESERVE) -> list[LeanMove] | None:
     """The moves that empty the emptiest instance; None: what it holds does not fit into the others."""
     staying = [one for one in instances if not one.leaving and one.amounts]
     if len(staying) < 2:
@@ -50,9 +50,9 @@ def leaves(instances: Sequence[Held], capacity: int, reserve: float = RESERVE) -
     return _spread(emptiest, sorted(emptiest.amounts, reverse=True), staying, capacity, reserve)
 
 
-def relieve(instances: Sequence[Held], capacity: int, reserve: float = RESERVE) -> list[Move]:
+def relieve(instances: Sequence[HeldRequest], capacity: int, reserve: float = RESERVE) -> list[LeanMove]:
     """Moves of the smallest requests out of instances that are nearly full, as far as others have room."""
-    moves: list[Move] = []
+    moves: list[LeanMove] = []
     least = int(_USED_UP * reserve * capacity)
     held = {one.number: one for one in instances}
     for one in instances:
@@ -61,31 +61,31 @@ def relieve(instances: Sequence[Held], capacity: int, reserve: float = RESERVE) 
             if found:
                 moves += found
                 taken = held[found[0].target]
-                held[taken.number] = Held(taken.number, (*taken.amounts, found[0].amount), taken.leaving)
+                held[taken.number] = HeldRequest(taken.number, (*taken.amounts, found[0].amount), taken.leaving)
     return moves
 
 
 def _spread(
-    source: Held, amounts: Sequence[int], instances: Sequence[Held], capacity: int, reserve: float
-) -> list[Move] | None:
+    source: HeldRequest, amounts: Sequence[int], instances: Sequence[HeldRequest], capacity: int, reserve: float
+) -> list[LeanMove] | None:
     """Each into the fullest that keeps the reserve; None: one fits nowhere."""
     rooms = {
         one.number: capacity - one.used - int(reserve * capacity)
         for one in instances
         if one.number != source.number and not one.leaving
     }
-    moves: list[Move] = []
+    moves: list[LeanMove] = []
     for amount in amounts:
         fitting = [number for number, room in rooms.items() if room >= amount]
         if not fitting:
             return None
         target = min(fitting, key=lambda number: (rooms[number], number))
         rooms[target] -= amount
-        moves.append(Move(amount, source.number, target))
+        moves.append(LeanMove(amount, source.number, target))
     return moves
 
 
-def check(before: Sequence[Held], moves: Sequence[Move], capacity: int) -> list[str]:
+def check(before: Sequence[HeldRequest], moves: Sequence[LeanMove], capacity: int) -> list[str]:
     """What moves must not do: overfill an instance, let one give and take, or one that is leaving take."""
     used = {one.number: one.used for one in before}
     for move in moves:

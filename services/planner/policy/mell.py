@@ -24,22 +24,22 @@ _FULL = 0.75  # of a bin: what properties 3 and 5 ask for
 Key = Hashable  # of a request
 
 
-class Size(IntEnum):
+class MellSize(IntEnum):
     TINY = 0
     SMALL = 1
     MEDIUM = 2
     LARGE = 3
 
 
-_WHOLE = {Size.MEDIUM: 2, Size.SMALL: 3}  # items of its kind in a bin: properties 1 and 2
+_WHOLE = {MellSize.MEDIUM: 2, MellSize.SMALL: 3}  # items of its kind in a bin: properties 1 and 2
 
 
-def size_of(amount: int, capacity: int) -> Size:
+def size_of(amount: int, capacity: int) -> MellSize:
     if 2 * amount > capacity:
-        return Size.LARGE
+        return MellSize.LARGE
     if 3 * amount > capacity:
-        return Size.MEDIUM
-    return Size.SMALL if 4 * amount > capacity else Size.TINY
+        return MellSize.MEDIUM
+    return MellSize.SMALL if 4 * amount > capacity else MellSize.TINY
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +48,7 @@ class Item:
 
     requests: dict[Key, int]
     is_bag: bool
-    bin: "Bin | None" = None
+    bin: "MellBin | None" = None
     amount: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class Item:
 
 
 @dataclass(slots=True, eq=False)
-class Bin:
+class MellBin:
     number: int  # in the order in which they were opened
     items: list[Item] = field(default_factory=list[Item])
 
@@ -73,7 +73,7 @@ class Bin:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class MellMove:
     request: Key
     source: int
     target: int
@@ -95,7 +95,7 @@ class Book:
 
     def __init__(self, capacity: int, *, repaired: bool) -> None:
         self.capacity = capacity
-        self.bins: list[Bin] = []  # in the order in which they were opened
+        self.bins: list[MellBin] = []  # in the order in which they were opened
         self._repaired = repaired
         self._items: dict[Key, Item] = {}
         self._open_bag: Item | None = None
@@ -140,7 +140,7 @@ class Book:
             return
         if item.is_bag:
             self._split(item)
-        elif self._size(item) != before and (before < Size.MEDIUM or self._has_other(here, item, Size.LARGE)):
+        elif self._size(item) != before and (before < MellSize.MEDIUM or self._has_other(here, item, MellSize.LARGE)):
             self._lift(item)
             self._refill(here, before, max(before, self._kind(here)))
             self._place(item, here)
@@ -148,10 +148,10 @@ class Book:
             self._relieve(here, item if item.bin is here else None)
         self._end()
 
-    def take_moves(self) -> list[Move]:
+    def take_moves(self) -> list[MellMove]:
         """Of each request that is elsewhere now than when moves were taken last."""
         moves = [
-            Move(request, source, here.number)
+            MellMove(request, source, here.number)
             for request, source in self._came_from.items()
             if (here := self._bin_of(self._items[request])).number != source
         ]
@@ -168,41 +168,41 @@ class Book:
 
     # ------------------------------------------------------------ what is read
 
-    def _size(self, item: Item) -> Size:
+    def _size(self, item: Item) -> MellSize:
         return size_of(item.amount, self.capacity)
 
-    def _kind(self, one: Bin) -> Size:
-        return max([self._size(item) for item in one.items], default=Size.TINY)
+    def _kind(self, one: MellBin) -> MellSize:
+        return max([self._size(item) for item in one.items], default=MellSize.TINY)
 
-    def _of_kind(self, *kinds: Size) -> list[Bin]:
+    def _of_kind(self, *kinds: MellSize) -> list[MellBin]:
         return [one for one in self.bins if one.items and self._kind(one) in kinds]
 
-    def _latest(self, *kinds: Size, but: Bin | None = None) -> Bin | None:
+    def _latest(self, *kinds: MellSize, but: MellBin | None = None) -> MellBin | None:
         return next((one for one in reversed(self._of_kind(*kinds)) if one is not but), None)
 
-    def _by_priority(self, *kinds: Size) -> list[Bin]:
+    def _by_priority(self, *kinds: MellSize) -> list[MellBin]:
         """Those with fewer requests first, then those with more room."""
         return sorted(self._of_kind(*kinds), key=lambda one: (len(one.items), one.used, one.number))
 
-    def _room(self, one: Bin) -> int:
+    def _room(self, one: MellBin) -> int:
         return self.capacity - one.used
 
-    def _firm(self, one: Bin) -> int:
+    def _firm(self, one: MellBin) -> int:
         """What is not tiny: the rest can be sent elsewhere."""
-        return sum([item.amount for item in one.items if self._size(item) > Size.TINY])
+        return sum([item.amount for item in one.items if self._size(item) > MellSize.TINY])
 
-    def _count(self, one: Bin, size: Size) -> int:
+    def _count(self, one: MellBin, size: MellSize) -> int:
         return sum([self._size(item) is size for item in one.items])
 
-    def _company(self, one: Bin) -> int:
+    def _company(self, one: MellBin) -> int:
         """Medium and small items of a bin."""
-        return self._count(one, Size.MEDIUM) + self._count(one, Size.SMALL)
+        return self._count(one, MellSize.MEDIUM) + self._count(one, MellSize.SMALL)
 
-    def _has_other(self, one: Bin, item: Item, size: Size) -> bool:
+    def _has_other(self, one: MellBin, item: Item, size: MellSize) -> bool:
         return any(other is not item and self._size(other) is size for other in one.items)
 
     @staticmethod
-    def _bin_of(item: Item) -> Bin:
+    def _bin_of(item: Item) -> MellBin:
         assert item.bin is not None, "of an item in the book"
         return item.bin
 
@@ -216,8 +216,8 @@ class Book:
             self._repair()
         self.bins = [one for one in self.bins if one.items]
 
-    def _open(self) -> Bin:
-        one = Bin(self._opened_count)
+    def _open(self) -> MellBin:
+        one = MellBin(self._opened_count)
         self._opened_count += 1
         self.bins.append(one)
         return one
@@ -229,7 +229,7 @@ class Book:
         for request in item.requests:
             self._came_from.setdefault(request, here.number)
 
-    def _put(self, item: Item, target: Bin) -> None:
+    def _put(self, item: Item, target: MellBin) -> None:
         if item.bin is not None and item.bin is not target:
             self._moved.add(item)
         if item.bin is not None and item in item.bin.items:
@@ -237,7 +237,7 @@ class Book:
         target.items.append(item)
         item.bin = target
 
-    def _enter(self, request: Key, amount: int, source: Bin | None = None) -> None:
+    def _enter(self, request: Key, amount: int, source: MellBin | None = None) -> None:
         """Into the open bag, or into a bin of its own class. `source`: where it comes from."""
         if 8 * amount > self.capacity:
             item = self._items[request] = Item({request: amount}, False, source)
@@ -270,7 +270,7 @@ class Book:
             target.set(request, amount)
             self._items[request] = target
         self._moved.add(target)
-        self._refill(here, Size.TINY, max(Size.TINY, self._kind(here)))
+        self._refill(here, MellSize.TINY, max(MellSize.TINY, self._kind(here)))
 
     def _is_outgrown(self, bag: Item) -> bool:
         return 4 * bag.amount > self.capacity or 8 * max(bag.requests.values()) > self.capacity
@@ -293,22 +293,22 @@ class Book:
         self._enter(largest, amount, here)
         self._keep_bag(bag)
 
-    def _place(self, item: Item, source: Bin | None = None) -> None:
+    def _place(self, item: Item, source: MellBin | None = None) -> None:
         size, amount = self._size(item), item.amount
-        if size is Size.TINY:
-            kinds = (Size.LARGE, Size.MEDIUM)  # a medium bin may have one beside its two: property 1
+        if size is MellSize.TINY:
+            kinds = (MellSize.LARGE, MellSize.MEDIUM)  # a medium bin may have one beside its two: property 1
             beside = next((b for k in kinds for b in self._by_priority(k) if self._room(b) >= amount), None)
-            latest = self._latest(Size.TINY)
+            latest = self._latest(MellSize.TINY)
             if beside is None and latest is not None and self._room(latest) >= amount:
                 beside = latest
             self._put(item, beside or self._open())
             return
-        if size is Size.LARGE:
+        if size is MellSize.LARGE:
             here = self._open()
             self._put(item, here)
             self._accompany(here)
             return
-        for one in self._by_priority(Size.LARGE):
+        for one in self._by_priority(MellSize.LARGE):
             if self._firm(one) + amount <= self.capacity and not self._company(one):
                 self._put(item, one)
                 self._send_tiny_away(one)
@@ -324,11 +324,11 @@ class Book:
             return
         self._put(item, self._open())
 
-    def _send_tiny_away(self, one: Bin) -> None:
+    def _send_tiny_away(self, one: MellBin) -> None:
         """As far as the bin is too full."""
         while one.used > self.capacity:
             tiny = min(
-                [item for item in one.items if self._size(item) is Size.TINY],
+                [item for item in one.items if self._size(item) is MellSize.TINY],
                 key=lambda item: item.amount,
                 default=None,
             )
@@ -337,24 +337,24 @@ class Book:
             self._lift(tiny)
             self._place(tiny, one)
 
-    def _accompany(self, one: Bin) -> None:
+    def _accompany(self, one: MellBin) -> None:
         """A medium or small item beside a large one, from the bin with priority; that one is made whole again."""
         if self._company(one):
             return
-        for other in self._by_priority(Size.MEDIUM, Size.SMALL):
-            found = self._largest(other, self._room(one), (Size.MEDIUM, Size.SMALL))
+        for other in self._by_priority(MellSize.MEDIUM, MellSize.SMALL):
+            found = self._largest(other, self._room(one), (MellSize.MEDIUM, MellSize.SMALL))
             if found is not None:
                 size = self._size(found)
                 self._put(found, one)
                 self._make_whole(other, size)
                 return
 
-    def _largest(self, one: Bin, room: int, sizes: tuple[Size, ...]) -> Item | None:
+    def _largest(self, one: MellBin, room: int, sizes: tuple[MellSize, ...]) -> Item | None:
         """The largest item of these sizes that fits into so much."""
         found = [item for item in one.items if self._size(item) in sizes and item.amount <= room]
         return max(found, key=lambda item: item.amount, default=None)
 
-    def _make_whole(self, one: Bin, size: Size) -> None:
+    def _make_whole(self, one: MellBin, size: MellSize) -> None:
         """With an item of that size from the latest bin of its kind."""
         latest = self._latest(size, but=one)
         if not one.items or latest is None or latest.number < one.number:
@@ -364,34 +364,34 @@ class Book:
             self._put(found, one)
             self._send_tiny_away(one)
 
-    def _refill(self, one: Bin, size: Size, kind: Size) -> None:
+    def _refill(self, one: MellBin, size: MellSize, kind: MellSize) -> None:
         """An item of that size has left a bin of that kind."""
         if not one.items:
             return
-        if size is Size.LARGE:
+        if size is MellSize.LARGE:
             self._place_anew(list(one.items), one)
-        elif size is Size.TINY:
-            kinds = (Size.TINY, Size.MEDIUM) if kind is Size.TINY else (Size.TINY,)
+        elif size is MellSize.TINY:
+            kinds = (MellSize.TINY, MellSize.MEDIUM) if kind is MellSize.TINY else (MellSize.TINY,)
             latest = self._latest(*kinds, but=one)
-            if latest is not None and (kind is not Size.TINY or latest.number > one.number):
-                found = self._largest(latest, self._room(one), (Size.TINY,))
+            if latest is not None and (kind is not MellSize.TINY or latest.number > one.number):
+                found = self._largest(latest, self._room(one), (MellSize.TINY,))
                 if found is not None:
                     self._put(found, one)
-        elif kind is Size.LARGE:
+        elif kind is MellSize.LARGE:
             self._accompany(one)
         else:
             self._make_whole(one, size)
-            if self._kind(one) is Size.TINY:
+            if self._kind(one) is MellSize.TINY:
                 self._place_anew(list(one.items), one)
 
-    def _place_anew(self, items: Iterable[Item], source: Bin) -> None:
+    def _place_anew(self, items: Iterable[Item], source: MellBin) -> None:
         found = sorted(items, key=lambda item: -item.amount)
         for item in found:
             self._lift(item)
         for item in found:
             self._place(item, source)
 
-    def _relieve(self, one: Bin, grown: Item | None) -> None:
+    def _relieve(self, one: MellBin, grown: Item | None) -> None:
         """A bin that is too full: the smallest of the others go, until it is not."""
         while one.used > self.capacity:
             others = [item for item in one.items if item is not grown]
@@ -400,7 +400,7 @@ class Book:
             least = min(others, key=lambda item: item.amount)
             self._lift(least)
             self._place(least, one)
-        if self._kind(one) is Size.LARGE:
+        if self._kind(one) is MellSize.LARGE:
             self._accompany(one)
 
     # ------------------------------------------------------------ repair
@@ -427,11 +427,11 @@ class Book:
 
     def _pair_up(self) -> bool:
         """Property 4."""
-        for one in self._of_kind(Size.LARGE):
+        for one in self._of_kind(MellSize.LARGE):
             if self._company(one):
                 continue
-            for other in reversed(self._of_kind(Size.MEDIUM, Size.SMALL)):
-                found = self._largest(other, self.capacity - self._firm(one), (Size.MEDIUM, Size.SMALL))
+            for other in reversed(self._of_kind(MellSize.MEDIUM, MellSize.SMALL)):
+                found = self._largest(other, self.capacity - self._firm(one), (MellSize.MEDIUM, MellSize.SMALL))
                 if found is not None:
                     self._put(found, one)
                     self._send_tiny_away(one)
@@ -440,12 +440,12 @@ class Book:
 
     def _fill_hollow(self) -> bool:
         """Property 5."""
-        latest = self._latest(Size.TINY)
+        latest = self._latest(MellSize.TINY)
         if latest is None:
             return False
-        for one in self._of_kind(Size.LARGE, Size.MEDIUM):
+        for one in self._of_kind(MellSize.LARGE, MellSize.MEDIUM):
             if one.used < _FULL * self.capacity:
-                found = self._largest(latest, self._room(one), (Size.TINY,))
+                found = self._largest(latest, self._room(one), (MellSize.TINY,))
                 if found is not None:
                     self._put(found, one)
                     return True
@@ -453,10 +453,10 @@ class Book:
 
     def _fill_tiny(self) -> bool:
         """Property 3."""
-        short = [one for one in self._of_kind(Size.TINY) if one.used < _FULL * self.capacity]
+        short = [one for one in self._of_kind(MellSize.TINY) if one.used < _FULL * self.capacity]
         if len(short) < 2:
             return False
-        found = self._largest(short[-1], self._room(short[0]), (Size.TINY,))
+        found = self._largest(short[-1], self._room(short[0]), (MellSize.TINY,))
         if found is not None:
             self._put(found, short[0])
         return found is not None
@@ -477,22 +477,22 @@ class Book:
                 raise InvariantViolation(
                     f"bin {one.number} holds {one.used} of {self.capacity} in {len(one.items)} items"
                 )
-        tiny = self._of_kind(Size.TINY)
+        tiny = self._of_kind(MellSize.TINY)
         loose = [
             item.amount
-            for one in self._of_kind(Size.MEDIUM, Size.SMALL)
+            for one in self._of_kind(MellSize.MEDIUM, MellSize.SMALL)
             for item in one.items
-            if self._size(item) > Size.TINY
+            if self._size(item) > MellSize.TINY
         ]
         alone = [
             one
-            for one in self._of_kind(Size.LARGE)
+            for one in self._of_kind(MellSize.LARGE)
             if not self._company(one) and any(self._firm(one) + amount <= self.capacity for amount in loose)
         ]
-        hollow = [one for one in self._of_kind(Size.LARGE, Size.MEDIUM) if one.used < _FULL * self.capacity]
+        hollow = [one for one in self._of_kind(MellSize.LARGE, MellSize.MEDIUM) if one.used < _FULL * self.capacity]
         return Exceptions(
-            medium=sum(self._count(one, Size.MEDIUM) < 2 for one in self._of_kind(Size.MEDIUM)),
-            small=sum(self._count(one, Size.SMALL) < 3 for one in self._of_kind(Size.SMALL)),
+            medium=sum(self._count(one, MellSize.MEDIUM) < 2 for one in self._of_kind(MellSize.MEDIUM)),
+            small=sum(self._count(one, MellSize.SMALL) < 3 for one in self._of_kind(MellSize.SMALL)),
             tiny=sum(one.used < _FULL * self.capacity for one in tiny),
             alone=len(alone),
             hollow=len(hollow) if tiny else 0,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import GroupId, WorkerId
 from services.planner.policy.snapshot import GroupState, ModelShape
-from services.planner.policy.split import Aftermath, Candidate, Splitter, Stage
+from services.planner.policy.split import Aftermath, SplitMember, SplitStage, Splitter
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def group_plan(merged: Sequence[GroupState], splitter: Splitter, toward_memory: 
     """
     model = splitter.model
     block_count_before = sum(group.block_count for group in merged)
-    candidates = [Candidate(i, group.used_block_count * model.block_bytes) for group in merged for i in group.members]
+    candidates = [SplitMember(i, group.used_block_count * model.block_bytes) for group in merged for i in group.members]
     stages = splitter.split(candidates, toward_memory, block_count_before)
     if stages is None:
         raise InvariantViolation(f"no pipeline of {', '.join(c.instance.worker_id for c in candidates)} is complete")
@@ -130,12 +130,12 @@ def group_plan(merged: Sequence[GroupState], splitter: Splitter, toward_memory: 
     )
 
 
-def _member_plan(stage: Stage, splitter: Splitter) -> MemberPlan:
+def _member_plan(stage: SplitStage, splitter: Splitter) -> MemberPlan:
     instance, first_layer, last_layer = stage.candidate.instance, stage.first_layer, stage.last_layer
     aftermath = splitter.aftermath(instance, first_layer, last_layer)
     return MemberPlan(instance.worker_id, first_layer, last_layer, *aftermath)
 
 
-def _kept_layers(stage: Stage) -> int:
+def _kept_layers(stage: SplitStage) -> int:
     instance = stage.candidate.instance
     return max(0, min(stage.last_layer, instance.last_layer) - max(stage.first_layer, instance.first_layer))

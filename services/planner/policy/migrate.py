@@ -35,7 +35,7 @@ class Move:
 
 
 @dataclass(slots=True)
-class _Candidate:
+class _MigrationCandidate:
     group: Group
     load: LoadReport  # its leader's
     drains: bool
@@ -68,7 +68,7 @@ def is_round_due(layout: Layout, rules: MigrationRules) -> bool:
 def migrations(layout: Layout, loads: Mapping[WorkerId, LoadReport], rules: MigrationRules) -> list[Move]:
     """Pairs of groups: one for each of them at most, but for those that give everything away."""
     candidates = [
-        _Candidate(
+        _MigrationCandidate(
             group, loads[group.leader.worker_id], any(not m.takes_new or _drains(m, loads) for m in group.members)
         )
         for group in layout.groups
@@ -89,19 +89,19 @@ def _drains(member: Member, loads: Mapping[WorkerId, LoadReport]) -> bool:
     return load is not None and load.draining
 
 
-def _gives(candidate: _Candidate, rules: MigrationRules) -> bool:
+def _gives(candidate: _MigrationCandidate, rules: MigrationRules) -> bool:
     # Of a single running request nothing is gained by moving it, unless others wait for its memory.
     alone = candidate.load.running_count == 1 and not candidate.load.waiting_count
     return candidate.drains or (rules.balances and candidate.freeness < rules.below_tokens and not alone)
 
 
-def _takes(candidate: _Candidate, rules: MigrationRules) -> bool:
+def _takes(candidate: _MigrationCandidate, rules: MigrationRules) -> bool:
     load = candidate.load
     has_room = load.running_count < load.max_running_count and candidate.room_blocks > 0
     return has_room and candidate.freeness > rules.above_tokens
 
 
-def _paired(sources: Sequence[_Candidate], targets: Sequence[_Candidate]) -> list[Move]:
+def _paired(sources: Sequence[_MigrationCandidate], targets: Sequence[_MigrationCandidate]) -> list[Move]:
     """Each source with one target; who gives everything away, with some of the targets that are left, too."""
     free = [target for target in targets if target not in sources]
     pairs = list(zip(sources, free, strict=False))

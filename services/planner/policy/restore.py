@@ -57,7 +57,7 @@ def plan_restore(
     an operator named. `longest_tokens`: of the longest request of each group, which one member alone has to hold.
     """
     model = snapshot.model
-    choice = _Choice(snapshot, usage_limit)
+    choice = _SourceChoice(snapshot, usage_limit)
     kept: list[tuple[GroupId, str]] = []
     chosen: list[tuple[GroupState, tuple[int, ...]]] = []
     pipelines = [g for g in snapshot.groups if len(g.members) > 1 and (only is None or g.group_id in only)]
@@ -91,7 +91,7 @@ def _full_copy_blocks(group: GroupState, model: ModelShape) -> tuple[int, ...]:
     return tuple(model.at(m.extent_bytes).block_count(m.budget_bytes, 0, model.layer_count) for m in group.members)
 
 
-class _Choice:
+class _SourceChoice:
     """Capacity as it will be with the groups dissolved that were taken so far."""
 
     def __init__(self, snapshot: Snapshot, usage_limit: float) -> None:

@@ -44,20 +44,20 @@ class SplitTolerance:
         return layers * (1.0 + self.balance) + _ROUNDING
 
 
-class Candidate(NamedTuple):
+class SplitMember(NamedTuple):
     """A member to be, with the KV that it holds of running sequences."""
 
     instance: InstanceState
     kv_bytes_per_layer: int
 
 
-class Stage(NamedTuple):
-    candidate: Candidate
+class SplitStage(NamedTuple):
+    candidate: SplitMember
     first_layer: int
     last_layer: int
 
 
-class Kind(NamedTuple):
+class MemberKind(NamedTuple):
     """Members that differ in nothing that feasibility, balance or capacity depend on."""
 
     held_layers: tuple[int, ...]
@@ -68,7 +68,7 @@ class Kind(NamedTuple):
     slowness: float
 
 
-class Bounds(NamedTuple):
+class SplitBounds(NamedTuple):
     """What conditions 1 to 3 allow."""
 
     reach: "Reach"
@@ -82,7 +82,7 @@ class Aftermath(NamedTuple):
     block_count: int  # KV blocks, once the exchange is over
 
 
-Kinds = tuple[tuple[Kind, int], ...]  # with the number of members of each, in order
+Kinds = tuple[tuple[MemberKind, int], ...]  # with the number of members of each, in order
 Reach = list[list[int]]  # by kind and first layer: the largest last layer of a stage that begins there
 
 
@@ -93,13 +93,13 @@ class Splitter:
         self.model = model
         self.tolerance = tolerance or SplitTolerance()
         self._searches: dict[Kinds, _Search] = {}
-        self._bounds: dict[tuple[Kinds, float], Bounds | None] = {}
+        self._bounds: dict[tuple[Kinds, float], SplitBounds | None] = {}
         self._aftermath: dict[tuple[tuple[int, ...], int, int, int, int], Aftermath] = {}
         self._blocks: dict[tuple[int, int], list[int]] = {}
 
     def split(
-        self, candidates: Sequence[Candidate], toward_memory: float | None = None, at_least: int = 0
-    ) -> list[Stage] | None:
+        self, candidates: Sequence[SplitMember], toward_memory: float | None = None, at_least: int = 0
+    ) -> list[SplitStage] | None:
         """Stages in pipeline order, or None if these members cannot form a pipeline.
 
         Args:
@@ -128,14 +128,14 @@ class Splitter:
         ordered = sorted(candidates, key=lambda c: (_kind(c.instance), -c.kv_bytes_per_layer, c.instance.worker_id))
         return _cheapest_exchange(ordered, kinds, bounds.reach, self.model)
 
-    def bounds(self, kinds: Kinds, toward_memory: float) -> Bounds | None:
+    def bounds(self, kinds: Kinds, toward_memory: float) -> SplitBounds | None:
         """What a pipeline of such members is worth; None if there is none."""
         key = (kinds, toward_memory)
         if key not in self._bounds:
             self._bounds[key] = self._bounds_of(kinds, toward_memory)
         return self._bounds[key]
 
-    def _bounds_of(self, kinds: Kinds, toward_memory: float) -> Bounds | None:
+    def _bounds_of(self, kinds: Kinds, toward_memory: float) -> SplitBounds | None:
         if kinds not in self._searches:
             self._searches[kinds] = self._search(kinds)
         search = self._searches[kinds]
@@ -148,7 +148,7 @@ class Splitter:
         reach = self._reach(kinds, longest, enough)
         layers = [max([last - first for first, last in enumerate(row)]) for row in reach]
         longest = max(most * kind.slowness for most, (kind, _) in zip(layers, kinds, strict=True))
-        return Bounds(reach, enough, longest)
+        return SplitBounds(reach, enough, longest)
 
     def _search(self, kinds: Kinds) -> "_Search":
         layer_count = self.model.layer_count
@@ -191,7 +191,7 @@ class Splitter:
             return [[min(bisect_right(self._blocks_of(k), -blocks), int(longest / k.slowness))] for k, _ in kinds]
         return [_reach(kind, self.model.at(kind.extent_bytes), longest, blocks) for kind, _ in kinds]
 
-    def _blocks_of(self, kind: Kind) -> list[int]:
+    def _blocks_of(self, kind: MemberKind) -> list[int]:
         """Blocks of KV with 1, 2 .. layers, negative: so they ascend."""
         key = kind.budget_bytes, kind.extent_bytes
         if key not in self._blocks:
@@ -270,16 +270,16 @@ def is_unlike(kinds: Kinds) -> bool:
     return len(kinds) > 1 and len({_memory(kind) for kind, _ in kinds}) > 1
 
 
-def _memory(one: Kind | InstanceState) -> tuple[int, int, float]:
+def _memory(one: MemberKind | InstanceState) -> tuple[int, int, float]:
     """And its speed."""
     return one.budget_bytes, one.extent_bytes, one.slowness
 
 
-def _kind(i: InstanceState) -> Kind:
-    return Kind(i.held_layers, i.budget_bytes, i.first_layer, i.last_layer, i.extent_bytes, i.slowness)
+def _kind(i: InstanceState) -> MemberKind:
+    return MemberKind(i.held_layers, i.budget_bytes, i.first_layer, i.last_layer, i.extent_bytes, i.slowness)
 
 
-def _free_extents(kind: Kind, model: ModelShape) -> int:
+def _free_extents(kind: MemberKind, model: ModelShape) -> int:
     """Extents that a stage has for layers and their KV."""
     return kind.budget_bytes // model.extent_bytes - -(-model.other_parameter_bytes // model.extent_bytes)
 
@@ -296,7 +296,7 @@ def _first_true(count: int, holds: Callable[[int], bool]) -> int:
     return low
 
 
-def _reach(kind: Kind, own: ModelShape, longest: float, blocks: int) -> list[int]:
+def _reach(kind: MemberKind, own: ModelShape, longest: float, blocks: int) -> list[int]:
     extents_per_layer = -(-blocks * own.block_bytes // own.extent_bytes)
     needs = [extents + extents_per_layer * layer for layer, extents in enumerate(own.extents_before)]
     free, most = _free_extents(kind, own), int(longest / kind.slowness)
@@ -341,7 +341,7 @@ def _turns(kinds: Sequence[tuple[tuple[object, ...], int]]) -> list[Sequence[int
     return [(k,) for k, (_, count) in enumerate(kinds) for _ in range(count)]
 
 
-def _deal_out(ordered: Sequence[Candidate], layer_count: int, most: Sequence[int]) -> list[Stage]:
+def _deal_out(ordered: Sequence[SplitMember], layer_count: int, most: Sequence[int]) -> list[SplitStage]:
     """Members that hold all of equal layers: those with most KV take as many as each of them may at most."""
     counts: list[int] = []
     left = layer_count
@@ -353,10 +353,10 @@ def _deal_out(ordered: Sequence[Candidate], layer_count: int, most: Sequence[int
         here = min(sum(limits), left - behind)
         counts += _evenly(here, limits) if len(limits) > 1 else [here]
         left -= here
-    stages: list[Stage] = []
+    stages: list[SplitStage] = []
     first = 0
     for candidate, count in zip(ordered, counts, strict=True):
-        stages.append(Stage(candidate, first, first + count))
+        stages.append(SplitStage(candidate, first, first + count))
         first += count
     return stages
 
@@ -381,14 +381,14 @@ class _Path(NamedTuple):
 
 
 def _cheapest_exchange(
-    ordered: Sequence[Candidate], kinds: Kinds, reach: Reach, model: ModelShape
-) -> list[Stage] | None:
+    ordered: Sequence[SplitMember], kinds: Kinds, reach: Reach, model: ModelShape
+) -> list[SplitStage] | None:
     by_kind = {kind: k for k, (kind, _) in enumerate(kinds)}
     finer = Counter((_kind(c.instance), c.kv_bytes_per_layer) for c in ordered)
     if prod(count + 1 for count in finer.values()) <= STATE_LIMIT:
         groups = [(kind, load, count) for (kind, load), count in finer.items()]
     else:
-        loads = Counter[Kind]()
+        loads = Counter[MemberKind]()
         for c in ordered:
             loads[_kind(c.instance)] += c.kv_bytes_per_layer
         groups = [(kind, loads[kind] / count, count) for kind, count in kinds]
@@ -396,7 +396,7 @@ def _cheapest_exchange(
     return None if path is None else _name_members(ordered, groups, path)
 
 
-def _best_path(groups: Sequence[tuple[Kind, float, int]], reach: Reach, layer_count: int) -> _Path | None:
+def _best_path(groups: Sequence[tuple[MemberKind, float, int]], reach: Reach, layer_count: int) -> _Path | None:
     counts = tuple(count for _, _, count in groups)
     longest = [max(last - first for first, last in enumerate(row)) for row in reach]
     start = (0,) * len(groups)
@@ -426,17 +426,19 @@ def _best_path(groups: Sequence[tuple[Kind, float, int]], reach: Reach, layer_co
     return paths.get(counts, {}).get(layer_count)
 
 
-def _overlap(first: int, last: int, kind: Kind) -> int:
+def _overlap(first: int, last: int, kind: MemberKind) -> int:
     return max(0, min(last, kind.last_layer) - max(first, kind.first_layer))
 
 
-def _name_members(ordered: Sequence[Candidate], groups: Sequence[tuple[Kind, float, int]], path: _Path) -> list[Stage]:
+def _name_members(
+    ordered: Sequence[SplitMember], groups: Sequence[tuple[MemberKind, float, int]], path: _Path
+) -> list[SplitStage]:
     """Members of a kind take its ranges: most KV where most of the layers are that they execute today."""
     merged_loads = len({kind for kind, _, _ in groups}) == len(groups)
-    stages: list[Stage] = []
+    stages: list[SplitStage] = []
     for g, (kind, load, _) in enumerate(groups):
         members = [c for c in ordered if _kind(c.instance) == kind and (merged_loads or c.kv_bytes_per_layer == load)]
         ranges = [(first, last) for h, first, last in path.stages if h == g]
         ranges.sort(key=lambda layers, kind=kind: (-_overlap(*layers, kind), layers))
-        stages += [Stage(member, *layers) for member, layers in zip(members, ranges, strict=True)]
+        stages += [SplitStage(member, *layers) for member, layers in zip(members, ranges, strict=True)]
     return sorted(stages, key=lambda stage: stage.first_layer)

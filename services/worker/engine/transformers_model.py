@@ -106,7 +106,7 @@ def _max_position(config: Any) -> int | None:
 
 
 @dataclass(slots=True)
-class _Run:
+class _LayerRun:
     """One pass through the model: which layers compute, and what is seen on the way."""
 
     first: int
@@ -141,7 +141,7 @@ class Decoder:
         self.model, self.config = made.eval(), made.config
         self.layers_name, self.layers = _layers(self.model, self.config.num_hidden_layers)
         self._gives_tuples = gives_tuples
-        self._run: _Run | None = None
+        self._run: _LayerRun | None = None
         for index, layer in enumerate(self.layers):
             layer.forward = self._in_range(index, layer.forward)
 
@@ -177,7 +177,7 @@ class Decoder:
         return layer
 
     @contextmanager
-    def _running(self, run: _Run | None, attention: str) -> Generator[None]:
+    def _running(self, run: _LayerRun | None, attention: str) -> Generator[None]:
         before = getattr(_running, "decoder", None)
         _running.decoder, self._run = self, run
         if self.config._attn_implementation != attention:
@@ -188,11 +188,11 @@ class Decoder:
             _running.decoder, self._run = before, None
 
     @property
-    def run(self) -> _Run:
+    def run(self) -> _LayerRun:
         assert self._run is not None
         return self._run
 
-    def pass_through(self, run: _Run, *, with_head: bool, **inputs: torch.Tensor) -> Any:
+    def pass_through(self, run: _LayerRun, *, with_head: bool, **inputs: torch.Tensor) -> Any:
         """The forward of the model, or of what is below its head."""
         with self._running(run, _PAGED):
             return (self.model if with_head else self.model.base_model)(**inputs, use_cache=False)
@@ -210,7 +210,7 @@ class Decoder:
         """
         for gives_tuples in (False, True):
             self._gives_tuples = gives_tuples
-            run = _Run(0, len(self.layers), seen={})
+            run = _LayerRun(0, len(self.layers), seen={})
             ids = torch.ones(1, _PROBE_ROWS, dtype=torch.int64, device="meta")
             try:
                 with self._running(run, _PROBE), torch.inference_mode():
@@ -280,7 +280,7 @@ def _attend_probe(
         raise ConfigError("config.json", f"which tokens a token sees in {type(module).__name__} {why}")
     if key.shape[2] != query.shape[2]:
         raise ConfigError("config.json", f"{type(module).__name__} attends to other rows than its own")
-    run: _Run = _running.decoder.run
+    run: _LayerRun = _running.decoder.run
     assert run.seen is not None
     if run.layer in run.seen:
         raise ConfigError("config.json", f"{type(module).__name__} attends more than once in a layer")
@@ -350,7 +350,7 @@ class TransformersDecoder(Decoder):
         """Nothing to do: torch's allocator keeps what a step took."""
 
     def embed(self, token_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        run = _Run(0, 0)
+        run = _LayerRun(0, 0)
         self.pass_through(run, with_head=False, input_ids=token_ids_T[None], position_ids=positions_T[None])
         assert run.embedded is not None
         return run.embedded[0].clone()
@@ -367,7 +367,7 @@ class TransformersDecoder(Decoder):
         assert isinstance(attention, LayerAttentionStep)
         if first_layer == last_layer:
             return hidden_TD
-        run = _Run(first_layer, last_layer, hidden=hidden_TD[None], attention=attention)
+        run = _LayerRun(first_layer, last_layer, hidden=hidden_TD[None], attention=attention)
         self.pass_through(run, with_head=False, inputs_embeds=hidden_TD[None], position_ids=positions_T[None])
         assert run.result is not None
         return run.result[0]
@@ -375,7 +375,7 @@ class TransformersDecoder(Decoder):
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         hidden = hidden_RD[None]
         positions = torch.zeros(1, hidden_RD.shape[0], dtype=torch.int64, device=hidden_RD.device)
-        run = _Run(0, 0, final=hidden)
+        run = _LayerRun(0, 0, final=hidden)
         return self.pass_through(run, with_head=True, inputs_embeds=hidden, position_ids=positions).logits[0]
 
     def _bind(self, parameters: ParameterStore, dtype: torch.dtype) -> None:

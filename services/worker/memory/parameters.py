@@ -71,8 +71,8 @@ class ParameterStore:
 
     def __init__(self, pool: PhysicalPool, layers: Sequence[PartSpec], others: Mapping[str, PartSpec]) -> None:
         self._pool = pool
-        self._layers = [_Part(pool, layer_name(i), specs) for i, specs in enumerate(layers)]
-        self._others = {name: _Part(pool, name, specs) for name, specs in others.items()}
+        self._layers = [_ParameterPart(pool, layer_name(i), specs) for i, specs in enumerate(layers)]
+        self._others = {name: _ParameterPart(pool, name, specs) for name, specs in others.items()}
         self._held = [True] * len(layers)
         self._held_layers = tuple(range(len(layers)))
         self.mirrors: tuple[ParameterStore, ...] = ()  # of the other ranks of the instance, held and dropped alike
@@ -210,7 +210,7 @@ def layer_name(layer: int) -> str:
     return f"layers.{layer}"
 
 
-class _Part:
+class _ParameterPart:
     """One range and the tensors in it."""
 
     def __init__(self, pool: PhysicalPool, name: str, specs: PartSpec) -> None:

@@ -17,12 +17,12 @@ import torch  # noqa: E402
 
 from benchmarks import demo, demo_report, verify_answers  # noqa: E402
 from benchmarks import demo_sizing as sizing  # noqa: E402
-from tools.bench.sizing import Pace, forecast, length_scale_to, peak_output_tokens, size_memory, two_digits  # noqa: E402
+from tools.bench.sizing import SizingPace, forecast, length_scale_to, peak_output_tokens, size_memory, two_digits  # noqa: E402
 
 
 def test_the_burst_asks_for_more_than_undropped_memory_can_serve() -> None:
     trace = read_trace(demo.SHIPPED_TRACE)
-    time_scale, shorter = sizing.scales(trace, Pace(1500.0, 16 / 1500.0), sizing.SHIPPED_SPAN_S)
+    time_scale, shorter = sizing.scales(trace, SizingPace(1500.0, 16 / 1500.0), sizing.SHIPPED_SPAN_S)
     peak_per_s = peak_output_tokens(trace.requests, sizing.PEAK_WINDOW_S) / sizing.PEAK_WINDOW_S / time_scale
     assert shorter == 1.0
     assert peak_per_s == pytest.approx(sizing.BURST_LOAD * 1500.0, rel=0.05)
@@ -32,7 +32,7 @@ def test_a_long_trace_is_compressed_and_then_its_lengths_are_shortened() -> None
     steady = [TraceRequest(i * 0.2, 80, 160) for i in range(32_000)]
     burst = [TraceRequest(3000 + i * 0.02, 80, 160) for i in range(2000)]
     trace = Trace(source="x", format="azure", requests=tuple(sorted(steady + burst, key=lambda r: r.arrival_s)))
-    pace = Pace(1000.0, 0.016)
+    pace = SizingPace(1000.0, 0.016)
     time_scale, shorter = sizing.scales(trace, pace, 90.0)
     scaled = trace.scaled(time_scale=time_scale, length_scale=shorter)
     assert 72.0 < scaled.span_s <= 90.0
@@ -43,7 +43,7 @@ def test_a_long_trace_is_compressed_and_then_its_lengths_are_shortened() -> None
 def test_a_trace_that_is_dense_throughout_leaves_room_on_average() -> None:
     steady = tuple(TraceRequest(i * 0.1, 80, 160) for i in range(600))
     trace = Trace(source="x", format="azure", requests=steady)
-    pace = Pace(1000.0, 0.016)
+    pace = SizingPace(1000.0, 0.016)
     time_scale, shorter = sizing.scales(trace, pace, 900.0)
     mean_per_s = 600 * 160 / (trace.span_s * time_scale)
     assert shorter == 1.0
@@ -138,10 +138,10 @@ def test_only_what_rounding_decides_is_excused() -> None:
 
 def test_rounding_is_seen_and_is_no_excuse_in_float64(tmp_path: Path) -> None:
     path = make_tiny("llama", tmp_path / "m")
-    exact_TV, noise_T = verify_answers.Reference(path, "float32").logits([7, 8, 9], [10, 11])
+    exact_TV, noise_T = verify_answers.AnswerReference(path, "float32").logits([7, 8, 9], [10, 11])
     assert (exact_TV.shape, exact_TV.dtype) == ((2, 512), torch.float64)
     assert all(0 < noise < 1e-3 for noise in noise_T.tolist())
-    again_TV, nothing_T = verify_answers.Reference(path, "float64").logits([7, 8, 9], [10, 11])
+    again_TV, nothing_T = verify_answers.AnswerReference(path, "float64").logits([7, 8, 9], [10, 11])
     assert torch.equal(again_TV, exact_TV)
     assert not nothing_T.any()
 

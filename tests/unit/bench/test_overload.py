@@ -16,7 +16,7 @@ from tools.bench.emulation import why_void, with_effort, with_settings
 from tools.bench.overload import Comparison, Run, describe_run, order_of
 from tools.bench.overload_command import add_overload_parser, settle
 from tools.bench.overload_plan import (
-    Arguments,
+    ComparisonArguments,
     Timetable,
     WorkloadPlan,
     arguments_of,
@@ -112,7 +112,7 @@ def test_runs_are_interleaved_and_everyone_begins_once() -> None:
     assert len(paths) == 18
 
 
-def arguments(model: Path, **changes: object) -> Arguments:
+def arguments(model: Path, **changes: object) -> ComparisonArguments:
     given: dict[str, object] = {
         "workers": 2,
         "seed": 0,

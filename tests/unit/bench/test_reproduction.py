@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from ballast.common.errors import ConfigError
-from benchmarks.reproduce import BURST_AT_S, CLAIMS, SCENARIOS, Claim, Line, table
+from benchmarks.reproduce import BURST_AT_S, CLAIMS, SCENARIOS, PaperClaim, PaperLine, table
 from sim.hardware import find_cluster, find_model, timings
 from sim.jobs.settled import Load, peak_demand, settled
 from sim.jobs.simulation import SimJob, instance_count, specs_of
@@ -15,8 +15,8 @@ from tools.bench.lengths import lengths_of
 from tools.bench.traces import Trace, TraceRequest
 
 
-def line(value: float | None, low: float = 10.0, high: float = 20.0) -> Line:
-    return Line(Claim("13", "gain", "somewhere", low, high, "x", lambda _: value), value)
+def line(value: float | None, low: float = 10.0, high: float = 20.0) -> PaperLine:
+    return PaperLine(PaperClaim("13", "gain", "somewhere", low, high, "x", lambda _: value), value)
 
 
 @pytest.mark.parametrize(

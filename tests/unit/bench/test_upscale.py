@@ -7,7 +7,15 @@ import pytest
 
 from ballast.common.errors import ConfigError
 from tools.bench.lengths import lengths_of, with_lengths
-from tools.bench.sizing import Forecast, Pace, Speed, forecast_shared, length_scales_to, mean_request, rate_for
+from tools.bench.sizing import (
+    SizingForecast,
+    SizingPace,
+    Speed,
+    forecast_shared,
+    length_scales_to,
+    mean_request,
+    rate_for,
+)
 from tools.bench.traces import Trace, TraceRequest, write_trace
 from tools.bench.upscale import densest_window, repeated_burst, upscaled
 from tools.bench.workloads import parse_workloads
@@ -59,20 +67,20 @@ def test_a_trace_can_be_squeezed_and_its_burst_repeated() -> None:
 
 
 def test_the_rate_is_chosen_by_the_demand() -> None:
-    speed = Speed(2, Pace(100.0, 0.02), 16, Pace(320.0, 0.05))
+    speed = Speed(2, SizingPace(100.0, 0.02), 16, SizingPace(320.0, 0.05))
     trace = spiky()
-    rate = rate_for(trace, speed, Forecast(mean_tokens=300.0, peak_tokens=1e9), seed=0)
+    rate = rate_for(trace, speed, SizingForecast(mean_tokens=300.0, peak_tokens=1e9), seed=0)
     demand = forecast_shared(upscaled(trace, rate, 0).requests, speed)
     assert demand.mean_tokens == pytest.approx(300.0, rel=0.2)
     assert demand.peak_tokens > 1.5 * demand.mean_tokens
-    lower = rate_for(trace, speed, Forecast(mean_tokens=300.0, peak_tokens=0.5 * demand.peak_tokens), seed=0)
+    lower = rate_for(trace, speed, SizingForecast(mean_tokens=300.0, peak_tokens=0.5 * demand.peak_tokens), seed=0)
     demand = forecast_shared(upscaled(trace, lower, 0).requests, speed)
     assert lower < rate
     assert demand.mean_tokens < 250.0
 
 
 def test_the_more_run_the_slower_each() -> None:
-    speed = Speed(2, Pace(100.0, 0.02), 16, Pace(320.0, 0.05))
+    speed = Speed(2, SizingPace(100.0, 0.02), 16, SizingPace(320.0, 0.05))
     assert speed.seconds_per_token(1) < speed.seconds_per_token(2) == 0.02
     assert speed.seconds_per_token(30) == pytest.approx(0.08)
 

@@ -3,14 +3,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_check import PARTS, Part, Verdict, command, memory_calls, page, priorities
+from benchmarks.gpu_check import PARTS, CheckPart, CheckVerdict, command, memory_calls, page, priorities
 from tests.support.fake_driver import OnTheCpu, load
 
 ROOT = Path(__file__).parents[3]
 
 
 def test_every_part_has_tests_for_gpus() -> None:
-    everything = Part("all", "", tuple(test for part in PARTS for test in part.tests))
+    everything = CheckPart("all", "", tuple(test for part in PARTS for test in part.tests))
     listed = subprocess.run(command(everything, "--collect-only"), capture_output=True, text=True, check=True, cwd=ROOT)
     for test in everything.tests:
         assert test in listed.stdout
@@ -35,7 +35,7 @@ def test_memory_calls_are_made_and_undone() -> None:
 
 
 def test_a_page_says_what_failed() -> None:
-    verdicts = [Verdict(PARTS[0], True, 3.0, "9 passed"), Verdict(PARTS[1], False, 1.0, "1 failed")]
+    verdicts = [CheckVerdict(PARTS[0], True, 3.0, "9 passed"), CheckVerdict(PARTS[1], False, 1.0, "1 failed")]
     text = page(["- a GPU"], verdicts, [("map", 1.5)], [("inside the device", 900.0)], [("tcp, idle: median", 0.25)])
     assert "| memory | proven | 3 |" in text
     assert "| kernel | **FAILED** | 1 |" in text

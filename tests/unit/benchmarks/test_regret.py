@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.regret import Row, is_saturated, predictions, row_of, summary, table
+from benchmarks.regret import RegretRow, is_saturated, predictions, row_of, summary, table
 from benchmarks.regret_cells import KINDS, REPLAYED, decided, trace_of
 from tests.support.simulated import world
 
@@ -27,7 +27,7 @@ def run(policy: str, p99_s: float, tpot_ms: float = 40.0, draw: int = 0, **other
     return figures | others
 
 
-def row(*runs: dict[str, Any], calm_s: float = 0.1) -> Row:
+def row(*runs: dict[str, Any], calm_s: float = 0.1) -> RegretRow:
     found = row_of("cell", runs, run("calm", calm_s, ttft_p50_s=calm_s))
     assert found is not None
     return found

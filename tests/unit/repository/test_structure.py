@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,3 +75,12 @@ def test_what_the_simulator_branches_on_is_listed_with_its_reason() -> None:
     assert branching - listed == set(), "docs/simulator.md does not say why"
     there = {(Path(path).name, name) for path, tree in sources("sim") for name, _ in functions(tree)}
     assert listed - there == set(), "docs/simulator.md names what is no more"
+
+
+def test_no_more_classes_share_a_name() -> None:
+    """A search for a class should find one. The number may only fall; leading underscores do not tell names apart."""
+    folders = ("services", "ballast", "sim", "tools", "benchmarks")
+    trees = [tree for _, tree in sources(*folders)]
+    names = Counter(n.name.lstrip("_") for tree in trees for n in ast.walk(tree) if isinstance(n, ast.ClassDef))
+    shared = {name: count for name, count in names.items() if count > 1}
+    assert sum(shared.values()) <= 260, sorted(shared)

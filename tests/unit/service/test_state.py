@@ -269,7 +269,7 @@ async def test_a_cancellation_that_the_client_library_swallows_is_not_lost() -> 
         await running
 
     async def while_ending() -> str:
-        """What is done after a cancellation is not cancelled by it once more."""
+        """Calls the state server from the handler of its own cancellation."""
         try:
             await asyncio.sleep(60)
         finally:

@@ -2,49 +2,49 @@
 
 import random
 
-from services.planner.policy.lean import RESERVE, Held, check, leaves, place, relieve
+from services.planner.policy.lean import RESERVE, HeldRequest, check, leaves, place, relieve
 
 C = 1000
 
 
 def test_a_newcomer_goes_to_the_fullest_that_keeps_the_reserve() -> None:
-    instances = [Held(0, (400,)), Held(1, (600,)), Held(2, (900,))]
+    instances = [HeldRequest(0, (400,)), HeldRequest(1, (600,)), HeldRequest(2, (900,))]
     assert place(200, instances, C) == 1
     assert place(330, instances, C) == 0
     assert place(600, instances, C) is None
-    assert place(1000, [*instances, Held(3, ())], C) == 3
+    assert place(1000, [*instances, HeldRequest(3, ())], C) == 3
 
 
 def test_one_that_was_leaving_stays_when_others_are_full() -> None:
-    instances = [Held(0, (900,)), Held(1, (100,), leaving=True)]
+    instances = [HeldRequest(0, (900,)), HeldRequest(1, (100,), leaving=True)]
     assert place(200, instances, C) == 1
-    assert place(50, [Held(0, (300,)), Held(1, (600,), leaving=True)], C) == 0
+    assert place(50, [HeldRequest(0, (300,)), HeldRequest(1, (600,), leaving=True)], C) == 0
 
 
 def test_the_emptiest_leaves_if_all_that_it_holds_fits_into_the_others() -> None:
-    moves = leaves([Held(0, (500, 100)), Held(1, (700,)), Held(2, (200, 100))], C)
+    moves = leaves([HeldRequest(0, (500, 100)), HeldRequest(1, (700,)), HeldRequest(2, (200, 100))], C)
     assert moves is not None
     assert {(move.amount, move.source, move.target) for move in moves} == {(200, 2, 1), (100, 2, 0)}
-    assert leaves([Held(0, (900,)), Held(1, (200,))], C) is None
-    assert leaves([Held(0, (100,))], C) is None
+    assert leaves([HeldRequest(0, (900,)), HeldRequest(1, (200,))], C) is None
+    assert leaves([HeldRequest(0, (100,))], C) is None
 
 
 def test_one_that_is_nearly_full_gives_its_smallest_away() -> None:
-    (move,) = relieve([Held(0, (700, 290)), Held(1, (300,))], C)
+    (move,) = relieve([HeldRequest(0, (700, 290)), HeldRequest(1, (300,))], C)
     assert (move.amount, move.source, move.target) == (290, 0, 1)
-    assert relieve([Held(0, (700, 200)), Held(1, (300,))], C) == []
-    assert relieve([Held(0, (990,)), Held(1, (300,))], C) == []
+    assert relieve([HeldRequest(0, (700, 200)), HeldRequest(1, (300,))], C) == []
+    assert relieve([HeldRequest(0, (990,)), HeldRequest(1, (300,))], C) == []
 
 
 def test_no_moves_of_a_thousand_random_clusters_do_what_they_must_not() -> None:
     for seed in range(1000):
         rng = random.Random(seed)
-        instances: list[Held] = []
+        instances: list[HeldRequest] = []
         for number in range(rng.randint(1, 12)):
             amounts: list[int] = []
             while rng.random() < 0.8 and sum(amounts) < C:
                 amounts.append(rng.randint(1, max(1, C - sum(amounts))))
-            instances.append(Held(number, tuple(amounts), leaving=rng.random() < 0.2))
+            instances.append(HeldRequest(number, tuple(amounts), leaving=rng.random() < 0.2))
         for moves in (relieve(instances, C), leaves(instances, C) or []):
             assert check(instances, moves, C) == [], seed
         amount = rng.randint(1, C)

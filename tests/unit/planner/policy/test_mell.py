@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from ballast.common.errors import InvariantViolation
-from services.planner.policy.mell import MOST_MOVES, Book, Exceptions, Size, sends_kv, size_of
+from services.planner.policy.mell import MOST_MOVES, Book, Exceptions, MellSize, sends_kv, size_of
 
 CAPACITY = 1_000_000
 
@@ -105,9 +105,16 @@ def test_moves_of_an_epoch_are_merged() -> None:
 
 @pytest.mark.parametrize(
     ("amount", "size"),
-    [(501, Size.LARGE), (500, Size.MEDIUM), (334, Size.MEDIUM), (333, Size.SMALL), (251, Size.SMALL), (250, Size.TINY)],
+    [
+        (501, MellSize.LARGE),
+        (500, MellSize.MEDIUM),
+        (334, MellSize.MEDIUM),
+        (333, MellSize.SMALL),
+        (251, MellSize.SMALL),
+        (250, MellSize.TINY),
+    ],
 )
-def test_classes_are_those_of_the_paper(amount: int, size: Size) -> None:
+def test_classes_are_those_of_the_paper(amount: int, size: MellSize) -> None:
     assert size_of(amount, 1000) is size
 
 

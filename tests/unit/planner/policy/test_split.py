@@ -3,7 +3,15 @@ from collections.abc import Sequence
 
 from ballast.common.ids import WorkerId
 from services.planner.policy.snapshot import InstanceState, ModelShape
-from services.planner.policy.split import TOWARD_MEMORY, Candidate, Splitter, SplitTolerance, Stage, is_unlike, kinds_of
+from services.planner.policy.split import (
+    TOWARD_MEMORY,
+    SplitMember,
+    SplitStage,
+    Splitter,
+    SplitTolerance,
+    is_unlike,
+    kinds_of,
+)
 from tests.support.drop_plans import (
     acceptable_splits,
     all_splits,
@@ -15,13 +23,13 @@ from tests.support.drop_plans import (
 )
 
 
-def ranges(stages: list[Stage] | None) -> list[tuple[str, int, int]]:
+def ranges(stages: list[SplitStage] | None) -> list[tuple[str, int, int]]:
     assert stages is not None
     return [(s.candidate.instance.worker_id, s.first_layer, s.last_layer) for s in stages]
 
 
-def full(name: str, shape: ModelShape, kv: int = 0) -> Candidate:
-    return Candidate(stage(name, 0, shape.layer_count, shape), kv)
+def full(name: str, shape: ModelShape, kv: int = 0) -> SplitMember:
+    return SplitMember(stage(name, 0, shape.layer_count, shape), kv)
 
 
 def test_two_instances_take_half_each() -> None:
@@ -51,8 +59,8 @@ def test_capacity_is_given_up_for_less_exchange_within_the_tolerance_only() -> N
 
 def test_a_small_device_takes_fewer_layers_when_time_allows() -> None:
     shape = model(8)
-    small = Candidate(stage("a", 0, 8, shape, kv_bytes=100), 0)
-    large = Candidate(stage("b", 0, 8, shape, kv_bytes=9000), 0)
+    small = SplitMember(stage("a", 0, 8, shape, kv_bytes=100), 0)
+    large = SplitMember(stage("b", 0, 8, shape, kv_bytes=9000), 0)
     found = Splitter(shape, SplitTolerance(balance=1.0)).split([small, large])
     assert found is not None
     layers = {s.candidate.instance.worker_id: s.last_layer - s.first_layer for s in found}
@@ -62,7 +70,7 @@ def test_a_small_device_takes_fewer_layers_when_time_allows() -> None:
 def test_merging_pipelines_keeps_everybody_on_layers_it_holds() -> None:
     shape = model(8)
     members = [stage("a", 0, 4, shape), stage("b", 4, 8, shape), stage("c", 0, 3, shape), stage("d", 3, 8, shape)]
-    found = Splitter(shape).split([Candidate(m, 7) for m in members])
+    found = Splitter(shape).split([SplitMember(m, 7) for m in members])
     assert found is not None
     for s in found:
         assert set(range(s.first_layer, s.last_layer)) <= set(s.candidate.instance.held_layers)
@@ -72,14 +80,14 @@ def test_merging_pipelines_keeps_everybody_on_layers_it_holds() -> None:
 def test_a_full_copy_stands_between_the_parts_of_a_pipeline() -> None:
     shape = model(6)
     members = [stage("a", 0, 2, shape), stage("b", 2, 6, shape), stage("z", 0, 6, shape)]
-    found = ranges(Splitter(shape).split([Candidate(m, 0) for m in members]))
+    found = ranges(Splitter(shape).split([SplitMember(m, 0) for m in members]))
     assert sorted(last - first for _, first, last in found) == [2, 2, 2]
 
 
 def test_members_that_share_one_layer_form_no_pipeline() -> None:
     shape = model(4)
     members = [stage("a", 0, 1, shape), stage("b", 1, 4, shape), stage("c", 0, 1, shape), stage("d", 1, 4, shape)]
-    assert Splitter(shape).split([Candidate(m, 0) for m in members]) is None
+    assert Splitter(shape).split([SplitMember(m, 0) for m in members]) is None
     assert not Splitter(shape).is_feasible(members)
 
 
@@ -89,8 +97,8 @@ def test_more_members_than_layers_form_no_pipeline() -> None:
     assert not Splitter(shape).is_feasible([stage(name, 0, 2, shape) for name in "abc"])
 
 
-def random_members(rng: random.Random, shape: ModelShape, count: int) -> list[Candidate]:
-    members: list[Candidate] = []
+def random_members(rng: random.Random, shape: ModelShape, count: int) -> list[SplitMember]:
+    members: list[SplitMember] = []
     for i in range(count):
         first, last = sorted(rng.sample(range(shape.layer_count + 1), 2))
         if rng.random() < 0.5:
@@ -103,7 +111,7 @@ def random_members(rng: random.Random, shape: ModelShape, count: int) -> list[Ca
         extent_bytes = rng.choice([0, 0, 32, 100])
         budget_bytes += extent_bytes * (shape.layer_count + 1)
         instance = InstanceState(WorkerId(f"w{i}"), budget_bytes, first, last, tuple(sorted(held)), extent_bytes)
-        members.append(Candidate(instance, rng.choice([0, 5, rng.randint(0, 100)])))
+        members.append(SplitMember(instance, rng.choice([0, 5, rng.randint(0, 100)])))
     return members
 
 
@@ -137,7 +145,7 @@ def test_many_kinds_of_members_still_find_a_pipeline() -> None:
     shape = model(24)
     members = [stage(f"a{i}", 2 * i, 2 * i + 2, shape, 4000 + i) for i in range(12)]
     members += [stage(f"b{i}", 3 * i, 3 * i + 3, shape, 5000 + i) for i in range(8)]
-    found = Splitter(shape).split([Candidate(m, i) for i, m in enumerate(members)])
+    found = Splitter(shape).split([SplitMember(m, i) for i, m in enumerate(members)])
     assert found is not None
     assert [s.first_layer for s in found] == [0, *[s.last_layer for s in found][:-1]]
     for s in found:
@@ -163,9 +171,9 @@ def test_many_loads_and_uneven_layers_are_matched_after_the_split() -> None:
     assert counts == sorted(counts)
 
 
-def unlike_members(rng: random.Random, shape: ModelShape) -> list[Candidate]:
+def unlike_members(rng: random.Random, shape: ModelShape) -> list[SplitMember]:
     """Whole members whose memories, extents and speeds differ, with room for some blocks each."""
-    members: list[Candidate] = []
+    members: list[SplitMember] = []
     for i in range(rng.randint(2, 4)):
         extent_bytes = rng.choice([1, 32, 100])
         least = shape.at(extent_bytes).copy_bytes + shape.other_parameter_bytes + extent_bytes * (shape.layer_count + 1)
@@ -175,16 +183,16 @@ def unlike_members(rng: random.Random, shape: ModelShape) -> list[Candidate]:
         instance = InstanceState(
             WorkerId(f"w{i}"), budget_bytes, 0, shape.layer_count, held, extent_bytes, slowness=slowness
         )
-        members.append(Candidate(instance, rng.choice([0, 5, rng.randint(0, 100)])))
+        members.append(SplitMember(instance, rng.choice([0, 5, rng.randint(0, 100)])))
     return members
 
 
-def alone_blocks(members: Sequence[Candidate], shape: ModelShape) -> int:
+def alone_blocks(members: Sequence[SplitMember], shape: ModelShape) -> int:
     instances = [member.instance for member in members]
     return sum(shape.at(i.extent_bytes).block_count(i.budget_bytes, 0, shape.layer_count) for i in instances)
 
 
-def slowest(stages: Sequence[Stage]) -> float:
+def slowest(stages: Sequence[SplitStage]) -> float:
     return max((s.last_layer - s.first_layer) * s.candidate.instance.slowness for s in stages)
 
 

@@ -54,7 +54,7 @@ def packed_of(shares: list[tuple[int, int]], block_tokens: int) -> tuple[PackedS
 
 
 class Case:
-    """NaN in every slot that no sequence owns."""
+    """Inputs of one attention step; KV slots that no sequence owns hold NaN."""
 
     def __init__(self, shares: list[tuple[int, int]], heads: Heads, dtype: torch.dtype, block_tokens: int) -> None:
         torch.manual_seed(0)
