@@ -38,7 +38,7 @@ from services.monitor.config import MonitorSettings
 from services.planner.config import PlannerSettings
 from services.worker import metrics as worker_metrics
 from services.worker.config import WorkerSettings
-from services.worker.pipeline.migration_totals import MigrationTotals
+from services.worker.pipeline.progress import MigrationTotals
 from services.worker.pipeline.stage_clock import StageTimes
 from tests.support import transition_page
 

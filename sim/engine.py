@@ -15,7 +15,7 @@ from services.worker.core.events import BlockCopy
 from services.worker.emulation.copier import HostMarks, copy_marks, one_way
 from services.worker.emulation.phantom import phantom
 from services.worker.emulation.runner import WEIGHTS, Marks, layer_mark
-from services.worker.pipeline.unhurried import never
+from services.worker.pipeline.background import never
 from sim.clock import Clock
 from sim.cost import ExecutionModel, Work
 from sim.flight import Flight, flight_of

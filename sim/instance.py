@@ -1,39 +1,32 @@
-"""One worker in virtual time: the engine's turns around the real core, as `services.worker.shell` has them.
+"""One worker in virtual time: the turns of `services.worker.core.turns` around the real core and member.
 
 The engine does one thing at a time. What comes meanwhile waits in the inbox until the step boundary, and what the core
 has to say to dispatchers goes out when a turn has ended.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Incarnation, WorkerId
 from ballast.common.load import LoadReport
 from ballast.rpc.fencing import Fence
-from services.worker.core.batch import Batch
+from services.worker.core.batch import PREEMPTED, Batch
 from services.worker.core.events import (
-    BatchWanted,
-    Command,
     Emit,
     Event,
     Execute,
     Removed,
-    StepDone,
-    StepFailed,
-    StepPreempted,
     StreamClosed,
     StreamOpened,
     StreamsLost,
     Submitted,
-    Tick,
 )
+from services.worker.core.turns import MemberEvent, StepOutcome, Turns
 from services.worker.core.worker import WorkerCore
-from services.worker.pipeline.answers import Answer
 from services.worker.pipeline.member import GroupMember
 from services.worker.pipeline.planner_side import Transitions
 from services.worker.policy.telling import is_due
-from services.worker.shell import MemberEvent, StepOutcome
 from sim.clock import Clock
 from sim.cost import ExecutionModel, Roofline, Work
 from sim.engine import SimCopier, no_texts, result_of
@@ -45,10 +38,10 @@ _MAX_FRUITLESS = 4
 _MIN_CRUISE = 2  # steps: one by itself is as cheap
 _LOOK_S = 1.0  # between two looks of an engine that rests while its member waits for something, as in the shell
 
-Turns = Generator[float, None, None]  # seconds that the engine is busy; below 0: until something comes
+Times = Generator[float, None, None]  # seconds that the engine is busy; below 0: until something comes
 
 
-class Instance:
+class Instance(Turns):
     # There may be thousands, and a dictionary for each is what an event would spend its time on.
     # fmt: off
     __slots__ = (
@@ -58,25 +51,24 @@ class Instance:
         "_clock",
         "_copier",
         "_costs",
+        "_engine",
         "_execution",
         "_fast_forward",
         "_flying_since_s",
-        "_fruitless",
         "_goes_on_label",
         "_inbox",
         "_next_stream_id",
         "_owes_turn",
+        "_preempted",
         "_processors",
         "_report",
         "_requests_came",
         "_resting",
+        "_sliced",
         "_streams",
         "_through_member",
-        "_told",
-        "_turns",
         "ahead_s",
         "busy_s",
-        "core",
         "crash_links",
         "crashed",
         "fence",
@@ -106,10 +98,10 @@ class Instance:
         """`processors` that it shares with others, if any.
         `fast_forwards`: take steps in which nothing is decided together; it changes the run time only.
         """
+        super().__init__(core, lambda: clock.now_s)
         self.worker_id = worker_id
         self.incarnation = incarnation
         self.fence = Fence()
-        self.core = core
         self.crashed = False
         self.paused = False  # its process is stopped: nothing happens in it until it goes on
         self._owes_turn = False  # one was due meanwhile
@@ -126,13 +118,13 @@ class Instance:
         self._processors = processors
         self._fast_forward: FastForward | None = None
         self._acts: list[Callable[[], None]] = []  # to be done when the engine has done what it does
+        self._sliced: tuple[float, float, int] | None = None  # a batch that is about to run: see `_run_slices`
+        self._preempted = False  # it gave way
         self._inbox: deque[Event | MemberEvent] = deque()
         self._streams: dict[int, Stream] = {}
         self._next_stream_id = 1
-        self._told: list[Command] = []
         self._requests_came: Callable[[LoadReport], None] | None = None
         self._resting = False
-        self._fruitless = 0  # batches wanted in a row, and none formed
         self._alarm_at_s = 0.0
         self._flying_since_s = 0.0
         self._goes_on_label, self._alarm_label = (f"{worker_id} {what}".encode() for what in ("goes on", "alarm"))
@@ -151,12 +143,12 @@ class Instance:
         """
         self._through_member = through_member
         self._copier = copier
-        self.member = member
+        self.member = self._member = member
         self.transitions = transitions
         self.crash_links = crash_links
         self._report = self._load()
-        self._turns = self._run()
-        next(self._turns)
+        self._engine = self._run()
+        next(self._engine)
         self._go_on()
 
     # ------------------------------------------------------------ from outside
@@ -188,7 +180,7 @@ class Instance:
         """The process ends."""
         self.catch_up()
         self.crashed = True
-        self._turns.close()
+        self._engine.close()
         self._inbox.clear()
         self.crash_links()
         self._lose_streams("its process has ended")
@@ -250,7 +242,7 @@ class Instance:
         self._resting = False
         if self._fast_forward is None:
             self.touched = True
-        busy_s = next(self._turns)
+        busy_s = next(self._engine)
         if busy_s < 0.0:
             self._rest()
         else:
@@ -271,91 +263,41 @@ class Instance:
         if self._resting or self.paused:
             self._go_on()
 
-    def _run(self) -> Turns:
+    def _run(self) -> Times:
         """One turn after the other, for ever."""
-        inbox, core, member = self._inbox, self.core, self.member
+        inbox = self._inbox
         yield -1.0
         while True:
             events = list(inbox)
             inbox.clear()
-            for event in events:
-                if isinstance(event, MemberEvent):
-                    self._take(member.handle(event))
-                else:
-                    self._feed(event)
-                if self.ahead_s:
-                    yield from self._be_busy()
-            due_at_s = core.next_deadline_at_s
-            if due_at_s is not None and due_at_s <= self._clock.now_s:
-                self._feed(Tick(self._clock.now_s))
-            self._take(member.poll())
-            if self.ahead_s:
-                yield from self._be_busy()
-            stepping = core.has_work and member.may_form
+            yield from self._lapse(self.take_in(events))
+            stepping = self.may_step
             if stepping and not events and (fast_forward := self._fast_forward_ahead()) is not None:
                 yield from self._step_fast_forward(fast_forward)
                 continue
             if stepping:
-                yield from self._steps()
-            if events or stepping or self._told:
+                yield from self._lapse(self.step())
+            if events or stepping or self.commands:
                 self._tell(events)
-            if not inbox and not self._may_step:
+            if not inbox and self._has_come_to_rest():
                 yield -1.0
 
-    @property
-    def _may_step(self) -> bool:
-        """What lacks blocks waits for those in flight to land."""
-        if not (self.core.has_work and self.member.may_form) or (self._fruitless and self.core.in_flight_count):
-            self._fruitless = 0
-            return False
-        if self._fruitless > _MAX_FRUITLESS:
+    def _has_come_to_rest(self) -> bool:
+        if self.rests:
+            self.fruitless_count = 0
+            return True
+        if self.fruitless_count > _MAX_FRUITLESS:
             raise InvariantViolation(f"{self.worker_id} has work and forms no batch of it")
-        return True
+        return False
 
-    def _be_busy(self) -> Turns:
-        """The engine is busy for as long as what has been done takes; then what follows from it leaves."""
-        acts, self._acts = self._acts, []
-        seconds, self.ahead_s = self.ahead_s, 0.0
-        yield seconds
-        for act in acts:
-            act()
-
-    def _steps(self) -> Turns:
-        """Forms batches while it may; alone, what has come in meanwhile is looked at after each."""
-        core, member = self.core, self.member
-        while True:
-            formed = self._form()
-            if formed is None:
-                self._fruitless += 1
-                return
-            self._fruitless = 0
-            if isinstance(formed, Removed):  # nothing to compute meanwhile
-                member.run(formed)
+    def _lapse(self, turn: Iterator[None]) -> Times:
+        """Lets the time pass that parts of a turn take."""
+        for _ in turn:
+            if self._sliced is not None:
+                sliced, self._sliced = self._sliced, None
+                self._preempted = yield from self._run_slices(*sliced)
+            if self.ahead_s:
                 yield from self._be_busy()
-                return
-            batch = formed.batch
-            if core.in_flight_count == 1:
-                self._flying_since_s = self._clock.now_s
-            if not (member.role.stages or formed.leaving or self._through_member):
-                layers = member.role.layers
-                copy_s = self._copier.copy(formed.copies, layers) if formed.copies else 0.0
-                seconds = self.begin(self._execution.work(batch), self._token_count(batch), len(layers))
-                preempted = yield from self._run_slices(
-                    seconds, copy_s, -(-len(layers) // (batch.safepoint_layers or len(layers)))
-                )
-                now_s = self._clock.now_s
-                if preempted:
-                    self._feed(StepPreempted(now_s, batch.step_id))
-                else:
-                    self._feed(StepDone(now_s, result_of(batch, seconds, copy_s), self._texts(batch)))
-                return
-            outcome = member.run(formed)
-            yield from self._be_busy()
-            if outcome is not None:
-                self._land(outcome)  # alone: what has come in meanwhile is looked at after each step
-                return
-            if not (core.has_work and member.may_form):
-                return
 
     def _run_slices(self, seconds: float, copy_s: float, count: int) -> Generator[float, None, bool]:
         """A batch of so many slices and the copies beside it. True: online work has come, and it was preempted."""
@@ -369,13 +311,32 @@ class Instance:
         yield max(seconds / count, copy_s - seconds * (count - 1) / count)
         return False
 
-    @staticmethod
-    def _texts(batch: Batch) -> tuple[str, ...]:
-        return no_texts(sum([part.samples for part in batch.slices]))
+    def _be_busy(self) -> Times:
+        """The engine is busy for as long as what has been done takes; then what follows from it leaves."""
+        acts, self._acts = self._acts, []
+        seconds, self.ahead_s = self.ahead_s, 0.0
+        yield seconds
+        for act in acts:
+            act()
+
+    def run(self, command: Execute | Removed) -> StepOutcome | None:
+        if isinstance(command, Execute) and self.core.in_flight_count == 1:
+            self._flying_since_s = self._clock.now_s
+        member = self.member
+        if isinstance(command, Removed) or member.role.stages or command.leaving or self._through_member:
+            return member.run(command)
+        batch, layers = command.batch, member.role.layers
+        copy_s = self._copier.copy(command.copies, layers) if command.copies else 0.0
+        seconds = self.begin(self._execution.work(batch), self._token_count(batch), len(layers))
+        self._sliced = seconds, copy_s, -(-len(layers) // (batch.safepoint_layers or len(layers)))
+        return StepOutcome(batch.step_id, result_of(batch, seconds, copy_s))
+
+    def texts_of(self, outcome: StepOutcome) -> tuple[str, ...]:
+        return () if outcome.result is None else no_texts(len(outcome.result.token_ids))
 
     def _fast_forward_ahead(self) -> FastForward | None:
         """If what comes is a number of steps in which nothing is decided, and each dispatcher has tokens in each."""
-        if self._costs is None or self.member.role.stages or self._told or not self.member.at_rest:
+        if self._costs is None or self.member.role.stages or self.commands or not self.member.at_rest:
             return None
         plain = self.core.plain_steps()
         if plain is None or plain.limit < _MIN_CRUISE:
@@ -391,7 +352,7 @@ class Instance:
             share.seen_handle = self._streams[stream_id].seen_handle
         return fast_forward
 
-    def _step_fast_forward(self, fast_forward: FastForward) -> Turns:
+    def _step_fast_forward(self, fast_forward: FastForward) -> Times:
         """Step by step, as `_steps` and `_tell` do it, until something has come or a step is another one."""
         assert self._costs is not None, "asked before"
         # What each step looks at is at hand: there may be thousands of instances, and what one needs is in no cache.
@@ -404,7 +365,7 @@ class Instance:
         before = fast_forward.load(self._clock.now_s)
         used, step, added, block_count = before.used_block_count, 0, growth(0), before.block_count
         due_at_s = self.core.next_deadline_at_s
-        self._fruitless = 0
+        self.fruitless_count = 0
         self._fast_forward = fast_forward
         while True:
             used += added
@@ -434,16 +395,6 @@ class Instance:
                 stream = self._streams[stream_id]
                 stream.told, stream.told_handle, stream.sent_at_s = self._report, share.seen_handle, now_s
 
-    def _form(self) -> Execute | Removed | None:
-        """A batch, or copies of KV without one."""
-        formed: Execute | Removed | None = None
-        for command in self.core.handle(BatchWanted(self._clock.now_s)):
-            if isinstance(command, Execute) or (isinstance(command, Removed) and command.copies):
-                formed = command
-            else:
-                self._note(command)
-        return formed
-
     def _load(self) -> LoadReport:
         member = self.member
         return self.core.load(self._clock.now_s, member.memory.report(), member.newest_epoch, member.parks)
@@ -467,33 +418,11 @@ class Instance:
         self.busy_s += seconds
         return seconds
 
-    def _feed(self, event: Event) -> None:
-        for command in self.core.handle(event):
-            self._note(command)
-
-    def _note(self, command: Command) -> None:
-        if isinstance(command, Removed):
-            self.member.run(command)
-        else:
-            self._told.append(command)
-
-    def _take(self, answers: Sequence[Answer]) -> None:
-        """What the member has to say: it has run `Removed` itself."""
-        for answer in answers:
-            if isinstance(answer, StepOutcome):
-                self._land(answer)
-            elif not isinstance(answer, Removed):
-                self._told.append(answer)
-
     def _land(self, outcome: StepOutcome) -> None:
-        """A batch is through all stages of a pipeline."""
-        now_s, result = self._clock.now_s, outcome.result
-        if result is None:
-            event: Event = StepFailed(now_s, outcome.step_id, outcome.why)
-        else:
-            event = StepDone(now_s, result, no_texts(len(result.token_ids)))
-        for command in self.core.handle(event):
-            self._note(command)
+        if self._preempted:
+            outcome, self._preempted = StepOutcome(outcome.step_id, None, PREEMPTED), False
+        super()._land(outcome)
+        now_s = self._clock.now_s
         self.pipelined_s += (now_s - self._flying_since_s) * self.member.led_stage_count
         self._flying_since_s = now_s
 
@@ -501,7 +430,7 @@ class Instance:
 
     def _tell(self, events: list[Event | MemberEvent]) -> None:
         now_s = self._clock.now_s
-        told, self._told = self._told, []
+        told, self.commands = self.commands, []
         self._report = report = self._load()
         for event in events:
             if isinstance(event, Submitted) and (stream := self._streams.get(event.key.stream_id)):

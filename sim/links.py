@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 from ballast.common.errors import DeadlineExceeded, InvariantViolation, Overloaded, StaleEpoch, Unavailable
 from ballast.common.ids import Epoch, WorkerId
 from services.worker.core.batch import Batch, StepResult
+from services.worker.core.turns import MemberEvent
 from services.worker.emulation.phantom import read_all, write_all
 from services.worker.links.config import TransportConfig
 from services.worker.links.connection import Connection, Link
@@ -27,7 +28,6 @@ from services.worker.links.transfer import Opening, Outcome, Refusal, Transfer, 
 from services.worker.pipeline.events import BatchArrived, ResultArrived
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.links import Links
-from services.worker.shell import MemberEvent
 from sim.clock import Clock
 from sim.flight import BATCH_BYTES, Flight
 from sim.lines import Lines

@@ -8,7 +8,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from ballast.common.load import LoadReport
-from services.worker.pipeline.migration_totals import DOWNTIME_BOUNDS_S, MigrationTotals
+from services.worker.pipeline.progress import DOWNTIME_BOUNDS_S, MigrationTotals
 from services.worker.pipeline.stage_clock import StageTimes
 
 

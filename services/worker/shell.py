@@ -21,7 +21,6 @@ from ballast.common.load import LoadReport, MemoryReport
 from ballast.service.logs import get_logger
 from services.worker.core.batch import PREEMPTED, Batch, NewSequence, SequenceId, StepResult
 from services.worker.core.events import (
-    BatchWanted,
     Command,
     DrainRequested,
     Emit,
@@ -29,16 +28,12 @@ from services.worker.core.events import (
     Execute,
     HandedOver,
     Removed,
-    StepDone,
-    StepFailed,
-    StepPreempted,
     StreamClosed,
     StreamOpened,
     StreamsLost,
     Submitted,
-    Tick,
 )
-from services.worker.core.report import Parks
+from services.worker.core.turns import Member, MemberEvent, StepOutcome, Turns
 from services.worker.core.worker import WorkerCore
 from services.worker.output_stream import OutputStream
 from services.worker.policy.ending import may_end
@@ -67,69 +62,97 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-class MemberEvent:
-    """Base of what concerns this worker as a member of a group; handled by `Member`, not by the core."""
-
-    __slots__ = ()
-
-    @property
-    def preempts(self) -> bool:
-        """Whether offline work makes way for it within its step."""
-        return False
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutcome:
-    """A batch has come back: its result, or why it could not be run."""
-
-    step_id: int
-    result: StepResult | None
-    why: str = ""
-
-
-class Member(Protocol):
-    """This worker's place in its group. All calls come from the engine thread."""
-
-    @property
-    def newest_epoch(self) -> int:
-        """The newest epoch of a transition that this worker has heard of."""
-        ...
-
-    @property
-    def parks(self) -> Parks: ...
-
-    @property
-    def may_form(self) -> bool:
-        """Whether batches may be formed: not while the layout changes."""
-        ...
-
-    @property
-    def wakes_at_s(self) -> float | None:
-        """When `poll` wants to be called although nothing has happened."""
-        ...
-
-    @property
-    def pipeline_request_count(self) -> int | None:
-        """Requests in the pipeline of which this worker holds a part, or is about to; None: there is none."""
-        ...
-
-    def handle(self, event: MemberEvent) -> list[Command | StepOutcome]: ...
-
-    def poll(self) -> list[Command | StepOutcome]:
-        """Between two turns: whatever waits for a step boundary or for room."""
-        ...
-
-    def run(self, command: Execute | Removed) -> StepOutcome | None:
-        """Executes a batch. None: it has gone on to the next stage, its outcome follows, or there is none."""
-        ...
-
-    def check(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Detokenizing(Protocol):
     def push(self, token_id: int) -> str: ...
+
+
+class EngineTurns(Turns):
+    """Turns of the engine thread, with the texts of the sequences that want any."""
+
+    __slots__ = ("_check_every_steps", "_detokenizer", "_engine", "_failed_steps", "_in_flight", "texts")
+
+    def __init__(
+        self,
+        core: WorkerCore,
+        engine: Engine,
+        detokenizer: Callable[[NewSequence], Detokenizing],
+        check_every_steps: int,
+    ) -> None:
+        super().__init__(core, time.monotonic)
+        self._engine = engine
+        self._detokenizer = detokenizer
+        self._check_every_steps = check_every_steps
+        self._in_flight: dict[int, Batch] = {}  # step id -> what has been sent and not come back
+        self._failed_steps = 0
+        self.texts: dict[SequenceId, Detokenizing] = {}
+
+    def join_group(self, member: Member) -> None:
+        self._member = member
+
+    def run(self, command: Execute | Removed) -> StepOutcome | None:
+        tables: Sequence[Sequence[int]] = ()
+        if isinstance(command, Execute):
+            tables = command.block_tables
+            self._drop_texts(command.batch.removed)
+            for new, wanted in zip(command.batch.added, command.text_wanted, strict=True):
+                if wanted:
+                    self.texts[new.sequence_id] = self._detokenizer(new)
+            self._in_flight[command.batch.step_id] = command.batch
+        if self._member is not None:
+            return self._member.run(command)
+        try:
+            result = self._engine.step(command.batch, tables)
+        except (RuntimeError, ValueError, IndexError) as error:
+            return StepOutcome(command.batch.step_id, None, f"{type(error).__name__}: {error}")
+        return StepOutcome(command.batch.step_id, result) if isinstance(command, Execute) else None
+
+    def note(self, command: Command) -> None:
+        super().note(command)
+        if isinstance(command, Removed):
+            self._drop_texts(command.batch.removed)
+        elif isinstance(command, HandedOver):
+            self._drop_texts(s.sequence_id for _, snapshots in command.snapshots for s in snapshots)
+        elif isinstance(command, StreamsLost):
+            self.texts.clear()
+            self._in_flight.clear()
+
+    def texts_of(self, outcome: StepOutcome) -> tuple[str, ...]:
+        batch, result, texts = self._in_flight.pop(outcome.step_id), outcome.result, self.texts
+        if outcome.why == PREEMPTED:
+            return ()
+        if result is None:
+            self._count_failed(batch, outcome.why)
+            return ()
+        self._failed_steps = 0
+        if not texts:
+            return ("",) * len(result.token_ids)
+        sampling = (s.sequence_id for s in batch.slices if s.samples)
+        return tuple(
+            texts[sequence_id].push(token_id) if sequence_id in texts else ""
+            for sequence_id, token_id in zip(sampling, result.token_ids, strict=True)
+        )
+
+    def _land(self, outcome: StepOutcome) -> None:
+        super()._land(outcome)
+        if outcome.result and self._check_every_steps and outcome.step_id % self._check_every_steps == 0:
+            self.core.check()
+            self._engine.check()
+            if self._member is not None:
+                self._member.check()
+
+    def _drop_texts(self, sequence_ids: Iterable[SequenceId]) -> None:
+        for sequence_id in sequence_ids:
+            self.texts.pop(sequence_id, None)
+
+    def _count_failed(self, batch: Batch, why: str) -> None:
+        """The step's requests end with an error. Their dispatchers replay each of them, the innocent ones as well as
+        the one that is to blame, `replay_limit` times at most: so it fells no more than so many steps. A worker ends
+        when steps fail in a row, as the cause is likely to be its own then.
+        """
+        get_logger().error("engine step failed", step_id=batch.step_id, sequences=len(batch.slices), why=why)
+        self._failed_steps += 1
+        if self._failed_steps >= _FAILED_STEPS:
+            raise InvariantViolation(f"{_FAILED_STEPS} engine steps in a row have failed, the last with {why}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,21 +180,16 @@ class WorkerShell:
     ) -> None:
         self._core = core
         self._engine = engine
-        self._detokenizer = detokenizer
-        self._check_every_steps = check_every_steps
+        self._turns = EngineTurns(core, engine, detokenizer, check_every_steps)
         self._member: Member | None = None
         self._requests_came: Callable[[LoadReport], None] | None = None
-        self._in_flight: dict[int, Batch] = {}  # step id -> what has been sent and not come back
         self._inbox: queue.SimpleQueue[Event | MemberEvent | None] = queue.SimpleQueue()
         self._preempting = threading.Event()  # what offline work makes way for lies in the inbox
         self._slots = asyncio.Semaphore(INBOX_EVENTS)
         self._streams: dict[int, OutputStream] = {}  # stream id -> its outputs
         self._next_stream_id = 1
-        self._texts: dict[SequenceId, Detokenizing] = {}  # engine thread only
         self._busy_since_s: float | None = None
         self._turned_at_s = math.inf  # the engine thread has begun its latest turn; inf: it does not run yet
-        self._failed_steps = 0
-        self._starved = False  # there is work, but none that may join what is in flight
         self._report = core.load(time.monotonic(), engine.memory_report())
         self._stopping = False
         self._stop_asked = asyncio.Event()
@@ -223,6 +241,7 @@ class WorkerShell:
     def join_group(self, member: Member) -> None:
         """Before `run`: what this worker does as a member of a group."""
         self._member = member
+        self._turns.join_group(member)
 
     def tell_of_requests(self, came: Callable[[LoadReport], None]) -> None:
         """Before `run`: `came` is called on the event loop with the load when requests have been taken in."""
@@ -322,37 +341,36 @@ class WorkerShell:
         return failure
 
     def _turn(self) -> None:
+        turns = self._turns
         self._turned_at_s = time.monotonic()
-        commands: list[Command] = []
-        events = self._take_in()
-        for event in events:
-            if isinstance(event, MemberEvent):
-                commands.extend(self._of_member(self._the_member().handle(event)))
-            else:
-                commands.extend(self._feed(event))
-        commands.extend(self._feed(Tick(time.monotonic())))
-        if self._member is not None:
-            commands.extend(self._of_member(self._member.poll()))
-        stepping = self._may_step
-        if stepping and any(isinstance(command, Emit) for command in commands):
-            self._tell(events, commands)  # what a pipeline has sent back need not wait for the next batch to run
-            events, commands = [], []
-        self._starved = False
-        while self._may_step:
+        events = self._wait_for_events()
+        for _ in turns.take_in(events):
+            pass
+        stepping = turns.may_step
+        if stepping and any(isinstance(command, Emit) for command in turns.commands):
+            self._tell(events)  # what a pipeline has sent back need not wait for the next batch to run
+            events = []
+        if stepping:
             self._busy_since_s = self._busy_since_s or time.monotonic()
-            formed, landed = self._step(commands)
-            if not formed:
-                self._starved = self._core.in_flight_count > 0  # until one of those comes back
-            if landed or not formed:
-                break  # alone: what has come in meanwhile is looked at after each step
+            for _ in turns.step():
+                pass
         busy = self._core.has_work or self._core.in_flight_count
         self._busy_since_s = time.monotonic() if busy else None
-        if events or stepping or commands or self._is_drained():
-            self._tell(events, commands)
+        if events or stepping or turns.commands or self._is_drained():
+            self._tell(events)
 
-    def _tell(self, events: Sequence[Event | MemberEvent], commands: Sequence[Command]) -> None:
+    def _tell(self, events: Sequence[Event | MemberEvent]) -> None:
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._on_turn, self._told(events, commands))
+        commands, self._turns.commands = self._turns.commands, []
+        turn = _Turn(
+            slots=sum(not isinstance(event, (*_SLOTLESS, MemberEvent)) for event in events),
+            seen_handles={event.key.stream_id: event.key.handle for event in events if isinstance(event, Submitted)},
+            emits=[command for command in commands if isinstance(command, Emit)],
+            report=self._load(),
+            drained=self._is_drained(),
+            lost=any(isinstance(command, StreamsLost) for command in commands),
+        )
+        self._loop.call_soon_threadsafe(self._on_turn, turn)
 
     def _is_drained(self) -> bool:
         """Nobody needs this worker any more."""
@@ -369,46 +387,11 @@ class WorkerShell:
             return self._core.load(now_s, memory)
         return self._core.load(now_s, memory, member.newest_epoch, member.parks)
 
-    @property
-    def _may_step(self) -> bool:
-        return self._core.has_work and (self._member is None or self._member.may_form)
-
-    def _the_member(self) -> Member:
-        if self._member is None:
-            raise InvariantViolation("an event for a member of a group, and this worker is none")
-        return self._member
-
-    def _of_member(self, answers: Sequence[Command | StepOutcome]) -> list[Command]:
-        commands: list[Command] = []
-        for answer in answers:
-            if isinstance(answer, StepOutcome):
-                commands.extend(self._on_outcome(answer))
-                continue
-            if isinstance(answer, Removed):
-                self._drop_texts(answer.batch.removed)
-            elif isinstance(answer, HandedOver):
-                self._drop_texts(s.sequence_id for _, snapshots in answer.snapshots for s in snapshots)
-            elif isinstance(answer, StreamsLost):
-                self._texts.clear()
-                self._in_flight.clear()
-            commands.append(answer)
-        return commands
-
-    def _told(self, events: Sequence[Event | MemberEvent], commands: Sequence[Command]) -> _Turn:
-        return _Turn(
-            slots=sum(not isinstance(event, (*_SLOTLESS, MemberEvent)) for event in events),
-            seen_handles={event.key.stream_id: event.key.handle for event in events if isinstance(event, Submitted)},
-            emits=[command for command in commands if isinstance(command, Emit)],
-            report=self._load(),
-            drained=self._is_drained(),
-            lost=any(isinstance(command, StreamsLost) for command in commands),
-        )
-
-    def _take_in(self) -> list[Event | MemberEvent]:
+    def _wait_for_events(self) -> list[Event | MemberEvent]:
         """What has come in; waits for something if there is nothing to do."""
         events: list[Event | MemberEvent] = []
         wait_s = 0.0
-        if self._starved or not self._may_step:
+        if self._turns.rests:
             wakes_at_s = None if self._member is None else self._member.wakes_at_s
             due = [at_s for at_s in (self._core.next_deadline_at_s, wakes_at_s) if at_s is not None]
             wait_s = min(_IDLE_WAIT_S, max(0.0, min(due) - time.monotonic())) if due else _IDLE_WAIT_S
@@ -419,86 +402,6 @@ class WorkerShell:
                 events.append(event)
                 event = self._inbox.get_nowait()
         return events
-
-    def _feed(self, event: Event) -> list[Command]:
-        commands = self._core.handle(event)
-        for command in commands:
-            if isinstance(command, Removed):
-                self._drop_texts(command.batch.removed)
-                self._run(command)
-        return commands
-
-    def _run(self, command: Execute | Removed) -> StepOutcome | None:
-        if self._member is not None:
-            return self._member.run(command)
-        tables = command.block_tables if isinstance(command, Execute) else ()
-        try:
-            return StepOutcome(command.batch.step_id, self._engine.step(command.batch, tables))
-        except (RuntimeError, ValueError, IndexError) as error:
-            return StepOutcome(command.batch.step_id, None, f"{type(error).__name__}: {error}")
-
-    def _step(self, commands: list[Command]) -> tuple[bool, bool]:
-        """Forms a batch and runs it: whether there was one to form, and whether it has come back already."""
-        formed = landed = False
-        for command in self._feed(BatchWanted(time.monotonic())):
-            if not isinstance(command, Execute):
-                commands.append(command)
-                continue
-            formed = True
-            self._start_detokenizers(command)
-            self._in_flight[command.batch.step_id] = command.batch
-            outcome = self._run(command)
-            if outcome is not None:
-                landed = True
-                commands.extend(self._on_outcome(outcome))
-        return formed, landed
-
-    def _on_outcome(self, outcome: StepOutcome) -> list[Command]:
-        batch = self._in_flight.pop(outcome.step_id)
-        if outcome.why == PREEMPTED:
-            return self._feed(StepPreempted(time.monotonic(), outcome.step_id))
-        if outcome.result is None:
-            return self._on_failed_step(batch, outcome.why)
-        self._failed_steps = 0
-        texts = self._make_texts(batch, outcome.result)
-        commands = self._feed(StepDone(time.monotonic(), outcome.result, texts))
-        if self._check_every_steps and batch.step_id % self._check_every_steps == 0:
-            self._core.check()
-            self._engine.check()
-            if self._member is not None:
-                self._member.check()
-        return commands
-
-    def _start_detokenizers(self, command: Execute) -> None:
-        self._drop_texts(command.batch.removed)
-        for new, wanted in zip(command.batch.added, command.text_wanted, strict=True):
-            if wanted:
-                self._texts[new.sequence_id] = self._detokenizer(new)
-
-    def _drop_texts(self, sequence_ids: Iterable[SequenceId]) -> None:
-        for sequence_id in sequence_ids:
-            self._texts.pop(sequence_id, None)
-
-    def _make_texts(self, batch: Batch, result: StepResult) -> tuple[str, ...]:
-        if not self._texts:
-            return ("",) * len(result.token_ids)
-        sampling = (s.sequence_id for s in batch.slices if s.samples)
-        texts = self._texts
-        return tuple(
-            texts[sequence_id].push(token_id) if sequence_id in texts else ""
-            for sequence_id, token_id in zip(sampling, result.token_ids, strict=True)
-        )
-
-    def _on_failed_step(self, batch: Batch, why: str) -> list[Command]:
-        """The step's requests end with an error. Their dispatchers replay each of them, the innocent ones as well as
-        the one that is to blame, `replay_limit` times at most: so it fells no more than so many steps. A worker ends
-        when steps fail in a row, as the cause is likely to be its own then.
-        """
-        get_logger().error("engine step failed", step_id=batch.step_id, sequences=len(batch.slices), why=why)
-        self._failed_steps += 1
-        if self._failed_steps >= _FAILED_STEPS:
-            raise InvariantViolation(f"{_FAILED_STEPS} engine steps in a row have failed, the last with {why}")
-        return self._feed(StepFailed(time.monotonic(), batch.step_id, why))
 
 
 def _name_thread(name: str) -> None:

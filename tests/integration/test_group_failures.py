@@ -16,10 +16,10 @@ from ballast.common.sampling import SamplingParams
 from ballast.common.transition import Phase, TransitionKind
 from services.worker.core.batch import Batch
 from services.worker.core.transition_messages import TakenUp
+from services.worker.core.turns import MemberEvent
 from services.worker.links.config import TransportConfig
 from services.worker.pipeline.events import KvAsked
 from services.worker.pipeline.mover import kv_bytes
-from services.worker.shell import MemberEvent
 from tests.support.group import Answer, Cluster, GroupWorker, Sizes, alone, layout, running_group
 from tests.support.shells import until
 from tools.model.tiny import make_tiny
@@ -374,8 +374,8 @@ def test_layers_come_from_the_checkpoint_when_no_peer_has_them(
             await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
             answers = await ask(cluster, ["w0"])
             for worker in cluster.workers.values():
-                worker.member._layer_loading.serve = lambda link, event, executed, w=worker: (
-                    w.member._layer_loading.refuse(link, event)
+                worker.member._layer_loading.server.serve = lambda event, executed, w=worker: (
+                    w.member._layer_loading.server.refuse(event.link, event.layer)
                 )
             said = await cluster.change(TransitionKind.RESTORE, alone(3, ["w0", "w1"], LAYERS))
             assert all(p.parameter_bytes_pulled == p.parameter_bytes_to_pull for p in said.values())

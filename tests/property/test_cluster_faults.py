@@ -41,13 +41,13 @@ def are_well_again(first: int) -> None:
     assert len(kinds) > len(Kind) // 2, f"never came: {set(Kind) - kinds}"
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("first", range(CHUNK, SEEDS, CHUNK))
 def test_a_cluster_is_well_again_after_its_faults(first: int) -> None:
     are_well_again(first)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_what_happens_under_faults_is_what_the_tables_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step of the tables is seen, but those whose causes this simulation does not have."""
     seen: Counter[tuple[Stage, Stage]] = Counter()
@@ -91,7 +91,7 @@ def test_a_story_depends_on_its_seed_only() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "mutant",
     [

@@ -22,7 +22,7 @@ class Agreement:
     def look(self) -> None:
         now_s, found = self._world.clock.now_s, dict[tuple[WorkerId, Epoch], float]()
         for name, instance in self._world.instances.items():
-            stages, capacities = self._stages(instance), instance.member._capacities
+            stages, capacities = self._stages(instance), instance.member._context.room
             has = {each.worker_id: each.member._context.book.block_count for each in stages}
             least, counted = min(has.values(), default=0), capacities.smallest
             if stages and len(capacities.counts) == len(stages) and counted > least:

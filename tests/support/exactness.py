@@ -34,6 +34,7 @@ from services.worker.core.transition_messages import (
     RosterReceived,
     WaveDone,
 )
+from services.worker.core.turns import MemberEvent
 from services.worker.links.config import TransportConfig
 from services.worker.links.connection import Link
 from services.worker.links.ports import Message
@@ -50,7 +51,6 @@ from services.worker.pipeline.events import (
     Told,
 )
 from services.worker.policy.harvest import Harvest
-from services.worker.shell import MemberEvent
 from tests.support.group import HERE, Answer, Cluster, Place, Sizes, Unprepared, layout, running_group
 from tests.support.shells import until
 
@@ -485,7 +485,7 @@ def _check_at_rest(cluster: Cluster, pristine: Sequence[bytes]) -> None:
             assert worker.book.block_count == kv.block_count
             assert not worker.core.sequence_ids
             assert not worker.engine.runner.sequence_ids
-            assert not worker.shell._texts
+            assert not worker.shell._turns.texts
             held.update(parameters.held_layers)
             for layer in parameters.held_layers:
                 assert parameters.layer_checksum(layer) == pristine[layer], f"{member.worker_id} layer {layer}"

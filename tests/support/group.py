@@ -23,6 +23,7 @@ from services.worker.core.events import Aborted, BlockCopy, Emit, Ending, Sequen
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.plan import Plan
 from services.worker.core.transition_messages import AbortRequested, CommitRequested
+from services.worker.core.turns import MemberEvent
 from services.worker.engine.load import Engine, load_engine
 from services.worker.links.config import TransportConfig
 from services.worker.memory.backend import MemoryBackend
@@ -31,12 +32,12 @@ from services.worker.output_stream import OutputStream
 from services.worker.pipeline.build import Membership, join, stage_core
 from services.worker.pipeline.events import MigrationOrdered, PlanReceived, Told
 from services.worker.pipeline.member import GroupMember
-from services.worker.pipeline.status import Progress
+from services.worker.pipeline.progress import Progress
 from services.worker.policy.harvest import Harvest
 from services.worker.policy.lookahead import lookahead
 from services.worker.ranks.channel import RankLog
 from services.worker.ranks.load import load_ranked
-from services.worker.shell import MemberEvent, WorkerShell
+from services.worker.shell import WorkerShell
 from services.worker.text import load_tokenizer, primed_detokenizer
 from tests.conftest import DEVICE
 from tests.support import fake_driver
@@ -518,7 +519,7 @@ def _left(worker: GroupWorker) -> str:
     open_ = transition and (transition.state, vars(transition))
     return (
         f"{open_} undoing {driver.undoing} leaving {driver.leaving is not None}"
-        f" may form {driver.may_form} granted {driver._granted} links missing"
+        f" may form {driver.may_form} granted {member._context.room._granted} links missing"
         f" {member._links.missing} pulls {home._pull and home._pull._under_way}, suspended {group.suspended_ids}"
         f", in flight {group.in_flight_count}, settled {group.settled}, not told {group.batches_in_flight.to_remove};"
         f" of {scheduler.block_count} blocks {scheduler.lent_block_count} lent, {scheduler.expected_block_count}"

@@ -4,13 +4,41 @@ All that decides about a transition is there and in `TransitionState`; the membe
 and reports.
 """
 
+from enum import Enum, auto
+
 from ballast.common.errors import InvariantViolation
-from ballast.common.ids import WorkerId
+from ballast.common.ids import Epoch, WorkerId
 from ballast.common.transition import Phase
 from services.worker.core.phases import DROP, RESTORE, On, State, Then
-from services.worker.core.plan import Plan
+from services.worker.core.plan import Plan, part_of
 from services.worker.core.transition_messages import Command, Event
 from services.worker.core.transition_state import TransitionState
+
+AFTER_COMMIT = (Phase.COMMITTING, Phase.EXCHANGING)
+
+
+class Reception(Enum):
+    """What a member does about a plan."""
+
+    IGNORE = auto()  # the same once more, an old one, or another one has been committed: the planner asks again
+    LEAVE = auto()  # it begins without this member's group: a member was counted as lost. The group is left
+    CONFIRM = auto()  # it makes this member serve alone, which it does already, perhaps with requests
+    TAKE = auto()
+
+
+def reception(
+    plan: Plan, me: WorkerId, newest_epoch: Epoch, transition: "Transition | None", *, in_group: bool, is_whole: bool
+) -> Reception:
+    """`transition`: the one under way, or the last. `in_group`: of several. `is_whole`: alone, at rest, all layers."""
+    part = part_of(plan, me)
+    if plan.epoch <= newest_epoch or part is None:
+        return Reception.IGNORE
+    is_committed = transition is not None and transition.phase in AFTER_COMMIT
+    if part.old is None and (in_group or is_committed):
+        return Reception.LEAVE
+    if part.old is None and len(part.new.members) == 1 and is_whole:
+        return Reception.CONFIRM
+    return Reception.IGNORE if is_committed else Reception.TAKE
 
 
 class Transition(TransitionState):
@@ -35,6 +63,11 @@ class Transition(TransitionState):
         """A restore has failed before its commit: layers that have come are still to be given up again."""
         failed = self.state is State.FAILED and self.part.dissolves and not self.undone
         return failed or self.state is State.UNDOING
+
+    @property
+    def drains(self) -> bool:
+        """The group that dissolves still computes here."""
+        return self.state is State.DRAINING
 
     @property
     def limits(self) -> bool:

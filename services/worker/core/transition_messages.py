@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from ballast.common.ids import Epoch, WorkerId
+from services.worker.core.draining import Draining
 from services.worker.core.plan import Plan, SequenceId, Victim
 from services.worker.core.spans import Hop
 
@@ -90,22 +91,22 @@ class BoundaryReached:
 
 @dataclass(frozen=True, slots=True)
 class GroupEnded:
-    """No batch of the group that dissolves is in flight, and this worker has handed over what was left in it, but for
-    `own_victims`, which it goes on leading.
+    """No batch of the group that dissolves is in flight, and this worker has handed over what was left in it."""
+
+    at_s: float
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class TakenUp:
+    """Memory and role are those of the new layout. `own_victims`: what this worker has led and goes on leading.
+    `draining`: the group that goes on beside that, in a restore.
     """
 
     at_s: float
     epoch: Epoch
     own_victims: tuple[Victim, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class TakenUp:
-    """Memory and role are those of the new layout. `own_victims`: what this worker has led and goes on leading."""
-
-    at_s: float
-    epoch: Epoch
-    own_victims: tuple[Victim, ...] = ()
+    draining: Draining | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,13 +418,6 @@ class SendWaveDone:
 
 
 @dataclass(frozen=True, slots=True)
-class GiveWay:
-    """What still runs in the group that dissolves goes to a member now."""
-
-    epoch: Epoch
-
-
-@dataclass(frozen=True, slots=True)
 class ReleaseLost:
     """Nobody needs the KV of the layers this worker has given up: its extents follow the parameters."""
 
@@ -449,7 +443,6 @@ Command = (
     | Quiesce
     | SendEpochEnded
     | TakeUp
-    | GiveWay
     | Empty
     | CloseSeat
     | SendHandover

@@ -9,6 +9,7 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import group_of, members_of
 from services.worker.core import transition_messages as t
+from services.worker.core.draining import Draining
 from services.worker.core.plan import Plan, SequenceId, Victim, part_of, transfers
 
 Commands = list[t.Command]
@@ -30,6 +31,7 @@ class TransitionState:
         self.room_blocks: int | None = None  # restore: blocks that the group keeps; None: not granted yet
         self.undone = False  # restore: layers that came before an abort are given up again
         self.epoch_ended = False  # notice of the old leader, which followers wait for
+        self.draining: Draining | None = None  # the group that dissolves, from the commit on
         self.lost: set[WorkerId] = set()  # members of the group that dissolves, since the commit
         self.own_victims: tuple[Victim, ...] = ()  # sequences that this worker has led and goes on leading
         self.handovers: dict[WorkerId, tuple[Victim, ...]] = {}  # sender -> its victims
@@ -135,7 +137,7 @@ class TransitionState:
         return [*self.note_own(event), *self._handovers()]
 
     def note_own(self, event: t.TakenUp) -> Commands:
-        self.own_victims = event.own_victims
+        self.own_victims, self.draining = event.own_victims, event.draining
         return []
 
     def note_end(self, event: t.EpochEnded) -> Commands:
@@ -152,11 +154,16 @@ class TransitionState:
     # ------------------------------------------------------------ the end of a group that dissolves
 
     def give_way(self, _: t.AbortRequested) -> Commands:
-        return [t.GiveWay(self.epoch)]
+        """What still runs in the group goes to a member now."""
+        if self.draining is not None:
+            self.draining.hurried = True
+        return []
 
-    def end_group(self, event: t.GroupEnded) -> Commands:
+    def end_group(self, _: t.GroupEnded) -> Commands:
         """The leader that was has nothing left in it."""
-        self.epoch_ended, self.own_victims = True, event.own_victims
+        self.epoch_ended = True
+        if self.draining is not None:
+            self.own_victims = self.draining.own_victims
         return self._epoch_ends()
 
     def group_ended(self) -> bool:

@@ -254,10 +254,7 @@ class WorkerCore:
     @property
     def _is_busy(self) -> bool:
         """A step runs, or one could."""
-        busy = False  # a generator would take longer than what it asks
-        for group_scheduler in self._group_schedulers:
-            busy = busy or group_scheduler.is_busy
-        return busy
+        return True in [each.is_busy for each in self._group_schedulers]  # likewise
 
     @property
     def is_drained(self) -> bool:
@@ -279,17 +276,11 @@ class WorkerCore:
     @property
     def has_work(self) -> bool:
         """Whether a batch may be asked for. While others are in flight there may yet be none to give."""
-        has_work = False
-        for group_scheduler in self._group_schedulers:
-            has_work = has_work or group_scheduler.has_work
-        return has_work
+        return True in [each.has_work for each in self._group_schedulers]  # a generator would take longer
 
     @property
     def in_flight_count(self) -> int:
-        count = 0
-        for group_scheduler in self._group_schedulers:
-            count += len(group_scheduler.batches_in_flight)
-        return count
+        return sum([len(each.batches_in_flight) for each in self._group_schedulers])
 
     @property
     def sequence_ids(self) -> tuple[SequenceId, ...]:

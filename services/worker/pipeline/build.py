@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from ballast.common.ids import WorkerId
 from services.worker.core.blocks import BlockBook
 from services.worker.core.limits import WorkerLimits
+from services.worker.core.turns import MemberEvent
 from services.worker.core.worker import WorkerCore
 from services.worker.pipeline.background import Threads
 from services.worker.pipeline.context import BlockCopier, Environment, StageEngine
@@ -18,11 +19,11 @@ from services.worker.pipeline.grammars import CompileGrammar
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.links import Links
 from services.worker.pipeline.member import GroupMember
-from services.worker.pipeline.stage_watch import watch_for
+from services.worker.pipeline.stage_clock import watch_for
 from services.worker.policy.harvest import Harvest
 from services.worker.policy.microbatching import Microbatching, by_token_count
 from services.worker.policy.token_target import TokenTarget
-from services.worker.shell import MemberEvent, WorkerShell
+from services.worker.shell import WorkerShell
 
 if TYPE_CHECKING:
     import torch

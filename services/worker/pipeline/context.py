@@ -15,26 +15,34 @@ from ballast.common.ids import WorkerId
 from ballast.common.sampling import Grammar
 from services.worker.core.batch import Batch, StepResult
 from services.worker.core.blocks import BlockBook
-from services.worker.core.events import BlockCopy
+from services.worker.core.events import BlockCopy, Command, Event, PrefillLimited, Removed
 from services.worker.core.group_scheduler import GroupScheduler
+from services.worker.core.room import GroupRoom
+from services.worker.core.turns import MemberEvent, StepOutcome
 from services.worker.core.worker import WorkerCore
+from services.worker.links.traffic import TrafficClass
 from services.worker.memory.device import DeviceMemory
-from services.worker.pipeline.unhurried import never
-from services.worker.shell import MemberEvent
+from services.worker.pipeline.background import never
+from services.worker.pipeline.events import CapacityTold
+from services.worker.pipeline.wire import Topic, capacity_to_bytes
 
 if TYPE_CHECKING:
     import torch
 
     from services.worker.links.member_side import Plane
-    from services.worker.pipeline.answers import Answers
     from services.worker.pipeline.hub import Hub
     from services.worker.pipeline.links import Links
-    from services.worker.pipeline.published import Published
+    from services.worker.pipeline.progress import Published
     from services.worker.pipeline.role import Role
-    from services.worker.pipeline.stage_watch import StageWatch
+    from services.worker.pipeline.stage_clock import StageWatch
+
 
 _Given = TypeVarTuple("_Given")
 _Result = TypeVar("_Result")
+# Of prompts in a batch beside decodes. Layers that come take bandwidth, and time of the processor, from every batch:
+# a long piece of a prompt on top of it would be the longest gap that a request has. In a pipeline a token waits for
+# the pieces in all microbatches that are in flight.
+_PROMPT_BLOCKS = 0.5
 Now = Callable[[], float]  # seconds, of a clock that does not jump
 
 
@@ -129,6 +137,7 @@ class MemberContext:
     answers: Answers
     now: Now
     post: Callable[[MemberEvent], None]
+    room: GroupRoom
     leaving: bool = False  # of the group that dissolves, if this worker has led it; not of the one in force
 
     @property
@@ -139,3 +148,71 @@ class MemberContext:
 
     def grow_book(self, block_count: int) -> None:
         self.book.grow(block_count - self.book.block_count)
+
+    def begin_room(self, *, before_block_count: int = 0) -> None:
+        """The role is a new one."""
+        stages = [stage.worker_id for stage in self.role.stages]
+        self.room.begin(stages, self.book.block_count, before_block_count=before_block_count)
+
+    def tell_room(self, *, ends: bool = False) -> None:
+        """The core hears how many blocks its group has. `ends`: the group is about to end, and its stages are told of
+        all that they are to forget.
+        """
+        self.answers.tell(self.room.capacity(self.now(), ends=ends))
+
+    def room_told(self, event: CapacityTold) -> None:
+        """Leader: what a stage has."""
+        role = self.role
+        current = event.epoch == role.epoch and role.leads
+        if current and self.room.told(event.source, event.block_count, event.sizes, event.withdrawn):
+            self.tell_room()
+        else:
+            self.published.stale_total += 1
+
+    def report_room(self) -> None:
+        """The leader hears what this member has."""
+        role, room, block_count = self.role, self.room, self.book.block_count
+        if role.leads:
+            self.room_told(CapacityTold(role.epoch, role.me, block_count, room.own(), room.withdrawn))
+        else:
+            body = capacity_to_bytes(room.withdrawn, block_count, room.own())
+            self.links.send(role.leader, TrafficClass.CONTROL, Topic.CAPACITY, body)
+
+    def limit_prompts(self, *, beside: bool = False) -> None:
+        """In a restore until `lift_limit`. `beside`: of this worker's own requests, while the group that dissolves
+        computes on the same devices.
+        """
+        token_count = max(1, int(_PROMPT_BLOCKS * self.memory.kv.shape.block_tokens))
+        self.answers.tell(PrefillLimited(self.now(), token_count, always=beside))
+
+    def lift_limit(self) -> None:
+        self.answers.tell(PrefillLimited(self.now(), None))
+
+
+Answer = Command | StepOutcome
+
+
+class Answers:
+    """The shell hears of every answer: it tells dispatchers, and forgets texts."""
+
+    def __init__(self, core: WorkerCore, run: Callable[[Removed], StepOutcome | None]) -> None:
+        """`run` tells this member's stages of sequences that have ended."""
+        self._core = core
+        self._run = run
+        self._answers: list[Answer] = []
+
+    def tell(self, event: Event) -> list[Command]:
+        commands = self._core.handle(event)
+        for command in commands:
+            if isinstance(command, Removed):
+                outcome = self._run(command)
+                assert outcome is None or not command.batch.slices
+            self._answers.append(command)
+        return commands
+
+    def add(self, outcome: StepOutcome) -> None:
+        self._answers.append(outcome)
+
+    def take(self) -> list[Answer]:
+        answers, self._answers = self._answers, []
+        return answers

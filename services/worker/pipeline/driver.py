@@ -16,12 +16,12 @@ from ballast.service.logs import get_logger
 from services.worker.core import transition_messages as t
 from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import BlockBook
+from services.worker.core.draining import Draining
 from services.worker.core.events import GroupOpened, KvArrived, OfflinePaused, RoleChanged
 from services.worker.core.phases import BEFORE_COMMIT
-from services.worker.core.plan import Plan, Victim, part_of
-from services.worker.core.transition import Transition
+from services.worker.core.plan import Victim
+from services.worker.core.transition import AFTER_COMMIT, Transition
 from services.worker.links.traffic import TrafficClass
-from services.worker.pipeline.capacity import Capacities
 from services.worker.pipeline.context import MemberContext
 from services.worker.pipeline.events import (
     HandoverArrived,
@@ -35,7 +35,7 @@ from services.worker.pipeline.events import (
     RosterArrived,
 )
 from services.worker.pipeline.handover import Handover
-from services.worker.pipeline.layer_loading import LayerLoading
+from services.worker.pipeline.layers import LayerLoading
 from services.worker.pipeline.leaving import Leaving
 from services.worker.pipeline.migrations import Migrations
 from services.worker.pipeline.mover import KvMover
@@ -44,7 +44,6 @@ from services.worker.pipeline.stage_runner import StageRunner
 from services.worker.pipeline.wire import Topic, room_to_bytes, roster_to_bytes
 from services.worker.policy.placement import MemberView
 
-_AFTER_COMMIT = (Phase.COMMITTING, Phase.EXCHANGING)
 _OVER = (Phase.DONE, Phase.ABORTED, Phase.FAILED)
 
 
@@ -54,7 +53,6 @@ class TransitionDriver:
         context: MemberContext,
         *,
         stage: StageRunner,
-        capacities: Capacities,
         mover: KvMover,
         layer_loading: LayerLoading,
         migrations: Migrations,
@@ -70,8 +68,7 @@ class TransitionDriver:
         self._published = context.published
         self._answers = context.answers
         self._stage = stage
-        self._capacities = capacities
-        self._handover = Handover(context, capacities)
+        self._handover = Handover(context)
         self._mover = mover
         self._layer_loading = layer_loading
         self._migrations = migrations
@@ -83,27 +80,20 @@ class TransitionDriver:
         self._received: PlanReceived | None = None
         self.leaving: Leaving | None = None  # the group before, which dissolves
         self._early: list[RosterArrived] = []  # rosters of peers that have the commit of a restore before this worker
-        self._granted: tuple[Epoch, int] = (Epoch(0), 0)  # the last restore for which there is room, and how much
-        self._withdrawn = Epoch(0)  # the last restore that the leader has given up
         self._offline_paused = False
 
     # ------------------------------------------------------------ what it is told
 
     def receive(self, event: PlanReceived) -> None:
+        """A plan that is to be taken: see `core.transition.reception`."""
         plan, current = event.plan, self.transition
-        if plan.epoch <= self._published.newest_epoch:
-            return  # the same once more, or an old one
-        if part_of(plan, self._role.me) is None:
-            return
         if current is not None and current.phase in BEFORE_COMMIT:  # whoever has planned it has forgotten it
             why = f"epoch {plan.epoch} is to be prepared"
             self.drive(t.AbortRequested(self._now(), current.epoch, why))
-        if current is not None and current.phase in _AFTER_COMMIT:
-            return  # one after the other: the planner asks again
         self._migrations.give_up("the layout changes")
         if self.undoing or not self._migrations.idle:
             return  # what is read or written for it must not be unmapped
-        if plan.kind is TransitionKind.RESTORE and self._role.leads and self._capacities.sizes is None:
+        if plan.kind is TransitionKind.RESTORE and self._role.leads and self._context.room.sizes is None:
             return  # stages say how large they are when the transition before is over there: a moment later, perhaps
         self._links.retire(self._role.epoch)
         self.transition = Transition(self._role.me, plan)
@@ -112,8 +102,7 @@ class TransitionDriver:
         self._handover.begin()
         self._early = []
         self._mover.core.begin(self._context.book)
-        room_blocks = self._granted[1] if self._granted[0] == plan.epoch else None
-        self.drive(t.PrepareRequested(self._now(), plan, room_blocks))
+        self.drive(t.PrepareRequested(self._now(), plan, self._context.room.granted(plan.epoch)))
 
     def told(self, epoch: Epoch, event: t.Event) -> None:
         transition = self.transition
@@ -171,18 +160,18 @@ class TransitionDriver:
             and not (group_scheduler.in_flight_count or group_scheduler.suspended_ids)
         ):
             # What has ended since the last batch, while the stages still follow this leader: it would stay there.
-            self._capacities.tell_core(ends=True)
+            self._context.tell_room(ends=True)
             self.drive(t.BoundaryReached(self._now(), transition.epoch))
         if transition is not None and transition.part.dissolves:
             self._poll_restore(transition)
-        if self.leaving is not None and self.leaving.poll():
-            self.drive(t.GroupEnded(self._now(), self.leaving.epoch, self.leaving.own_victims))
-        if transition is not None and transition.takes_checksums and not self._layer_loading.reads_layers:
+        if transition is not None and transition.drains and self._the_leaving().poll():
+            self.drive(t.GroupEnded(self._now(), transition.epoch))
+        if transition is not None and transition.takes_checksums and self._layer_loading.server.idle:
             self.drive(t.MemoryReady(self._now(), transition.epoch))
 
     def _poll_restore(self, transition: Transition) -> None:
         epoch, before_commit = transition.epoch, transition.phase in BEFORE_COMMIT
-        if before_commit and self._role.leads and (why := self._capacities.why_too_long()):
+        if before_commit and self._role.leads and (why := self._why_too_long()):
             self.drive(t.PreparationFailed(self._now(), epoch, why))
         if transition.limits and not transition.has_room():
             self.drive(self._limit_group(epoch))
@@ -242,12 +231,11 @@ class TransitionDriver:
 
     def room_granted(self, epoch: Epoch, block_count: int) -> None:
         """From the leader, perhaps before the planner asks for this restore."""
-        if self.leaving is not None and self.leaving.epoch == epoch:
+        if self.leaving is not None and self._current().epoch == epoch:
             self.leaving.limited(block_count)
             return
         self._links.pass_down(Topic.ROOM, room_to_bytes(epoch, block_count))
-        if epoch >= self._granted[0]:  # else it is of one that is over
-            self._granted = (epoch, block_count)
+        self._context.room.grant(epoch, block_count)
         if self.transition is not None and self.transition.epoch == epoch:
             self.drive(t.RoomGranted(self._now(), epoch, block_count))
 
@@ -260,19 +248,19 @@ class TransitionDriver:
         if self.transition is not None and self.transition.epoch == epoch:
             self.drive(t.PreparationFailed(self._now(), epoch, "the leader has given it up"))
         if not self.undoing:  # else it is said then
-            self._capacities.tell_leader(self._withdrawn)
+            self._context.report_room()
 
     def _pass_on_withdrawal(self, epoch: Epoch) -> None:
         """Down the pipeline, behind the grant of room if there was one."""
         self._links.pass_on(Topic.ROOM_WITHDRAWN, epoch)
-        self._withdrawn = max(self._withdrawn, epoch)
+        self._context.room.withdraw(epoch)
 
     def layer_asked(self, event: LayerAsked) -> None:
         transition = self.transition
         if transition is not None and transition.epoch == event.epoch and transition.phase in BEFORE_COMMIT:
-            self._layer_loading.serve(event.link, event, self._role.layers)
+            self._layer_loading.server.serve(event, self._role.layers)
         else:
-            self._layer_loading.refuse(event.link, event)
+            self._layer_loading.server.refuse(event.link, event.layer)
 
     def layer_news(self, event: LayerArrived | LayerChecked) -> None:
         transition = self.transition
@@ -316,25 +304,11 @@ class TransitionDriver:
     def undoing(self) -> bool:
         return self.transition is not None and self.transition.undoing
 
-    def is_outside(self, plan: Plan) -> bool:
-        """The plan takes this worker for one of no group, and it is a stage of one, or about to be."""
-        part = part_of(plan, self._role.me)
-        if part is None or part.old is not None:
-            return False
-        transition = self.transition
-        return bool(self._role.stages) or (transition is not None and transition.phase in _AFTER_COMMIT)
-
-    def is_already(self, plan: Plan) -> bool:
-        """The plan makes this worker a whole one that serves alone, which it is by now, perhaps with requests."""
-        part = part_of(plan, self._role.me)
-        alone = part is not None and part.old is None and len(part.new.members) == 1
-        return alone and self.at_rest and not self._role.stages and len(self._role.layers) == self._role.layer_count
-
     @property
     def epoch_in_force(self) -> Epoch:
         """Epoch of the group that this worker is in, or is on its way into."""
         transition = self.transition
-        if transition is not None and transition.phase in _AFTER_COMMIT:
+        if transition is not None and transition.phase in AFTER_COMMIT:
             return transition.epoch
         return self._role.epoch
 
@@ -370,9 +344,9 @@ class TransitionDriver:
             case t.WithdrawRoom(epoch=epoch):
                 if self._role.leads:
                     self._pass_on_withdrawal(epoch)
-                    self._capacities.lift_limit()
+                    self._context.lift_limit()
             case t.ReportRoom():
-                self._capacities.tell_leader(self._withdrawn)
+                self._context.report_room()
             case t.Quiesce():
                 self._published.note_commit()
             case t.SendEpochEnded(epoch=epoch):
@@ -381,13 +355,10 @@ class TransitionDriver:
                 return self._dissolve() if self._current().part.dissolves else [self._take_up()]
             case t.Empty(epoch=epoch):
                 self._the_leaving().empty(self._current().lost)
-                return [t.GroupEnded(self._now(), epoch, self._the_leaving().own_victims)]
-            case t.GiveWay():
-                if self.leaving is not None:
-                    self.leaving.give_way()
+                return [t.GroupEnded(self._now(), epoch)]
             case t.CloseSeat():
                 self._the_leaving().close()
-                self._capacities.lift_limit()
+                self._context.lift_limit()
             case t.SendHandover(epoch=epoch, to=to):
                 self._handover.send(epoch, to)
             case t.Lead(victims=victims):
@@ -433,19 +404,23 @@ class TransitionDriver:
         restores, base = transition.plan.kind is TransitionKind.RESTORE, transition.part.old
         if restores and not transition.part.dissolves:
             return "a restore makes every member a whole worker of its own"
-        if restores and transition.epoch <= self._withdrawn:
+        if restores and transition.epoch <= self._context.room.withdrawn:
             return f"the leader has given epoch {transition.epoch} up"
         if base is not None and (why := self._role.why_not_as_in(base)):
             return why
         if restores:
-            return self._capacities.why_too_long()
+            return self._why_too_long()
         lacking = set(self._layers_to_come(transition)) - set(self._memory.parameters.held_layers)
         return f"{self._role.me} does not hold layers {sorted(lacking)}, which it is to execute" if lacking else ""
 
+    def _why_too_long(self) -> str:
+        longest = self._context.group_scheduler.longest_token_count
+        return self._context.room.why_too_long(longest, self._memory.kv.shape.block_tokens)
+
     def _limit_group(self, epoch: Epoch) -> t.GroupLimited:
-        block_count = self._capacities.smallest_leaving
-        self._capacities.limit(epoch, block_count)
-        self._capacities.limit_prompts()
+        block_count = self._context.room.limit(epoch)
+        self._context.tell_room()
+        self._context.limit_prompts()
         return t.GroupLimited(self._now(), epoch, block_count)
 
     def _layers_loaded(self) -> Sequence[t.PreparationFailed | t.MemoryReady]:
@@ -473,7 +448,7 @@ class TransitionDriver:
         self._remap(transition)
         role.take_up(transition.epoch, new)
         self._published.clock.begin_layout()
-        self._capacities.begin()
+        self._context.begin_room()
         self._answers.tell(RoleChanged(now_s, role.leads, len(new.members)))
         progress = self._published.counted
         progress.halted_at_s = progress.commit_at_s
@@ -492,37 +467,33 @@ class TransitionDriver:
         self._layer_loading.end()
         if role.leads:
             progress.victim_count = progress.victims_waiting = len(context.group_scheduler.sequence_ids)
-        homes, places = self._capacities.homes, context.core.max_running_count
+        homes, places = context.room.homes, context.core.max_running_count
         targets = [MemberView(stage.worker_id, homes[stage.worker_id], places) for stage in role.stages]
         old_context, stage = self._second(context, copy.copy(role))
+        draining = Draining(role.me, now_s, role.stages, targets, context.book.block_count)
         self.leaving = Leaving(
-            old_context,
-            stage,
-            self._handover,
-            progress,
-            epoch=transition.epoch,
-            targets=targets,
-            grown=self._has_grown,
+            old_context, stage, self._handover, draining, epoch=transition.epoch, grown=self._has_grown
         )
         block_count = self._memory.open_window()
         context.book = BlockBook(block_count, self._memory.kv.shape.block_tokens, self._memory.kv.window.first_block)
         progress.remap_s += self._now() - now_s
         self._answers.tell(GroupOpened(now_s, context.book))
-        self._capacities.limit_prompts(beside=True)
+        self._context.limit_prompts(beside=True)
         role.take_up(transition.epoch, transition.part.new)
         self._published.clock.begin_layout()
-        self._capacities.begin()
-        self._capacities.comes_home()
+        context.begin_room(before_block_count=self._memory.home_block_count)
+        context.tell_room()
         progress.halted_at_s = progress.taken_up_at_s = self._now()
         progress.boundary_wait_s = max(0.0, progress.taken_up_at_s - progress.commit_at_s - progress.remap_s)
         get_logger().info("layout taken up", epoch=transition.epoch, **progress.until_taken_up())
         self._handover.adopt_by_tokens(now_s)
         early, self._early = self._early, []
-        return [t.TakenUp(self._now(), transition.epoch), *early]
+        return [t.TakenUp(self._now(), transition.epoch, draining=draining), *early]
 
     def _has_grown(self, block_count: int) -> None:
         self._context.grow_book(block_count)
-        self._capacities.grown()
+        self._context.room.counts[self._role.me] = block_count
+        self._context.tell_room()
 
     def _pass_end_on(self, epoch: Epoch) -> None:
         """Down the pipeline, behind its last batch."""
@@ -567,7 +538,7 @@ class TransitionDriver:
         progress, began_s = self._published.counted, self._now()
         self._context.grow_book(self._memory.shrink_retired(*self._mover.core.compact()))
         progress.remap_s += self._now() - began_s
-        self._capacities.tell_leader(self._withdrawn)
+        self._context.report_room()
 
     def _release_lost(self) -> None:
         progress, began_s = self._published.counted, self._now()
@@ -580,7 +551,7 @@ class TransitionDriver:
             self._links.retire(self._role.epoch)
         progress.exchange_s = self._now() - progress.taken_up_at_s
         progress.block_count_after = self._context.book.block_count
-        self._capacities.tell_leader(self._withdrawn)
+        self._context.report_room()
 
     # ------------------------------------------------------------ what there must be
 

@@ -18,9 +18,9 @@ from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.spans import Piece
 from services.worker.core.transition_messages import Event as TransitionEvent
 from services.worker.core.transition_messages import RosterReceived
+from services.worker.core.turns import MemberEvent
 from services.worker.links.transfer import Outcome, TransferReport
 from services.worker.memory.backend import Algorithm
-from services.worker.shell import MemberEvent
 
 if TYPE_CHECKING:
     import torch

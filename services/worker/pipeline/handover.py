@@ -1,6 +1,6 @@
 """Sequences that change hands in a transition: who goes where, who has come, and who keeps their KV."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
@@ -15,24 +15,18 @@ from services.worker.core.transition import Transition
 from services.worker.core.transition_messages import SendRoster
 from services.worker.core.waves import Decision, Leading
 from services.worker.links.traffic import TrafficClass
-from services.worker.pipeline.capacity import Capacities
 from services.worker.pipeline.context import MemberContext
 from services.worker.pipeline.events import HandoverArrived
-from services.worker.pipeline.status import Progress
+from services.worker.pipeline.progress import Progress
 from services.worker.pipeline.wire import SNAPSHOT, Topic, roster_to_bytes
 
 
 class Handover:
     """`begin` with every plan."""
 
-    def __init__(
-        self,
-        context: MemberContext,
-        capacities: Capacities,
-    ) -> None:
+    def __init__(self, context: MemberContext) -> None:
         self._role = context.role
         self._links = context.links
-        self._capacities = capacities
         self._context = context
         self._memory = context.memory
         self._tell = context.answers.tell
@@ -67,12 +61,12 @@ class Handover:
             if isinstance(command, HandedOver):
                 self._going |= dict(command.snapshots)
 
-    def send_away(self, epoch: Epoch, going: Mapping[SequenceId, WorkerId], now_s: float, *, by_tokens: bool) -> None:
+    def send_away(self, epoch: Epoch, event: OfLeaving) -> None:
         """Some of a group that dissolves go to their new leaders: by their tokens now, and others may follow; or with
         their KV, with the next `send`.
         """
-        self._hand_over(OfLeaving(now_s, HandOver(now_s, going, by_tokens=by_tokens)))
-        for to in sorted(self._going) if by_tokens else ():
+        self._hand_over(event)
+        for to in sorted(self._going) if isinstance(event.event, HandOver) and event.event.by_tokens else ():
             self.send(epoch, to, more=True)
 
     def _own_victims(self) -> tuple[Victim, ...]:
@@ -130,12 +124,13 @@ class Handover:
             progress.halted_at_s = now_s
         else:
             members = members_of(transition.part.new)
-            self._capacities.add({peer: count for peer, count in self._told_counts.items() if peer in members})
+            counts = self._context.room.counts
+            counts |= {peer: count for peer, count in self._told_counts.items() if peer in members}
             in_the_end = {peer: count for peer, count in self._final_counts.items() if peer in members}
-            decision = leading.lead(now_s, victims, self._coming, self._capacities.counts, in_the_end)
+            decision = leading.lead(now_s, victims, self._coming, counts, in_the_end)
             progress.victim_count, progress.waves = decision.victim_count, 1
         progress.victims_waiting = decision.victim_count
-        self._capacities.leading = leading
+        self._context.room.leading = leading
         self._carry_out(decision, progress)
         self._coming = []
         for sequence_id in decision.recomputed:  # for those who keep their KV
@@ -146,7 +141,7 @@ class Handover:
         """All members are through with the wave before, and have told what room they have."""
         if self._leading is None:
             raise InvariantViolation("a wave is over and no victims have been led")
-        decision = self._leading.lead_on(now_s, self._capacities.counts)
+        decision = self._leading.lead_on(now_s, self._context.room.counts)
         progress.waves += 1
         self._carry_out(decision, progress)
         return decision

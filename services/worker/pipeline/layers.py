@@ -1,6 +1,6 @@
 """Getting layers back while the group goes on serving: from peers, else from the checkpoint, verified by checksum.
 
-The KV has made room before (`LayerLoading.make_room_for_layers`). Layers come a few at a time at the lowest priority;
+The KV makes room before. Layers come a few at a time at the lowest priority;
 each is compared with a checksum, and one that is wrong is asked for again from the next source. Engine thread only, but
 for the checksums and the disk, which have a thread of their own.
 """
@@ -10,27 +10,31 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, TypeVarTuple
 
-from ballast.common.errors import BallastError
+from ballast.common.errors import BallastError, InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
+from ballast.common.transition import Phase
 from ballast.service.logs import get_logger
 from ballastpb.worker.v1 import stage_pb2 as pb
+from services.worker.core.phases import deadline_s
+from services.worker.core.turns import MemberEvent
 from services.worker.links.traffic import TrafficClass
 from services.worker.links.transfer import Transfer
 from services.worker.memory.parameters import ParameterStore
-from services.worker.pipeline.context import Background
-from services.worker.pipeline.destinations import layer_key, whole
-from services.worker.pipeline.events import LayerArrived, LayerChecked, Woken
-from services.worker.pipeline.hub import Hub
+from services.worker.pipeline.context import Background, MemberContext
+from services.worker.pipeline.events import LayerArrived, LayerAsked, LayerChecked, Woken
+from services.worker.pipeline.hub import Hub, layer_key, whole
+from services.worker.pipeline.progress import Progress
 from services.worker.pipeline.wire import Topic
-from services.worker.shell import MemberEvent
 
 if TYPE_CHECKING:
     import torch
 
     from services.worker.links.connection import Link
+
 
 _Given = TypeVarTuple("_Given")
 _AT_ONCE = 2  # layers under way
@@ -93,6 +97,19 @@ class LayerServer:
         self._jobs = [f for f in self._jobs if not f.done()] + [future]
         future.add_done_callback(lambda _: self.post(Woken()))
 
+    def serve(self, event: LayerAsked, executed: range) -> None:
+        """Send a layer that is executed here: others may be held and not be filled yet."""
+        link, layer = event.link, event.layer
+        if layer not in executed:
+            self.refuse(link, layer)
+        elif event.layout != self.parameters.layout(layer):
+            # As when one computes with the compiled kernels and the other with torch's: the checkpoint has it too.
+            why = "its weights are laid out otherwise; start all workers with the same --kernels"
+            get_logger().warning("layer is not sent", layer=layer, to=link.peer_id, why=why)
+            self.refuse(link, layer, why)
+        else:
+            self.send(link, event.epoch, layer)
+
     def refuse(self, link: Link, layer: int, why: str = "") -> None:
         """The peer asks another one at once."""
         with contextlib.suppress(BallastError):  # a link that ends is told of anyway
@@ -137,8 +154,8 @@ class LayerPull:
     def __init__(
         self,
         epoch: Epoch,
-        missing: Sequence[int],
         sources: Mapping[int, Sequence[WorkerId]],
+        progress: Progress,
         *,
         hub: Hub,
         ask: Callable[[WorkerId, int], bool],
@@ -146,13 +163,13 @@ class LayerPull:
         hurried: Callable[[], bool],
         own: bool = False,
     ) -> None:
-        """`server` of the layers that are here. `own`: they come from this process' memory: nobody can have changed
-        them.
+        """`sources` of the missing layers: the peers that hold each. `server` of the layers that are here. `own`: they
+        come from this process' memory: nobody can have changed them.
         """
         self._own = own
-        self._epoch = epoch
-        self._queue = list(missing)
-        self._sources = {layer: [*sources.get(layer, ()), None] * _ROUNDS for layer in missing}  # None: the disk
+        self.epoch = epoch
+        self._queue = list(sources)
+        self._sources = {layer: [*holders, None] * _ROUNDS for layer, holders in sources.items()}  # None: the disk
         self._parameters = server.parameters
         self._hub = hub
         self._ask = ask
@@ -163,8 +180,7 @@ class LayerPull:
         self._under_way: dict[int, WorkerId | None] = {}
         self._cancelled = False
         self.failure = ""
-        self.pulled_bytes = 0
-        self.repulled = 0
+        self.progress = progress
 
     @property
     def finished(self) -> bool:
@@ -184,7 +200,7 @@ class LayerPull:
         self._cancelled = True
         self._queue.clear()
         for layer, source in list(self._under_way.items()):
-            if source is not None and self._hub.places.forget(layer_key(self._epoch, layer, source)):
+            if source is not None and self._hub.places.forget(layer_key(self.epoch, layer, source)):
                 del self._under_way[layer]
 
     def _begin(self, layer: int) -> None:
@@ -193,12 +209,12 @@ class LayerPull:
             self._under_way[layer] = source
             if source is None:
                 future = self._workers.fill(layer)
-                future.add_done_callback(lambda f, i=layer: self._post(_arrival(self._epoch, i, f)))
+                future.add_done_callback(lambda f, i=layer: self._post(_arrival(self.epoch, i, f)))
                 return
-            self._hub.places.put(layer_key(self._epoch, layer, source), whole(self._parameters.pieces(layer)))
+            self._hub.places.put(layer_key(self.epoch, layer, source), whole(self._parameters.pieces(layer)))
             if self._ask(source, layer):
                 return
-            self._hub.places.forget(layer_key(self._epoch, layer, source))
+            self._hub.places.forget(layer_key(self.epoch, layer, source))
         self._under_way.pop(layer, None)
         self.failure = f"layer {layer} could not be had from any source"
 
@@ -216,7 +232,7 @@ class LayerPull:
         # The checkpoint too: it may have been replaced since, or have rotted, and all tokens would be wrong.
         between = self._workers.rest(lambda: self._cancelled, self._hurried)
         future = self._workers.submit(self._parameters.layer_checksum, event.layer, between, by)
-        future.add_done_callback(lambda f, i=event.layer: self._post(_verdict(self._epoch, i, f, wanted)))
+        future.add_done_callback(lambda f, i=event.layer: self._post(_verdict(self.epoch, i, f, wanted)))
 
     def checked(self, event: LayerChecked) -> None:
         source = self._under_way.get(event.layer, _NOBODY)
@@ -227,17 +243,17 @@ class LayerPull:
             return
         if not event.right:
             get_logger().error("a pulled layer has a wrong checksum", layer=event.layer, source=source)
-            self.repulled += 1
+            self.progress.repulled_layers += 1
             self._again(event.layer, "wrong checksum")
             return
         del self._under_way[event.layer]
-        self.pulled_bytes += sum(t.nbytes for t in self._parameters.pieces(event.layer))
+        self.progress.parameter_bytes_pulled += sum(t.nbytes for t in self._parameters.pieces(event.layer))
         self.go_on()
 
     def _again(self, layer: int, why: str) -> None:
         source = self._under_way.pop(layer)
         if source is not None:
-            self._hub.places.forget(layer_key(self._epoch, layer, source))
+            self._hub.places.forget(layer_key(self.epoch, layer, source))
         if self._cancelled:
             return
         get_logger().warning("layer is asked for again", layer=layer, why=why)
@@ -256,3 +272,162 @@ def _arrival(epoch: Epoch, layer: int, read: Future[None]) -> LayerArrived:
 def _verdict(epoch: Epoch, layer: int, checksum: Future[bytes], wanted: bytes) -> LayerChecked:
     known = not checksum.cancelled() and checksum.exception() is None
     return LayerChecked(epoch, layer, known and checksum.result() == wanted)
+
+
+class LayerLoading:
+    """One restore at a time: `load` once the leader grants room, `handle` until `complete`; or `undo`."""
+
+    def __init__(
+        self,
+        context: MemberContext,
+        *,
+        background: Background,
+        hurried: Callable[[], bool],
+    ) -> None:
+        """`hurried`: requests wait for the end of it."""
+        self._layer_count = context.role.layer_count
+        self._memory = memory = context.memory
+        self._context = context
+        self._hub = context.hub
+        self._ask = context.links.ask_for_layer
+        self._hurried = hurried
+        self._now = context.now
+        self.server = LayerServer(memory.parameters, background, context.post)
+        self.server.learn_each(memory.parameters.held_layers)
+        self._pull: LayerPull | None = None
+
+    @property
+    def complete(self) -> bool:
+        """All layers are here."""
+        return self._pull is not None and self._pull.finished
+
+    def all_here(self) -> bool:
+        """Raises InvariantViolation: a layer cannot be had, and this worker is of no use without it."""
+        if self.failure:
+            raise InvariantViolation(f"a layer cannot be read again: {self.failure}")
+        return self.complete
+
+    @property
+    def failure(self) -> str:
+        """Why they cannot be had; empty: they may."""
+        return "" if self._pull is None else self._pull.failure
+
+    def learn(self, layers: Sequence[int]) -> None:
+        """What these layers are, before they are given up. Done once nothing reads layers any more."""
+        self.server.cancel()
+        self.server.learn(layers)
+
+    def load(
+        self,
+        epoch: Epoch,
+        sources: Mapping[int, Sequence[WorkerId]],
+        progress: Progress,
+        block_count: int,
+        *,
+        own: bool = False,
+    ) -> None:
+        """The KV keeps so many blocks, and the missing layers get memory again: asks for them. No more blocks are held,
+        and none beyond will be asked for. `own`: they come from this process' memory, and are as they were.
+        """
+        began_s = self._now()
+        self.shrink(block_count)
+        missing = [i for i in range(self._layer_count) if i not in self._memory.parameters.held_layers]
+        self._memory.make_room_for_layers(missing, block_count=self._context.book.block_count)
+        progress.remap_s += self._now() - began_s
+        progress.parameter_bytes_to_pull = sum(
+            t.nbytes for layer in missing for t in self._memory.parameters.pieces(layer)
+        )
+        progress.parameter_bytes_pulled = progress.repulled_layers = 0
+        self._pull = LayerPull(
+            epoch,
+            {layer: sources.get(layer, ()) for layer in missing},
+            progress,
+            hub=self._hub,
+            ask=lambda peer, layer: self._ask(peer, epoch, layer, self._memory.parameters.layout(layer)),
+            server=self.server,
+            hurried=self._hurried,
+            own=own,
+        )
+        self._pull.go_on()
+        self._note_end(self._pull)
+
+    def shrink(self, block_count: int) -> None:
+        """The book ends there: blocks behind move down."""
+        book = self._context.book
+        if block_count < book.block_count:
+            if moves := book.compaction_plan(block_count):
+                self._memory.move(moves)
+                book.compacted(moves)
+            book.shrink(block_count)
+
+    def handle(self, event: LayerArrived | LayerChecked) -> bool:
+        """False: it was about another restore, or one that has been given up."""
+        pull = self._pull
+        if pull is None or event.epoch != pull.epoch:
+            return False
+        if isinstance(event, LayerArrived):
+            pull.arrived(event)
+        else:
+            pull.checked(event)
+        self._note_end(pull)
+        return True
+
+    def _note_end(self, pull: LayerPull) -> None:
+        if pull.finished:
+            pull.progress.layers_s = self._now() - pull.progress.began_s
+
+    def end(self) -> None:
+        """The commit: what is here, stays."""
+        self._pull = None
+
+    def undo(self, kept: range) -> int | None:
+        """Gives up all but the layers `kept` again. None: something still writes into them; ask again later.
+
+        Returns the number of blocks there are now.
+        """
+        self.server.cancel()
+        if self._pull is not None:
+            self._pull.cancel()
+            if not self._pull.idle:
+                return None
+        if not self.server.idle:
+            return None
+        self._pull = None
+        if self._memory.leaving is not None:
+            self._memory.close_leaving()
+        self._memory.drop_layers([i for i in self._memory.parameters.held_layers if i not in kept])
+        return self._memory.release_retired()
+
+    def close(self) -> None:
+        self.server.workers.shutdown()
+
+
+@dataclass(slots=True)
+class Rescue:
+    """What a member of a lost group does to serve alone: the missing layers come from the checkpoint.
+
+    Its requests have ended without a word, and dispatchers replay them. First everything that reads or writes this
+    worker's memory must have ended, then the KV goes.
+    """
+
+    epoch: Epoch  # that is reported as failed, and as done when this worker is whole
+    progress: Progress
+    layer_loading: LayerLoading
+    quiet: Callable[[], bool]  # nothing is sent from the KV or written into it
+    kept: range  # layers that this worker executes
+    began_s: float
+    under_way: bool = False
+
+    def poll(self, now_s: float, grow: Callable[[int], None]) -> bool:
+        """True once all layers are here. `grow` is told how many blocks there are."""
+        if not self.under_way:
+            block_count = self.layer_loading.undo(self.kept) if self.quiet() else None
+            if block_count is None:
+                limit_s = deadline_s(Phase.FAILED)
+                if now_s - self.began_s > limit_s:
+                    raise InvariantViolation(f"transfers have not ended {limit_s:g} s after their links")
+                return False
+            grow(block_count)
+            self.under_way = True
+            self.layer_loading.load(self.epoch, {}, self.progress, 0)
+        return self.layer_loading.all_here()

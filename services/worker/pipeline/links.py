@@ -11,11 +11,11 @@ from ballast.common.ids import Epoch, WorkerId
 from ballast.service.logs import get_logger
 from services.worker.core.batch import Batch, StepResult
 from services.worker.core.transition_messages import LinksUp, PreparationFailed
+from services.worker.core.turns import MemberEvent
 from services.worker.links.traffic import TrafficClass
 from services.worker.pipeline.events import LinkMade, Told, Woken
 from services.worker.pipeline.role import Role
 from services.worker.pipeline.wire import Topic, batch_to_bytes, failure_to_bytes, result_to_bytes
-from services.worker.shell import MemberEvent
 
 if TYPE_CHECKING:
     import torch

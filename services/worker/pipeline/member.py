@@ -18,12 +18,13 @@ from services.worker.core.blocks import BlockBook
 from services.worker.core.events import Execute, GroupLost, GroupOpened, Removed, RoleChanged
 from services.worker.core.mover import Mode
 from services.worker.core.report import Parks
+from services.worker.core.room import GroupRoom, RoomSizes
+from services.worker.core.transition import Reception, reception
 from services.worker.core.transition_messages import KvReceived, PeerLost
+from services.worker.core.turns import MemberEvent, StepOutcome
 from services.worker.core.worker import WorkerCore
 from services.worker.memory.device import DeviceMemory
-from services.worker.pipeline.answers import Answer, Answers
-from services.worker.pipeline.capacity import Capacities
-from services.worker.pipeline.context import Environment, MemberContext
+from services.worker.pipeline.context import Answer, Answers, Environment, MemberContext
 from services.worker.pipeline.driver import TransitionDriver
 from services.worker.pipeline.events import (
     BatchArrived,
@@ -49,17 +50,14 @@ from services.worker.pipeline.events import (
     Woken,
 )
 from services.worker.pipeline.grammars import GrammarsAhead
-from services.worker.pipeline.layer_loading import LayerLoading
+from services.worker.pipeline.layers import LayerLoading, Rescue
 from services.worker.pipeline.migrations import Migrations
 from services.worker.pipeline.mover import KvMover
 from services.worker.pipeline.parking import Parking
-from services.worker.pipeline.published import Published
-from services.worker.pipeline.rescue import Rescue
+from services.worker.pipeline.progress import Progress, Published
 from services.worker.pipeline.role import Role
+from services.worker.pipeline.stage_clock import HostWatch
 from services.worker.pipeline.stage_runner import StageRunner
-from services.worker.pipeline.stage_watch import HostWatch
-from services.worker.pipeline.status import Progress
-from services.worker.shell import MemberEvent, StepOutcome
 
 
 class GroupMember:
@@ -86,10 +84,14 @@ class GroupMember:
         self._rescue: Rescue | None = None  # a member of the group is gone
         self._is_awake = True  # `poll` may find something to do
         pace = environment.plane.pace
+
+        def sizes() -> RoomSizes:
+            return RoomSizes(memory.leaving_block_count, memory.home_block_count, core.swap_block_count)
+
         self._context = context = MemberContext(
-            me, core, book, memory, role, links, hub, published, answers, now, environment.post
+            me, core, book, memory, role, links, hub, published, answers, now, environment.post, GroupRoom(me, sizes)
         )
-        self._capacities = capacities = Capacities(context)
+        context.begin_room()
         self._layer_loading = layer_loading = LayerLoading(
             context,
             background=environment.background,
@@ -126,7 +128,6 @@ class GroupMember:
         self._driver = TransitionDriver(
             context,
             stage=stage,
-            capacities=capacities,
             mover=mover,
             layer_loading=layer_loading,
             migrations=migrations,
@@ -144,8 +145,8 @@ class GroupMember:
 
     @property
     def wakes_at_s(self) -> float | None:
-        leaving = self._driver.leaving
-        return None if leaving is None else leaving.wakes_at_s
+        leaving, transition = self._driver.leaving, self._driver.transition
+        return leaving.wakes_at_s if leaving is not None and transition is not None and transition.drains else None
 
     @property
     def pipeline_request_count(self) -> int | None:
@@ -274,9 +275,10 @@ class GroupMember:
 
     def _stage_of(self, epoch: Epoch) -> StageRunner:
         """Of the group in force, or of the one that dissolves, as long as that computes."""
-        leaving = self._driver.leaving
-        computes = leaving is not None and not leaving.closed and leaving.role.epoch == epoch
-        return leaving.stage if leaving is not None and computes else self._stage
+        leaving, transition = self._driver.leaving, self._driver.transition
+        if leaving is None or transition is None or not transition.drains or leaving.role.epoch != epoch:
+            return self._stage
+        return leaving.stage
 
     def check(self) -> None:
         self._context.book.check()
@@ -301,24 +303,29 @@ class GroupMember:
         """
         if self._rescue is not None or self._parking.under_way:
             return
-        epoch = event.plan.epoch
-        if epoch > self.published.newest_epoch and self._driver.is_outside(event.plan):
+        plan, role, driver = event.plan, self._role, self._driver
+        whole = driver.at_rest and not role.stages and len(role.layers) == role.layer_count
+        answer = reception(
+            plan, self.me, self.newest_epoch, driver.transition, in_group=bool(role.stages), is_whole=whole
+        )
+        epoch = plan.epoch
+        if answer is Reception.TAKE:
+            driver.receive(event)
+        elif answer is Reception.LEAVE:
             why = f"the planner counts on the group no more: epoch {epoch} begins without it"
-            if self._driver.leaving is not None:
-                self._driver.end_leaving(why)  # and this worker is whole: the planner asks again
-                return
-            self._break_up(self._driver.epoch_in_force, self.me, why)
-        elif epoch > self.published.newest_epoch and self._driver.is_already(event.plan):
-            self._role.take_up(epoch, event.plan.target_of(self.me))
+            if driver.leaving is not None:
+                driver.end_leaving(why)  # and this worker is whole: the planner asks again
+            else:
+                self._break_up(driver.epoch_in_force, self.me, why)
+        elif answer is Reception.CONFIRM:
+            role.take_up(epoch, plan.target_of(self.me))
             progress = self.published.begin(epoch, self._context.book.block_count)
             progress.block_count_after = self._context.book.block_count
             self.published.publish_as(epoch, Phase.DONE)
-        else:
-            self._driver.receive(event)
 
     def _capacity_told(self, event: CapacityTold) -> None:
         if self._rescue is None:
-            self._capacities.told(event)
+            self._context.room_told(event)
         else:
             self.published.stale_total += 1
 
@@ -378,7 +385,7 @@ class GroupMember:
         book = BlockBook(block_count, kv.shape.block_tokens, kv.window.first_block)
         self._context.book = book
         self._answers.tell(GroupOpened(self._now(), book))
-        self._capacities.begin()
+        self._context.begin_room()
 
     # ------------------------------------------------------------ nobody needs it for now
 

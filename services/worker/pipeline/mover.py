@@ -21,8 +21,8 @@ from services.worker.links.traffic import TrafficClass
 from services.worker.links.transfer import Transfer
 from services.worker.memory.kv_cache import KvCache
 from services.worker.pipeline.context import MemberContext
-from services.worker.pipeline.destinations import Pieces
 from services.worker.pipeline.events import KvAsked, KvLanded, KvLeft
+from services.worker.pipeline.hub import Pieces
 from services.worker.pipeline.wire import Topic, pieces_to_bytes
 
 if TYPE_CHECKING:

@@ -12,15 +12,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from enum import Enum, auto
 
-from ballast.common.errors import ConfigError, InvariantViolation
+from ballast.common.errors import ConfigError
 from ballast.service.logs import get_logger
 from services.worker.core.events import RoleChanged
 from services.worker.core.report import Parks
 from services.worker.memory.device import DeviceMemory
 from services.worker.pipeline.context import Background, MemberContext
 from services.worker.pipeline.events import ParkOrdered, Woken
-from services.worker.pipeline.layer_loading import LayerLoading
-from services.worker.pipeline.status import Progress
+from services.worker.pipeline.layers import LayerLoading
+from services.worker.pipeline.progress import Progress
 
 _MEASURED = 5  # wakings, of which the slowest counts
 _HOST_BYTES_PER_S = 10e9  # before the first: from host memory that is not locked
@@ -92,7 +92,7 @@ class Parking:
             return
         self._state, self._stays, self.parks = _State.SAVING, False, self.parks._replace(parked=True)
         self._context.answers.tell(RoleChanged(self._now(), leads=False))
-        self._layer_loading.stop_reading()
+        self._layer_loading.server.cancel()
         self._jobs = [self._background.keep(layer) for layer in range(self._context.role.layer_count)]
         for job in self._jobs:
             job.add_done_callback(lambda _: self._context.post(Woken()))
@@ -106,7 +106,7 @@ class Parking:
     def _saved(self) -> None:
         for job in self._jobs:
             job.result()  # raises what went wrong: host memory, say
-        if self._layer_loading.reads_layers:
+        if not self._layer_loading.server.idle:
             return
         self._jobs = []
         self._layer_loading.shrink(0)
@@ -129,9 +129,7 @@ class Parking:
         self._layer_loading.load(epoch, {}, progress, 0, own=True)
 
     def _look_at_layers(self) -> None:
-        if self._layer_loading.failure:
-            raise InvariantViolation(f"a layer cannot be had again: {self._layer_loading.failure}")
-        if not self._layer_loading.complete:
+        if not self._layer_loading.all_here():
             return
         self._layer_loading.end()
         self._serve()

@@ -15,10 +15,10 @@ from ballastpb.worker.v1 import worker_pb2 as pb
 from services.worker.core.phases import BEFORE_COMMIT, deadline_s
 from services.worker.core.plan import Plan, part_of
 from services.worker.core.transition_messages import AbortRequested, CommitRequested, PreparationFailed
+from services.worker.core.turns import MemberEvent
 from services.worker.pipeline.events import MigrationOrdered, ParkOrdered, PlanReceived, Told
 from services.worker.pipeline.member import GroupMember
-from services.worker.pipeline.status import Progress
-from services.worker.shell import MemberEvent
+from services.worker.pipeline.progress import Progress
 
 HOLD_S = 0.05
 NOT_PREPARED: tuple[Phase | None, ...] = (None, Phase.PREPARING)

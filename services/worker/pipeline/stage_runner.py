@@ -12,12 +12,12 @@ from ballast.service.logs import get_logger
 from services.worker.core.batch import PREEMPTED, Batch, Preempted, SequenceId, StepResult
 from services.worker.core.events import BlockCopy
 from services.worker.core.swapping import block_copies
+from services.worker.core.turns import StepOutcome
 from services.worker.links.pace import StagePace
+from services.worker.pipeline.background import never
 from services.worker.pipeline.context import BlockCopier, MemberContext, StageEngine
 from services.worker.pipeline.events import BatchArrived, ResultArrived
-from services.worker.pipeline.stage_watch import StageWatch
-from services.worker.pipeline.unhurried import never
-from services.worker.shell import StepOutcome
+from services.worker.pipeline.stage_clock import StageWatch
 
 if TYPE_CHECKING:
     import torch

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from ballast.common.cost import Chunk
 from services.worker.core.batch import Batch, StepResult
-from services.worker.pipeline.stage_watch import StageWatch
-from services.worker.pipeline.unhurried import never
+from services.worker.pipeline.background import never
+from services.worker.pipeline.stage_clock import StageWatch
 from services.worker.policy.cost_fit import StageShape
 from services.worker.policy.online_cost import OnlineCost
 

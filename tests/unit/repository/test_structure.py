@@ -2,12 +2,15 @@
 
 import ast
 import re
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 _MOST_ARGUMENTS = 8
+_MOST_LINES = 600
+_CODE = {".py", ".cpp", ".h", ".c", ".cu", ".proto", ".js", ".css", ".html", ".sh"}
 # What protocols between services go by. Who branches on one of these may decide something.
 _PROTOCOL = {
     *("active", "serving", "token", "_token", "floor", "lease"),
@@ -42,6 +45,17 @@ def looked_at_in_branches(function: ast.FunctionDef) -> set[str]:
                 continue
         found |= {part.attr for test in tests for part in ast.walk(test) if isinstance(part, ast.Attribute)}
     return found
+
+
+def test_a_file_of_code_has_at_most_600_lines() -> None:
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    counts = {
+        name: len((ROOT / name).read_text().splitlines())
+        for name in tracked
+        if Path(name).suffix in _CODE and not name.startswith("ballastpb/") and (ROOT / name).exists()
+    }
+    assert len(counts) > 500
+    assert {name: count for name, count in counts.items() if count > _MOST_LINES} == {}
 
 
 def test_constructors_of_members_executors_and_simulated_nodes_are_short() -> None:

@@ -366,7 +366,7 @@ async def test_nothing_is_kept_of_requests_that_have_ended(model: Path) -> None:
         for event in events:
             await shell.post(event)
         await listen(stream, [event.key.handle for event in events])
-        assert len(shell._texts) <= 2
+        assert len(shell._turns.texts) <= 2
 
 
 async def test_a_malformed_request_is_answered_on_its_stream(model: Path) -> None:

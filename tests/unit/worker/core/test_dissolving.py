@@ -7,9 +7,10 @@ import pytest
 from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, Member
 from ballast.common.transition import Phase, TransitionKind
+from services.worker.core.draining import Draining
 from services.worker.core.plan import Plan, Victim
 from services.worker.core.spans import Hop
-from services.worker.core.transition import Transition
+from services.worker.core.transition import Reception, Transition, reception
 from services.worker.core.transition_messages import (
     AbortRequested,
     Broken,
@@ -21,7 +22,6 @@ from services.worker.core.transition_messages import (
     EpochEnded,
     Event,
     ExpectKv,
-    GiveWay,
     GrantRoom,
     GroupEnded,
     GroupLimited,
@@ -50,6 +50,7 @@ from services.worker.core.transition_messages import (
     TakeUp,
     WithdrawRoom,
 )
+from services.worker.policy.placement import MemberView
 
 LAYERS, OLD, NEW = 6, Epoch(2), Epoch(3)
 W0, W1, W2 = NAMES = tuple(WorkerId(f"w{i}") for i in range(3))
@@ -96,7 +97,8 @@ def prepared(me: WorkerId) -> Transition:
 def committed(me: WorkerId) -> Transition:
     transition = prepared(me)
     assert transition.handle(CommitRequested(0.0, NEW)) == [TakeUp(PLAN)]
-    assert transition.handle(TakenUp(0.0, NEW)) == []
+    draining = Draining(me, 0.0, PIPELINE.members, [MemberView(w, 10, 4) for w in NAMES], 30)
+    assert transition.handle(TakenUp(0.0, NEW, draining=draining)) == []
     assert transition.phase is Phase.EXCHANGING
     transition.check()
     return transition
@@ -166,7 +168,9 @@ def test_a_preparation_that_fails_is_undone_before_or_after_the_planner_hears_of
 
 def test_an_abort_that_comes_too_late_lets_the_group_give_way() -> None:
     transition = committed(W0)
-    assert transition.handle(AbortRequested(0.0, NEW, "demand is back")) == [GiveWay(NEW)]
+    assert transition.handle(AbortRequested(0.0, NEW, "demand is back")) == []
+    assert transition.draining is not None
+    assert transition.draining.hurried
     assert transition.phase is Phase.EXCHANGING
 
 
@@ -256,3 +260,26 @@ def test_before_the_commit_a_lost_member_is_a_restore_that_fails() -> None:
     assert [type(command).__name__ for command in said] == ["WithdrawRoom"]
     assert transition.phase is Phase.FAILED
     assert transition.handle(CommitRequested(0.0, NEW)) == []
+
+
+ALONE = Plan(TransitionKind.RESTORE, Layout(NEW, LAYERS, (), ""), Layout(Epoch(4), LAYERS, WHOLE, ""))
+
+
+@pytest.mark.parametrize(
+    ("plan", "newest", "transition", "in_group", "is_whole", "expected"),
+    [
+        (PLAN, OLD, None, True, False, Reception.TAKE),
+        (PLAN, NEW, None, True, False, Reception.IGNORE),
+        (PLAN, OLD, committed(W0), True, False, Reception.IGNORE),
+        (ALONE, NEW, None, True, False, Reception.LEAVE),
+        (ALONE, NEW, committed(W0), False, False, Reception.LEAVE),
+        (ALONE, NEW, prepared(W0), False, False, Reception.TAKE),
+        (ALONE, NEW, None, False, True, Reception.CONFIRM),
+        (ALONE, Epoch(4), None, False, True, Reception.IGNORE),
+    ],
+)
+def test_a_plan_is_taken_unless_it_is_old_or_is_so_already_or_the_group_is_counted_as_lost(
+    plan: Plan, newest: Epoch, transition: Transition | None, in_group: bool, is_whole: bool, expected: Reception
+) -> None:
+    assert reception(plan, W0, newest, transition, in_group=in_group, is_whole=is_whole) is expected
+    assert reception(plan, WorkerId("w9"), OLD, None, in_group=False, is_whole=True) is Reception.IGNORE

@@ -1,22 +1,72 @@
-"""What a leader knows of the room in its group for a restore."""
+"""What a leader counts on of its stages, and what it knows of their room for a restore."""
 
-from ballast.common.ids import WorkerId
-from services.worker.core.room import GroupSizes, RoomSizes
+from ballast.common.ids import Epoch, WorkerId
+from services.worker.core.room import GroupRoom, RoomSizes
 
-W0, W1 = WorkerId("w0"), WorkerId("w1")
+ME, STAGE = WorkerId("w0"), WorkerId("w1")
+MINE, SIZES = RoomSizes(leaving=8, home=14, host=7), RoomSizes(leaving=9, home=12, host=5)
 
 
-class Numbers:
-    leaving_block_count = 35
-    home_block_count = 20
+def leader() -> GroupRoom:
+    room = GroupRoom(ME, lambda: MINE)
+    room.begin((ME, STAGE), 20)
+    return room
 
 
 def test_a_leader_knows_the_sizes_of_a_group_when_all_have_told_them() -> None:
-    group = GroupSizes(W0, Numbers())
-    mine, theirs = RoomSizes(leaving=35, home=20), RoomSizes(leaving=30, home=22)
-    assert group.of([]) == {W0: mine}
-    assert group.of([W0, W1]) is None
-    group.told(W1, theirs)
-    assert group.of([W0, W1]) == {W0: mine, W1: theirs}
-    group.clear()
-    assert group.of([W0, W1]) is None
+    room = GroupRoom(ME, lambda: MINE)
+    assert room.sizes == {ME: MINE}
+    room.begin((ME, STAGE), 20)
+    assert room.sizes is None
+    assert room.homes == {ME: 14, STAGE: 14}
+    assert room.told(STAGE, 18, SIZES, Epoch(0))
+    assert room.sizes == {ME: MINE, STAGE: SIZES}
+    assert room.homes == {ME: 14, STAGE: 12}
+    assert room.limit(Epoch(3)) == 8
+    room.begin((ME, STAGE), 20)
+    assert room.sizes is None
+
+
+def test_what_a_stage_has_said_before_it_heard_of_a_restores_end_does_not_count() -> None:
+    room = leader()
+    room.told(STAGE, 18, SIZES, Epoch(0))
+    room.limit(Epoch(3))
+    assert room.capacity(0.0).before_block_count == 18
+    room.told(ME, 20, MINE, Epoch(3))  # the leader has given it up, and has all its blocks again
+    assert not room.told(STAGE, 18, SIZES, Epoch(0))  # was on its way; the stage has made room since
+    assert room.capacity(0.0).block_count == 8
+    assert room.told(STAGE, 18, SIZES, Epoch(3))
+    assert (room.capacity(0.0).block_count, room.capacity(0.0).before_block_count) == (18, 0)
+    assert not room.told(WorkerId("w2"), 18, SIZES, Epoch(3)), "of another group"
+
+
+def test_a_group_swaps_as_much_as_the_stage_with_the_least_host_memory_until_it_makes_room() -> None:
+    room = leader()
+    room.told(ME, 20, MINE, Epoch(0))
+    assert room.capacity(0.0).swap_block_count == 0, "the other stage has said nothing yet"
+    room.told(STAGE, 18, SIZES, Epoch(0))
+    assert room.capacity(0.0).swap_block_count == 5
+    room.limit(Epoch(3))
+    assert room.capacity(0.0).swap_block_count == 0
+    room.told(ME, 20, MINE, Epoch(3))
+    room.told(STAGE, 18, SIZES, Epoch(3))
+    assert room.capacity(0.0).swap_block_count == 5
+    assert room.capacity(0.0, ends=True).swap_block_count == 0
+
+
+def test_a_group_stays_for_a_request_that_no_member_could_finish() -> None:
+    room = leader()
+    room.told(STAGE, 18, SIZES, Epoch(0))
+    assert room.why_too_long(12 * 16 - 2, 16) == ""
+    assert "a member has room for 192" in room.why_too_long(12 * 16 - 1, 16)
+
+
+def test_a_grant_of_room_is_of_the_newest_restore() -> None:
+    room = GroupRoom(STAGE, lambda: SIZES)
+    assert room.granted(Epoch(3)) is None
+    room.grant(Epoch(3), 8)
+    room.grant(Epoch(2), 9)  # of one that is over
+    assert (room.granted(Epoch(3)), room.granted(Epoch(2))) == (8, None)
+    room.withdraw(Epoch(3))
+    room.withdraw(Epoch(1))
+    assert room.withdrawn == 3

@@ -13,9 +13,9 @@ from ballast.common.transition import Phase
 from services.worker.core import phases
 from services.worker.core.transition_messages import PreparationFailed
 from services.worker.pipeline.events import Told
+from services.worker.pipeline.layers import Rescue
 from services.worker.pipeline.planner_side import Transitions
-from services.worker.pipeline.rescue import Rescue
-from services.worker.pipeline.status import Progress
+from services.worker.pipeline.progress import Progress
 from tests.unit.worker.pipeline.test_planner_side import ME, whole_again
 
 EPOCH = Epoch(5)

@@ -9,16 +9,15 @@ import torch
 from ballast.common.ids import Epoch, WorkerId
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.spans import Piece, Span, key_of
+from services.worker.core.turns import MemberEvent
 from services.worker.links.connection import Link
 from services.worker.links.ports import Message
 from services.worker.links.traffic import TrafficClass
 from services.worker.links.transfer import Opening, Outcome
 from services.worker.memory.backend import Algorithm
-from services.worker.pipeline.destinations import layer_key, whole
 from services.worker.pipeline.events import KvLanded, LayerArrived
-from services.worker.pipeline.hub import Hub
+from services.worker.pipeline.hub import Hub, layer_key, whole
 from services.worker.pipeline.wire import Topic, pieces_to_bytes
-from services.worker.shell import MemberEvent
 
 PEER = WorkerId("w9")
 PIECE = Piece(7, 5, 0, 4, Span(0, 2, 30, last=True))

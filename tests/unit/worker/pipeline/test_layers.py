@@ -9,16 +9,16 @@ from typing import Any, cast
 import pytest
 
 from ballast.common.ids import Epoch, WorkerId
+from services.worker.core.turns import MemberEvent
 from services.worker.engine.load import load_engine
 from services.worker.memory.backend import Algorithm
 from services.worker.memory.host import HostBackend
 from services.worker.pipeline.background import Threads
-from services.worker.pipeline.destinations import Destinations
 from services.worker.pipeline.events import LayerArrived, LayerAsked, LayerChecked
-from services.worker.pipeline.layer_loading import LayerLoading
-from services.worker.pipeline.layers import LayerPull, LayerServer
+from services.worker.pipeline.hub import Destinations
+from services.worker.pipeline.layers import LayerLoading, LayerPull, LayerServer
+from services.worker.pipeline.progress import Progress
 from services.worker.pipeline.wire import Topic
-from services.worker.shell import MemberEvent
 from tests.support.engine import NEEDS_NATIVE
 from tests.unit.worker.memory.models import fill_layer, open_small
 from tools.model.tiny import make_tiny
@@ -43,8 +43,8 @@ def test_a_layer_from_the_checkpoint_is_compared_with_what_is_known(changed: boo
             server.checksum(1)
         pull = LayerPull(
             Epoch(3),
-            [1],
-            {},
+            {1: ()},
+            Progress(epoch=Epoch(3), began_s=0.0),
             hub=cast(Any, None),  # of links to peers, whom nobody asks here
             ask=lambda peer, layer: False,
             server=server,
@@ -63,7 +63,7 @@ def test_a_layer_from_the_checkpoint_is_compared_with_what_is_known(changed: boo
         workers.shutdown()
     wrong = changed and known
     assert bool(pull.failure) == wrong
-    assert (pull.repulled > 0) == wrong
+    assert (pull.progress.repulled_layers > 0) == wrong
 
 
 @pytest.mark.parametrize("by", Algorithm)
@@ -86,8 +86,8 @@ def test_a_layer_from_a_peer_is_read_as_the_peer_has_read_it(by: Algorithm) -> N
 
         pull = LayerPull(
             Epoch(3),
-            [1],
             {1: peers},
+            Progress(epoch=Epoch(3), began_s=0.0),
             hub=cast(Any, SimpleNamespace(places=Destinations())),
             ask=ask,
             server=LayerServer(memory.parameters, workers, events.put),
@@ -101,7 +101,7 @@ def test_a_layer_from_a_peer_is_read_as_the_peer_has_read_it(by: Algorithm) -> N
             pull.checked(checked)
         workers.shutdown()
     assert asked == peers
-    assert (pull.repulled, pull.finished) == (1, True)
+    assert (pull.progress.repulled_layers, pull.finished) == (1, True)
 
 
 class _Sent:
@@ -146,9 +146,9 @@ def test_a_peer_whose_weights_are_packed_otherwise_is_refused_and_told_why(tmp_p
             post=queue.SimpleQueue[MemberEvent]().put,
         )
         home = LayerLoading(cast(Any, context), background=workers, hurried=lambda: True)
-        home.serve(cast(Any, link), LayerAsked(Epoch(3), 1, cast(Any, link), theirs), range(2))
+        home.server.serve(LayerAsked(Epoch(3), 1, cast(Any, link), theirs), range(2))
         assert "--kernels" in link.refusals[0]
-        home.serve(cast(Any, link), LayerAsked(Epoch(3), 1, cast(Any, link), parameters.layout(1)), range(2))
+        home.server.serve(LayerAsked(Epoch(3), 1, cast(Any, link), parameters.layout(1)), range(2))
         assert link.layers.get(timeout=30) == 1
         assert len(link.refusals) == 1
         workers.shutdown()

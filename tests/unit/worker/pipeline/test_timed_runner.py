@@ -11,7 +11,7 @@ import torch
 from ballast.common.sampling import SamplingParams
 from services.worker.core.batch import Batch, NewSequence, Slice, StepResult
 from services.worker.engine.load import Engine, load_engine
-from services.worker.pipeline.stage_watch import Event, EventWatch, HostWatch
+from services.worker.pipeline.stage_clock import Event, EventWatch, HostWatch
 from services.worker.pipeline.timed_runner import TimedRunner
 from services.worker.policy.cost_fit import StageShape
 from services.worker.policy.online_cost import OnlineCost

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from services.worker.pipeline.unhurried import Stopped, unhurried
+from services.worker.pipeline.background import Stopped, unhurried
 
 
 def work(seconds: float) -> None:

@@ -1,16 +1,50 @@
-"""What others may read of this worker's part in its group: how far transitions are, and where its stage's time goes."""
+"""What the planner and operators may read of this worker's part in its group: how far transitions are, and totals."""
 
+import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch
-from ballast.common.transition import Phase
+from ballast.common.transition import Phase, Status
+from services.worker.core.migration_messages import Report
 from services.worker.core.transition import Transition
 from services.worker.core.transition_messages import Event, LinksUp, MemoryReady
-from services.worker.pipeline.migration_totals import MigrationTotals
 from services.worker.pipeline.stage_clock import StageClock
-from services.worker.pipeline.status import Progress
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress(Status):
+    """Counted while a transition goes on, and where its time went."""
+
+    began_s: float
+    phase: Phase = Phase.PREPARING
+    links_s: float = 0.0  # from hearing of the plan
+    memory_s: float = 0.0
+    commit_at_s: float = 0.0
+    halted_at_s: float = 0.0  # since then victims get no tokens, or have got the last one at the latest
+    taken_up_at_s: float = 0.0
+    stalls_s: list[float] = field(default_factory=list[float])  # of each victim, from then until it may go on
+
+    def until_taken_up(self) -> dict[str, float]:
+        """Where the time from hearing of the plan to the new layout went."""
+        waited_s = self.commit_at_s - self.began_s - self.prepare_s
+        return {
+            "links_s": round(self.links_s, 4),
+            "layers_s": round(self.layers_s, 4),
+            "memory_s": round(self.memory_s, 4),
+            "prepare_s": round(self.prepare_s, 4),
+            "commit_awaited_s": round(waited_s, 4),
+            "boundary_wait_s": round(self.boundary_wait_s, 4),
+            "remap_s": round(self.remap_s, 4),
+        }
+
+    def note_stall(self, stall_s: float) -> None:
+        self.stalls_s.append(stall_s)
+        self.stalls_s.sort()
+        self.max_stall_s = self.stalls_s[-1]
+        self.p99_stall_s = self.stalls_s[math.ceil(0.99 * len(self.stalls_s)) - 1]
+
 
 _KEPT_TRANSITIONS = 16
 _OVER = (Phase.DONE, Phase.ABORTED, Phase.FAILED)
@@ -79,3 +113,30 @@ class Published:
         published[epoch] = replace(progress)
         self.progress, self.newest_epoch = published, max(self.newest_epoch, epoch)
         self.on_publish()
+
+
+# Upper bounds of the classes that downtimes are counted in; a decode step takes some of the first.
+DOWNTIME_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+
+
+@dataclass(slots=True)
+class MigrationTotals:
+    moved: int = 0
+    not_moved: int = 0
+    recomputed: int = 0  # part of `moved`: their KV did not come, or that is not known
+    blocks: int = 0
+    downtime_s: float = 0.0  # of all
+    max_downtime_s: float = 0.0
+    downtime_counts: list[int] = field(default_factory=lambda: [0] * (len(DOWNTIME_BOUNDS_S) + 1))
+
+    def count(self, report: Report) -> None:
+        if not report.moved:
+            self.not_moved += 1
+            return
+        self.moved += 1
+        self.recomputed += not report.with_kv
+        self.blocks += report.copied_blocks + report.last_blocks
+        self.downtime_s += report.downtime_s
+        self.max_downtime_s = max(self.max_downtime_s, report.downtime_s)
+        index = sum(report.downtime_s > bound for bound in DOWNTIME_BOUNDS_S)
+        self.downtime_counts[index] += 1

@@ -1,0 +1,141 @@
+"""A group after the commit of a restore, as the worker that has led it ends it (pure).
+
+Nothing comes into it any more. What waits in it goes at once to one of the members, by its tokens; what runs goes on
+until it ends, or until `policy.leaving.over_at_s`, and then goes to a member with its KV. Meanwhile the group is
+limited to what it still needs, and each stage gives the rest of its memory to its own blocks.
+"""
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+
+from ballast.common.ids import WorkerId
+from ballast.common.layout import Member
+from services.worker.core.batch import SequenceId
+from services.worker.core.events import (
+    BatchesLost,
+    CapacityChanged,
+    Event,
+    HandOver,
+    LeavingStopped,
+    MovedOver,
+    OfLeaving,
+)
+from services.worker.core.group_scheduler import GroupScheduler
+from services.worker.core.plan import Victim
+from services.worker.core.sequence import Sequence as Request
+from services.worker.core.sequence import SequenceState
+from services.worker.policy.leaving import over_at_s, tightened
+from services.worker.policy.placement import MemberView, PlacementView, place
+
+_TELLS_EVERY_S = 5.0
+_TIGHTENS_WITHIN_S = 1.0
+
+
+class Draining:
+    """Its methods return events for the worker's core, or yield them: then each takes effect before the next is asked
+    for. The group is only read.
+    """
+
+    def __init__(
+        self, me: WorkerId, began_s: float, stages: Sequence[Member], targets: Sequence[MemberView], block_count: int
+    ) -> None:
+        """`targets`: the members, with what each has room for. `block_count`: of the group as it begins."""
+        self._me = me
+        self._targets = {target.worker_id: target for target in targets}
+        self._first_blocks = self._limit = block_count
+        layers = {stage.worker_id: stage.last_layer - stage.first_layer for stage in stages}
+        layer_count = sum(layers.values())
+        self._stages = [(layers[target.worker_id] / layer_count, target.block_count) for target in targets]
+        self._began_s = self._left_s = self._told_s = began_s
+        self._left_count = math.inf  # that had not left it then
+        self._told_tokens: int = 0
+        self._tight_by_s = math.inf
+        self.hurried = False  # the next transition waits for its end
+        self.recomputed_count = 0  # requests that have gone by their tokens and are not counted yet
+        self.own_victims: tuple[Victim, ...] = ()  # that stay here, with their KV
+        self.over = False  # no batch is in flight, and what was left has been handed over
+
+    def over_at_s(self, group: GroupScheduler) -> float:
+        return over_at_s(self._began_s, self._left_s, group.reserved_block_count, self._stages)
+
+    def place_waiting(self, now_s: float, group: GroupScheduler) -> list[Event]:
+        return self._send_away(group.may_leave(running=False), now_s, group, by_tokens=True)
+
+    def is_news(self, now_s: float, group: GroupScheduler) -> bool:
+        """That requests have left or have had tokens is news to the planner, which waits for long and not for ever."""
+        if (count := len(group.sequences)) < self._left_count:
+            self._left_count, self._left_s = count, now_s
+        elif now_s - self._told_s < _TELLS_EVERY_S:
+            return False
+        token_count: int = sum(request.token_count for request in group.sequences)
+        if token_count == self._told_tokens:
+            return False
+        self._told_s, self._told_tokens = now_s, token_count
+        return True
+
+    def go_on(self, now_s: float, group: GroupScheduler) -> Iterator[Event]:
+        """Between two batches. `over` afterwards, or not yet."""
+        if group.sequences and not group.stopped:
+            if not self.hurried and now_s < self.over_at_s(group):
+                yield from self._keep(self._tightened(group), now_s, group)
+                return
+            # It ends when it holds little more than it needs, so that members have room for what comes; or has had the
+            # time for that. Its next batch tells the stages what to give up.
+            self._tight_by_s = min(self._tight_by_s, now_s + _TIGHTENS_WITHIN_S)
+            needed = group.reserved_block_count + group.scheduler.running_count
+            yield from self._keep(needed, now_s, group)
+            if self._limit > needed and now_s < self._tight_by_s:
+                return
+            if group.sequences:
+                yield LeavingStopped(now_s)
+        if not group.batches_in_flight:
+            yield from self._send_away(group.may_leave(running=True), now_s, group, by_tokens=False)
+            self.over = not group.batches_in_flight.to_remove
+
+    def empty(self, now_s: float, group: GroupScheduler, lost: Collection[WorkerId]) -> Iterator[Event]:
+        """Those members are gone, and nothing can be computed in it any more."""
+        self._targets = {worker_id: target for worker_id, target in self._targets.items() if worker_id not in lost}
+        yield BatchesLost(now_s)
+        yield from self._send_away(group.may_leave(running=True), now_s, group, by_tokens=True)
+
+    def _tightened(self, group: GroupScheduler) -> int:
+        scheduler, reserved = group.scheduler, group.reserved_block_count
+        return tightened(self._limit, self._first_blocks, reserved, scheduler.running_count, scheduler.block_tokens)
+
+    def _keep(self, limit: int, now_s: float, group: GroupScheduler) -> Iterator[Event]:
+        """Of its blocks so many only, if it has more and no batch may still take one of the others."""
+        if limit < self._limit and group.settled:
+            self._limit = limit
+            yield OfLeaving(now_s, CapacityChanged(now_s, limit, before_block_count=self._first_blocks))
+
+    def _send_away(
+        self, requests: Sequence[Request], now_s: float, group: GroupScheduler, *, by_tokens: bool
+    ) -> list[Event]:
+        """By their tokens, while others may follow; or at the end, with their KV."""
+        if not requests:
+            return []
+        placed = self._place(requests, group)
+        mine = [r for r in requests if placed[r.sequence_id] == self._me]
+        ids = frozenset(r.sequence_id for r in mine)
+        kept = [Victim(r.sequence_id, r.computed_tokens, self._me) for r in mine if r.computed_tokens and not by_tokens]
+        self.own_victims = (*self.own_victims, *kept)
+        self.recomputed_count += len(placed) if by_tokens else 0
+        going = {i: to for i, to in placed.items() if i not in ids}
+        events: list[Event] = []
+        if ids:
+            events.append(MovedOver(now_s, ids, frozenset(victim.sequence_id for victim in kept)))
+        if going:
+            events.append(OfLeaving(now_s, HandOver(now_s, going, by_tokens=by_tokens)))
+        return events
+
+    def _place(self, requests: Sequence[Request], group: GroupScheduler) -> dict[SequenceId, WorkerId]:
+        """Where each goes: to the member with most room left of those that a member has at home."""
+        views = [
+            PlacementView(r.sequence_id, max(1, group.need(r)), r.state is SequenceState.RUNNING) for r in requests
+        ]
+        placed = place(views, list(self._targets.values()))
+        for view in views:
+            target = self._targets[placed[view.sequence_id]]
+            left_blocks, left_count = target.block_count - view.block_count, target.running_count - view.running
+            self._targets[target.worker_id] = MemberView(target.worker_id, left_blocks, left_count)
+        return placed
