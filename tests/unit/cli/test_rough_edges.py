@@ -279,13 +279,16 @@ def test_drain_health_doctor_and_model_speak_json(
     assert {finding["verdict"] for finding in findings} <= {"ok", "warn"}
 
 
+_WITHOUT_JSON = {"up", "serve", "chat", "chaos", "completion", "bench", "model", "tokens", "record", "batch", "scale"}
+
+
 def test_every_command_that_tells_something_has_json_on_one_page() -> None:
     page = (ROOT / "docs" / "json.md").read_text()
     parser = build_parser("*")
     commands = next(action.choices for action in parser._actions if action.dest == "command")
     assert commands is not None
     for name in _COMMANDS:
-        if name not in ("up", "serve", "chat", "chaos", "completion", "bench", "model", "tokens", "record", "batch"):
+        if name not in _WITHOUT_JSON:
             flags = commands[name]._option_string_actions  # type: ignore[index]
             assert "--json" in flags, name
             assert f"`{name}" in page, name
