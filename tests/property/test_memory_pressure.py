@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.monitor.core.machine import pressure_rules
 from services.monitor.policy.demand import ClusterDemand
-from services.monitor.policy.pressure import Overload, Pressure, PressureRules, Relief, Signal
+from services.monitor.policy.pressure import LongRequest, Overload, Pressure, PressureRules, Relief, Signal
 from tests.support.pressure import ALONE, MERGED, RULES, sample
 
 STEP_S = 0.2
@@ -79,6 +79,8 @@ def test_relief_only_below_half_and_overload_only_near_capacity(history: list[Cl
             case Overload(required_bytes):
                 assert required_bytes > 0
                 assert one.wanted_bytes >= RULES.overload_arming_fraction * one.capacity_bytes
+            case LongRequest():
+                pytest.fail("no history has a request longer than an instance holds")
 
 
 @given(histories())
