@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
-from ballast.common.errors import InvalidRequest, Overloaded
+from ballast.common.errors import InvalidRequest, Overloaded, Unavailable
 from ballast.common.sampling import Grammar
 from ballast.service.logs import get_logger
 
@@ -25,6 +25,7 @@ _MOST_WAITING_OF_ONE = 256
 _WAIT_S = 15.0
 _START_S = 30.0  # of a process, until it has read the tokenizer
 _RETRY_S = 1.0
+_STARTS, _START_AGAIN_S = 4, 0.1
 _LINE_BYTES = 1 << 16
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
 
@@ -136,12 +137,20 @@ class GrammarChecks:
         return InvalidRequest(*fault) if (fault := json.loads(answer)) else None
 
     async def _start(self) -> Process:
-        """A process that has read the tokenizer; one that ends before is started anew, once."""
-        try:
-            return await self._begin()
-        except ChildProcessError as error:
-            get_logger().warning("a process that compiles grammars is started anew", why=str(error))
-            return await self._begin()
+        """A process that has read the tokenizer; one that ends before is started anew.
+
+        Raises:
+            Unavailable: none of a few has lived so long.
+        """
+        why = ""
+        for tried in range(1, _STARTS + 1):
+            try:
+                return await self._begin()
+            except ChildProcessError as error:
+                why = str(error)
+                get_logger().warning("a process that compiles grammars has ended", why=why, started=tried)
+            await asyncio.sleep(_START_AGAIN_S)
+        raise Unavailable("the process that compiles grammars", why)
 
     async def _begin(self) -> Process:
         command = (sys.executable, "-m", "services.dispatcher.grammar_process", str(self._file))

@@ -170,7 +170,7 @@ def compare_sizes(
     evaluator = _SizeEvaluator(snapshot, running, traffic, pace, given, reserve)
     stay = evaluator.of(NOTHING)
     if stay.loss <= math.log(_UNSURE):
-        if not may_shrink or evaluator.fear(FEWER) > 0.0:
+        if not may_shrink or evaluator.alone_count < 2 or evaluator.fear(FEWER) > 0.0:
             return Comparison(stay, (stay,), evaluator.horizon_s, evaluator.targets)
         mean = max(traffic.recent_count, traffic.minute_count * RECENT_S / MINUTE_S)
         again = min(round(_JUMP * mean), reserve.recent_peak_count)
@@ -248,6 +248,7 @@ class _SizeEvaluator(_Evaluator):
         columns = columns_of(snapshot.groups)
         self.feared_part = _BRIDGED if reserve.gain > 1.0 and reserve.jump < math.inf else 1.0
         self._instances = sum(columns.stages) + len(reserve.waking_s)
+        self.alone_count = sum(stages == 1 for stages in columns.stages)
 
     def kinds(self, candidate: Candidate) -> list[Kind]:
         return kinds_with(self.candidates, self._snapshot, self._reserve, candidate.added, self._places)

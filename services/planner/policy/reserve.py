@@ -111,14 +111,7 @@ def kinds(candidates: Candidates, snapshot: Snapshot, reserve: Reserve, added: i
     home = home_tokens(snapshot)
     found = candidates.kinds(NOTHING)
     if added < 0:
-        largest = max((kind for kind in found if kind.stages == 1), key=lambda kind: kind.group_count)
-        left = replace(
-            largest,
-            group_count=largest.group_count - 1,
-            capacity_tokens=largest.capacity_tokens - home,
-            max_running_count=largest.max_running_count - places,
-        )
-        found = [left if kind is largest else kind for kind in found]
+        found = _one_less(found, home, places)
     undone = max(0, min(added, len(reserve.leaving)))
     found += _loaded(snapshot, reserve.leaving[:undone], home, places)
     found += _loaded(snapshot, reserve.leaving[undone:], 0.0, places)
@@ -135,6 +128,28 @@ def kinds(candidates: Candidates, snapshot: Snapshot, reserve: Reserve, added: i
         )
         for stall_s, count in sorted(stalls.items())
     ]
+
+
+def _one_less(found: Sequence[Kind], home: float, places: int) -> list[Kind]:
+    """Of the kind that serves alone and has most instances; what runs on its last one goes on with the next kind."""
+    alone = sorted((kind for kind in found if kind.stages == 1), key=lambda kind: kind.group_count)
+    largest = alone[-1]
+    if largest.group_count > 1:
+        left = replace(
+            largest,
+            group_count=largest.group_count - 1,
+            capacity_tokens=largest.capacity_tokens - home,
+            max_running_count=largest.max_running_count - places,
+        )
+        return [left if kind is largest else kind for kind in found]
+    heir = alone[-2]
+    fuller = replace(
+        heir,
+        running_count=heir.running_count + largest.running_count,
+        used_tokens=heir.used_tokens + largest.used_tokens,
+        uncomputed_tokens=heir.uncomputed_tokens + largest.uncomputed_tokens,
+    )
+    return [fuller if kind is heir else kind for kind in found if kind is not largest]
 
 
 def _loaded(snapshot: Snapshot, groups: Sequence[GroupState], each_tokens: float, places: int) -> list[Kind]:

@@ -42,6 +42,19 @@ def test_where_little_is_wanted_one_less_is_enough_and_only_if_it_may() -> None:
     assert sized(EIGHT, 0.1, calm, may=False).chosen.candidate.added == 0
 
 
+def test_one_less_of_unlike_instances_leaves_what_runs_there_to_the_others() -> None:
+    """Each is the only one of its kind."""
+    like = running(alone(("a", "b"), round(0.1 * BLOCKS)), 10)
+    slower = like.groups[1].members[0]._replace(slowness=2.0)
+    unlike = replace(like, groups=(like.groups[0], like.groups[1]._replace(members=(slower,))))
+    fewer = kinds(Candidates(unlike, Running(256, 0)), unlike, FULL, -1, 256)
+    assert [(kind.group_count, kind.running_count) for kind in fewer] == [(1, 20.0)]
+    calm = quiet(0.1)
+    for snapshot, may, added in ((unlike, True, -1), (replace(unlike, groups=unlike.groups[:1]), True, 0)):
+        found = compare_sizes(snapshot, Running(256, 0), calm, PACE, FULL, may_shrink=may, targets=Targets())
+        assert found.chosen.candidate.added == added
+
+
 @pytest.mark.parametrize(("used", "leaves"), [(0.3, True), (0.42, False)])
 def test_memory_is_kept_for_what_nobody_predicts(used: float, leaves: bool) -> None:
     """Of eight 0.3 is 0.34 of seven, and 0.42 is 0.48."""
