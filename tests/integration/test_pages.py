@@ -10,6 +10,8 @@ import threading
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import pytest
 
@@ -108,13 +110,32 @@ def test_curl(with_a_gateway: RunningCluster) -> None:
     assert '"param":"temperature"' in said
 
 
-def test_policies() -> None:
-    command = [sys.executable, "-m", "tools.cli.main", "sim", "--scenario", "examples/policies.yaml", "--json", "-"]
+def simulated(*flags: str) -> dict[str, Any]:
+    command = [
+        sys.executable,
+        "-m",
+        "tools.cli.main",
+        "sim",
+        "--scenario",
+        "examples/policies.yaml",
+        "--json",
+        "-",
+        *flags,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)["policies"]
-    assert list(told) == ["recompute", "swap", "static-pipeline", "drop", "drop:restore=off"]
-    assert told["drop"]["ttft_s"]["p99"] < told["recompute"]["ttft_s"]["p99"]
+    return json.loads(done.stdout)["policies"]
+
+
+def test_policies() -> None:
+    assert list(simulated()) == ["recompute", "swap", "static-pipeline", "drop", "drop:restore=off"]
+
+
+def test_the_example_of_policies_shows_that_a_drop_helps() -> None:
+    """In the median of three draws: of 285 requests P99 is the third longest wait, which one restore decides."""
+    drawn = [simulated("--policy", "recompute,drop", "--seed", str(seed)) for seed in range(3)]
+    recompute, drop = (median(one[name]["ttft_s"]["p99"] for one in drawn) for name in ("recompute", "drop"))
+    assert drop < recompute
 
 
 # ---------------------------------------------------------------- the site
