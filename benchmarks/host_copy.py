@@ -22,7 +22,7 @@ _ROUNDS = 5
 
 
 def _shared_bytes() -> int:
-    """Of the whole host: pages of /dev/shm and of other shared memory."""
+    """Bytes of shared memory on this host, /dev/shm included."""
     found = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     return int(found["Shmem"].split()[0]) * 1024
 

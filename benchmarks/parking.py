@@ -3,10 +3,10 @@
     python -m benchmarks.parking --traces DIR [--slices conv-spike,...] [--search] [--policy drop:park=on]
 
 GPU-seconds against as many GPUs as `recompute` needs for the same goal, simulated, in the pool of that size. DIR has
-published traces as CSVs of `arrival_s,input_tokens,output_tokens`, and a pool of lengths. `--search` finds anew how
-many GPUs `recompute` needs; else the number below is taken. Bars of the first five are those of the study that asked
-for parking; the last three were not looked at while it was built. `soon`: of all that left, those that were wanted
-again within a minute.
+published traces as CSVs of `arrival_s,input_tokens,output_tokens`, and a pool of lengths. How many GPUs `recompute`
+needs is searched with `--search`, and where no number stands below. Bars of the first five are those of the study that
+asked for parking; the last three were not looked at while it was built. `soon`: of all that left, those that were
+wanted again within a minute.
 """
 
 import argparse
@@ -30,7 +30,7 @@ class Slice:
     trace: str
     on: tuple[str, str]  # model and GPU
     slo: Slo
-    static: int  # instances that `recompute` needs
+    static: int | None  # instances that `recompute` needs; None: not searched yet
     bar: float | None  # GPU-seconds, at most so many times those of `recompute`
     rate_scale: float = 1.0
     time_scale: float = 1.0
@@ -47,9 +47,9 @@ SLICES = {
     "burstgpt": Slice("burstgpt1_t0_35400", _OLD, _CHAT, 14, 0.5, rate_scale=8.0, time_scale=0.02),
     "code-spike": Slice("azure_code_spike640_b", _OLD, _CODE, 16, 0.5, rate_scale=0.5, lengths=_POOL),
     "computing": Slice("azure_conv_spike640_b", _NEW, _CHAT, 6, 1.0, rate_scale=3.0),
-    "conv-calm": Slice("azure_conv_calm640", _OLD, _CHAT, 9, None, rate_scale=1.5),
-    "code-other": Slice("azure_code_spike640_a", _OLD, _CODE, 16, None, rate_scale=0.5, lengths=_POOL),
-    "code-even": Slice("azure_code_least_bursty640", _NEW, _CODE, 4, None, rate_scale=2.0, lengths=_POOL),
+    "conv-calm": Slice("azure_conv_calm640", _OLD, _CHAT, None, None, rate_scale=1.5),
+    "code-other": Slice("azure_code_spike640_a", _OLD, _CODE, None, None, rate_scale=0.5, lengths=_POOL),
+    "code-even": Slice("azure_code_least_bursty640", _NEW, _CODE, None, None, rate_scale=2.0, lengths=_POOL),
 }
 
 
@@ -76,7 +76,7 @@ def needed(one: Slice, traces: Path) -> int:
 
 def row(name: str, traces: Path, policy: str, *, search: bool) -> tuple[str, bool]:
     one = SLICES[name]
-    static = needed(one, traces) if search else one.static
+    static = needed(one, traces) if search or one.static is None else one.static
     run = attempt(job(one, traces, policy, static), one.slo)
     part = run.mean_on / static
     kept = run.met_share >= one.slo.share and (one.bar is None or part <= one.bar + 0.005)

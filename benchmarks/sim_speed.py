@@ -159,7 +159,7 @@ def calls_per_event(size: int, each: int) -> float:
 
 
 def calls_per_request(count: int) -> float:
-    """Of the workload that vidur's speed is told for."""
+    """Python calls per simulated request of the workload that vidur's speed was measured on."""
     world = World(_options(1), poisson(count, 1.5, (2048, 512)))
     profile = cProfile.Profile()
     profile.runcall(world.run)

@@ -79,7 +79,7 @@ class LoadReport:
 
     @property
     def retained_fraction(self) -> float:
-        """Of the KV blocks those that are free and keep KV for prompts that begin so."""
+        """Free KV blocks that retain the KV of a prefix."""
         return self.retained_block_count / self.block_count if self.block_count else 0.0
 
     @property

@@ -31,14 +31,14 @@ class Reach:
 
 
 def write_reach(reach: Reach) -> str:
-    """As it stands in the state server: its numbers in order."""
+    """The form in the state server: all fields as numbers, in order."""
     return " ".join(map(str, astuple(reach)))
 
 
 def read_reach(text: str) -> Reach:
     """
     Raises:
-        ValueError: another version has written it, or nobody of ours.
+        ValueError: the value is not in this form; another version may have written it.
     """
     alone, group, size, there = (int(word) for word in text.split(" ") if word.isascii() and word.isdigit())
     reach = Reach(alone, group, size, there)

@@ -25,7 +25,7 @@ class LongDemand:
 
     count: int = 0
     need_tokens: int = 0  # of the one that needs most, with what its answer may still grow by
-    prompt_tokens: int = 0  # of these so many are to be computed
+    prompt_tokens: int = 0  # tokens of these requests' prompts that are yet to be computed
     wait_s: float = 0.0  # of the first
 
 
@@ -71,7 +71,7 @@ class Traffic:
 
 
 def write_traffic(traffic: Traffic) -> str:
-    """As it stands in the state server: its numbers in order."""
+    """The form in the state server: all fields as numbers, in order."""
     *own, long = astuple(traffic)
     return " ".join(map(_written, (*own, *long)))
 
@@ -85,7 +85,7 @@ def _written(value: float | tuple[int, ...]) -> str:
 def read_traffic(text: str) -> Traffic:
     """
     Raises:
-        ValueError: another version has written it, or nobody of ours.
+        ValueError: the value is not in this form; another version may have written it.
     """
     words = text.split(" ")
     if words[-1].endswith("]"):  # of a version that knew no long requests

@@ -1,4 +1,4 @@
-"""How many instances should serve, for whoever starts and ends them: the body of a webhook, and its signature (pure).
+"""The body of the scaling webhook (how many instances should serve) and its signature (pure).
 
 The signature is as Stripe's: `t=SECONDS,v1=HEX`, an HMAC-SHA256 of `SECONDS.BODY` with the secret that both have. A
 message that is older than some minutes may be a repeated one, and is refused.

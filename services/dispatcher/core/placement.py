@@ -107,7 +107,7 @@ class Placement:
         return Outcome([*placed, *self._claim(at_s)], hopeless)
 
     def _claim(self, at_s: float) -> list[Place]:
-        """Of what has no place, requests of callers that hold little go where another caller gives way."""
+        """Place requests of light callers on full workers, which preempt a heavy caller for them."""
         placed, refused = list[Place](), set[str]()
         for tracked in self._backlog.slice(0, _BATCH_COUNT, at_s):
             caller = tracked.request.caller

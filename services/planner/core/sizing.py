@@ -84,7 +84,7 @@ class Sizing:
         return {leaver: True}, compared
 
     def wanted(self, layout: Layout) -> Wanted:
-        """For whoever starts and ends processes. While nothing is known: those that there are."""
+        """Instances that should serve; as many as there are while nothing is known."""
         members = [m for group in layout.groups for m in group.members]
         away = (Standing.LEAVING, Standing.PARKED)
         return Wanted(

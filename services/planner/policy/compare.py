@@ -39,7 +39,7 @@ _BEARABLE = 1.5  # so many times as long others may wait, or take for a token, t
 # many times the mean.
 _FULL, _FEARED, _FEARED_AFTER, _JUMP, _BRIDGED = 0.95, 0.6, 1.1, 1.3, 0.25
 _PRICED = 2.0  # an instance has a price, a drop has none: so many times the targets are good enough to do without one
-_MOST_GAIN = 50.0  # the logarithm of what is told
+_MOST_GAIN = 50.0  # bound of a reported gain's logarithm
 _PRIOR_COUNT, _PRIOR_TOKENS = 2, 128  # answers that nobody has seen, lest the first one says all
 
 

@@ -55,7 +55,7 @@ class GroupRoom:
 
     @property
     def sizes(self) -> Mapping[WorkerId, RoomSizes] | None:
-        """Of all stages. None: some have not been told yet."""
+        """Room of every stage; None while that of some stage is not known."""
         known = {**self._told, self._me: self.own()}
         return {stage: known[stage] for stage in self.stages} if known.keys() >= set(self.stages) else None
 

@@ -4,6 +4,7 @@ A worker's engine thread and the simulator take the same turns. `take_in` and `s
 the engine takes its time: for a thread that has passed by then, in a simulation it is let pass.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -88,7 +89,7 @@ class Member(Protocol):
     def close(self) -> None: ...
 
 
-class Turns:
+class Turns(ABC):
     """Base of those of a thread and of a simulation, which say how a batch is run. A turn is `take_in`, `step` while
     `may_step`, and then what is in `commands` is for dispatchers.
     """
@@ -104,13 +105,13 @@ class Turns:
 
     # ---------------------------------------------------------------- of a thread, or of a simulation
 
+    @abstractmethod
     def run(self, command: Execute | Removed) -> StepOutcome | None:
-        """None: its outcome follows, or there is none."""
-        raise NotImplementedError
+        """Execute a batch, or forget a sequence. None: the outcome follows, or there is none."""
 
+    @abstractmethod
     def texts_of(self, outcome: StepOutcome) -> tuple[str, ...]:
         """One for each token of a batch that has come back, or has failed or been preempted."""
-        raise NotImplementedError
 
     def note(self, command: Command) -> None:
         """The core, or the member, has answered with it. What is `Removed` is no news for dispatchers."""

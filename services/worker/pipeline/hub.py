@@ -70,7 +70,7 @@ def layer_key(epoch: Epoch, layer: int, source: WorkerId) -> Key:
 
 
 def whole(pieces: Pieces) -> Callable[[int, int], Pieces]:
-    """For what comes as it is expected, or not at all."""
+    """A destination of KV that arrives as expected, or not at all."""
     return lambda _first, _last: pieces
 
 
