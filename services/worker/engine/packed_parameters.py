@@ -134,7 +134,7 @@ class _Dense:
 
     def __call__(self, module: nn.Module) -> Any:
         held = module._parameters
-        tensors = {part: held[part_name(self._leaf, part)] for part in self._packing.specs}
+        tensors: dict[str, Any] = {part: held[part_name(self._leaf, part)] for part in self._packing.specs}
         if len(self._packing.shape) == 3:
             return Experts(tensors, self._packing, self._dtype)
         return self._packing.dense(tensors, self._dtype)
