@@ -32,7 +32,7 @@ class CheckpointInfo:
     max_model_len: int
     tied: bool
     parameter_count: int
-    is_quantised: bool = False  # the number of parameters is that of stored numbers then, several of which may share one
+    is_quantised: bool = False  # `parameter_count` is of stored numbers then
     bytes_per_dtype: dict[str, int]  # float32, bfloat16 ... -> bytes of the tensors stored so
     shard_count: int
     has_tokenizer: bool
