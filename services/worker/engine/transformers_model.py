@@ -33,6 +33,7 @@ from services.worker.engine.attention_cuda import CudaAttention
 from services.worker.engine.checkpoint import fill_layers
 from services.worker.engine.implementation import MemoryNeeds, StageModel
 from services.worker.engine.layer_attention import LayerAttention, LayerAttentionStep, LayerKind
+from services.worker.engine.lora import Lora, Product
 from services.worker.engine.model_config import ModelFacts, read_eos_token_ids, read_json
 from services.worker.engine.native.library import Kernels
 from services.worker.engine.packed_attention import PagedAttention
@@ -378,6 +379,17 @@ class TransformersDecoder(Decoder):
         run = _LayerRun(0, 0, final=hidden)
         return self.pass_through(run, with_head=True, inputs_embeds=hidden, position_ids=positions).logits[0]
 
+    def adapt(self, lora: Lora) -> None:
+        """Whose rows are those of each step from now on."""
+        for name in sorted(lora.modules):
+            product = lora.product([(name, 0)])
+
+            def add(_: nn.Module, given: tuple[torch.Tensor], out: torch.Tensor, product: Product = product) -> None:
+                x_TD, out_TO = given[0].reshape(-1, given[0].shape[-1]), out.view(-1, out.shape[-1])
+                lora.add_to(product, x_TD, out_TO)
+
+            self.model.get_submodule(name).register_forward_hook(add)
+
     def _bind(self, parameters: ParameterStore, dtype: torch.dtype) -> None:
         """Parameters and buffers of the checkpoint lie in our memory; other buffers are made as `transformers` does."""
         views: dict[int, torch.Tensor] = {}
@@ -433,6 +445,12 @@ class TransformersModel:
     def parameter_count(self) -> int:
         parts = [*self._parts.layers, *self._parts.others.values()]
         return sum(tensor.numel() for part in parts for tensor in part.values())
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        model, inside = self._skeleton.model, f"{self._skeleton.layers_name}."
+        found = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.startswith(inside)}
+        return {name: (module.out_features, module.in_features) for name, module in found.items()}
 
     @property
     def token_elements(self) -> int:
