@@ -10,6 +10,7 @@ from services.worker.core.batch import SequenceId
 from services.worker.core.sequence import Sequence
 
 OFFLINE_RANK = PriorityClass.BATCH.rank  # the last one
+LIFT_S = 10.0  # as dispatchers have it, see `PlacementRules.lift_s`
 
 
 def order(sequence: Sequence) -> tuple[int, tuple[float, SequenceId]]:
@@ -57,6 +58,23 @@ class WaitingLine:
         for sequence in self._classes[rank].values():
             found.setdefault(sequence.caller, sequence)
         return list(found.values())
+
+    @property
+    def overtakes(self) -> bool:
+        """Whether online sequences of a better class wait beside others of a worse one."""
+        return sum(map(bool, self._classes[:OFFLINE_RANK])) > 1
+
+    def lift(self, at_s: float) -> None:
+        """Raises the first of a class by one class, for good, once it has waited for LIFT_S behind a better one: it is
+        older than most there. Offline sequences are never raised.
+        """
+        for rank in range(1, OFFLINE_RANK):
+            first = next(iter(self._classes[rank].values()), None)
+            if first is not None and any(self._classes[:rank]) and at_s - first.waits_since_s >= LIFT_S:
+                self.remove(first)
+                first.rank = rank - 1
+                first.note(at_s, f"has waited for {LIFT_S:.0f} s: counts as one class better")
+                self.add(first)
 
     def add(self, sequence: Sequence) -> None:
         """It goes to its class by arrival: a newcomer to the end, one that gave way to the head, others in between."""

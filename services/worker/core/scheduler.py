@@ -54,7 +54,7 @@ class Scheduler(GroupCounts):
         """Whether the next plan lets nothing in and puts nothing off, if no block is lacking: everything runs on."""
         if self.stage_count > 1 or not self.running or self.suspended or self.swap.enabled:
             return False
-        if self.line.offline_count or len(self.swap) or self.offline or self._keeps_on_host:
+        if self.line.offline_count or self.line.overtakes or len(self.swap) or self.offline or self._keeps_on_host:
             return False
         head = self._head()
         if head is None:
@@ -85,6 +85,7 @@ class Scheduler(GroupCounts):
         yielded: list[Sequence] = []
         if not self.line.count and not self.line.offline_count and not len(self.swap):
             return yielded
+        self.line.lift(at_s)
         while (sequence := self._head()) is not None:
             if (yielding := self._who_yields(sequence, completed_step_id)) is None:
                 return yielded

@@ -79,6 +79,7 @@ class Sequence:
         "stop",
         "targets",
         "token_count",
+        "waits_since_s",
         "wants_text",
     )
 
@@ -93,6 +94,7 @@ class Sequence:
         self.sampling = submitted.sampling
         self.rank = submitted.priority.rank
         self.arrival = (submitted.at_s, sequence_id)
+        self.waits_since_s = submitted.at_s  # of the last time that it began to wait
         self.deadline_at_s = submitted.deadline_at_s
         self.wants_text = submitted.wants_text
         self.targets = submitted.targets  # its own, or else those of its class
@@ -126,6 +128,8 @@ class Sequence:
         if (self.state, to) not in _MOVES:
             raise InvariantViolation(f"{self.name} cannot go from {self.state.value} to {to.value}", self.story())
         self.state = to
+        if to is SequenceState.WAITING:
+            self.waits_since_s = at_s
         self.note(at_s, f"{to.value}: {why}")
 
     @property
