@@ -125,6 +125,11 @@ class Implementation(Protocol):
         ...
 
     @property
+    def quantised(self) -> str | None:
+        """What the numbers of those parameters are that stay quantised in memory, if any do."""
+        ...
+
+    @property
     def pipelines(self) -> bool:
         """Whether ranges of layers may run on several workers. Known once the self-test of `load` has run."""
         ...
@@ -186,6 +191,10 @@ class BallastModel:
     @property
     def linears(self) -> Linears:
         return own_linears(self.config)
+
+    @property
+    def quantised(self) -> str | None:
+        return None
 
     @property
     def pipelines(self) -> bool:
