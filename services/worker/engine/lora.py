@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from safetensors import safe_open
+from torch import nn
 
 from ballast.common.errors import InvariantViolation
 from services.worker.core.batch import NewSequence, SequenceId, Slice
@@ -84,6 +85,17 @@ class Lora:
         self._rows = list(zip(found, uploaded, strict=True))
         return bool(found)
 
+    def adapt(self, model: nn.Module) -> None:
+        """Behind each of its linear modules that an adapter adds to, for rows as one sequence of a batch."""
+        for name in sorted(self.modules):
+            product = self.product([(name, 0)])
+
+            def add(_: nn.Module, given: tuple[torch.Tensor], out: torch.Tensor, product: Product = product) -> None:
+                x_TD, out_TO = given[0].reshape(-1, given[0].shape[-1]), out.view(-1, out.shape[-1])
+                self.add_to(product, x_TD, out_TO)
+
+            model.get_submodule(name).register_forward_hook(add)
+
     def add_to(self, product: Product, x_TD: torch.Tensor, out_TO: torch.Tensor) -> None:
         """Add to the product of `x_TD` with the model's own matrix, where it lies."""
         for adapter, rows_R in self._rows:
@@ -97,6 +109,13 @@ class Adaptable(Protocol):
     """A model that can be computed with adapters."""
 
     def adapt(self, lora: Lora) -> None: ...
+
+
+def linears_of(model: nn.Module, layers_name: str) -> dict[str, tuple[int, int]]:
+    """Linear modules of a model's layers, by name: outputs, inputs."""
+    named = model.named_modules()
+    found = {n: m for n, m in named if isinstance(m, nn.Linear) and n.startswith(f"{layers_name}.")}
+    return {name: (module.out_features, module.in_features) for name, module in found.items()}
 
 
 def bytes_of(adapters: Iterable[AdapterFiles], dtype: torch.dtype) -> int:
