@@ -1,4 +1,5 @@
 """The first messages between two workers on a new connection, and mutual authentication.
+
     caller  hello      from, to, incarnation, lane; its limits; a nonce
     host    challenge  a nonce
     caller  proof

@@ -1,4 +1,5 @@
 """One copy of a model's parameters in a host's memory, mapped by all its workers.
+
     ROOT/<digest>/maker.lock       held by the worker that makes it
     ROOT/<digest>/parameters.bin   all parts, consecutively, in device layout
     ROOT/<digest>/manifest.json    parts with offsets, sums and checksums; written last: it marks completeness
