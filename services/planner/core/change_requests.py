@@ -336,7 +336,9 @@ def _restore(
             surveyed, load, model, planning.targets, {d.group_id: d.block_counts for d in found.dissolutions}
         )
         if compared is not None and compared.chosen is compared.candidates[0]:
-            return Rejected("; ".join(("to give back would be worse", *compared.lines())), compared=compared)
+            return Rejected(
+                "; ".join(("to give back would be worse, or take too long", *compared.lines())), compared=compared
+            )
     return Approved(
         TransitionKind.RESTORE,
         dissolved(base, chosen, epoch, f"{change.by}: restore"),

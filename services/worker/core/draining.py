@@ -50,13 +50,15 @@ class Draining:
         self._left_count = math.inf  # that had not left it then
         self._told_tokens: int = 0
         self._tight_by_s = math.inf
+        self.is_short = False  # requests wait here for memory beside the group
         self.hurried = False  # the next transition waits for its end
         self.recomputed_count = 0  # requests that have gone by their tokens and are not counted yet
         self.own_victims: tuple[Victim, ...] = ()  # that stay here, with their KV
         self.over = False  # no batch is in flight, and what was left has been handed over
 
     def over_at_s(self, group: GroupScheduler) -> float:
-        return over_at_s(self._began_s, self._left_s, group.reserved_block_count, self._stages)
+        blocks = group.reserved_block_count
+        return over_at_s(self._began_s, self._left_s, blocks, self._stages, is_short=self.is_short)
 
     def place_waiting(self, now_s: float, group: GroupScheduler) -> list[Event]:
         return self._send_away(group.may_leave(running=False), now_s, group, by_tokens=True)
