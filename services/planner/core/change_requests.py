@@ -133,7 +133,7 @@ def decide(
 
 
 def complete(base: Layout, members: tuple[Member, ...], epoch: Epoch, why: str) -> Approved:
-    """Survivors of a pipeline get what they lack from the disk, for lack of anybody with whom they share links."""
+    """Survivors of a pipeline get what they lack by themselves: this plan is for who has not, and reads the disk."""
     layers = range(base.layer_count)
     sources: dict[WorkerId, Sources] = {m.worker_id: tuple((layer, None) for layer in layers) for m in members}
     return Approved(TransitionKind.RESTORE, completed(base, members, epoch, why), None, (), sources=sources)
