@@ -1,36 +1,44 @@
-"""Spans for a collector: OTLP over HTTP in its JSON form, which Jaeger, Tempo and others take. Off the path of tokens.
+"""Spans for an OpenTelemetry collector (Jaeger, Tempo ...), sent by OpenTelemetry's SDK: OTLP over HTTP.
 
-Spans are made of what is known when something has ended. Those that cannot be sent are dropped and counted: a slow
-collector holds nobody up. Ids that two services have to agree on follow from what both know.
+Spans are made of what is known when something has ended, so nothing is spent on them while tokens flow. The SDK queues
+them, sends from a thread of its own, and drops the oldest when a collector is slow. Its environment variables apply
+(`OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_EXPORTER_OTLP_CERTIFICATE`, `OTEL_RESOURCE_ATTRIBUTES` ...).
+Ids that two services have to agree on are derived from what both know.
 """
 
 import asyncio
-import contextlib
 import hashlib
-import json
 import re
 import secrets
 import time
-import urllib.request
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from http.client import HTTPException
-from typing import Any, Final, Self
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Self
+
+from opentelemetry.context import Context as OtelContext
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.trace import (
+    Link,
+    NonRecordingSpan,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+    set_span_in_context,
+)
 
 from ballast import __version__
 from ballast.common.layout import Layout
-from ballast.service.logs import get_logger
-from ballast.service.tasks import keep_up
 
 _MAX_QUEUED: Final = 2048
-_BATCH: Final = 256
-_EVERY_S: Final = 1.0
+_EVERY_MS: Final = 1000.0
 _TIMEOUT_S: Final = 5.0
 _PARENT: Final = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
-SERVER, INTERNAL, ERROR = 2, 1, 2  # kinds of spans; the status of one that failed
-
-Json = dict[str, Any]  # Any: what the json module takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +51,7 @@ class Context:
 
     @classmethod
     def read(cls, traceparent: str) -> Self | None:
-        """What W3C's header of this name says; None for anything else."""
+        """Parses W3C's `traceparent` header; None for anything else."""
         found = _PARENT.fullmatch(traceparent)
         if found is None:
             return None
@@ -74,50 +82,27 @@ def _digest(*words: str) -> str:
     return hashlib.sha256("\n".join(words).encode()).hexdigest()
 
 
-def span(
-    name: str,
-    at: Context,
-    parent_id: str,
-    times_s: tuple[float, float],
-    attributes: Mapping[str, object],
-    *,
-    kind: int = INTERNAL,
-    links: Sequence[Context] = (),
-    error: str = "",
-) -> Json:
-    """One span. `times_s`: its begin and end, on the wall's clock; `at`: its own ids."""
-    made: Json = {
-        "traceId": at.trace_id,
-        "spanId": at.span_id or secrets.token_hex(8),
-        "name": name,
-        "kind": kind,
-        "startTimeUnixNano": nanoseconds(times_s[0]),
-        "endTimeUnixNano": nanoseconds(times_s[1]),
-        "attributes": attributes_of(attributes),
-    }
-    if parent_id:
-        made["parentSpanId"] = parent_id
-    if links:
-        made["links"] = [{"traceId": link.trace_id, "spanId": link.span_id} for link in links]
-    if error:
-        made["status"] = {"code": ERROR, "message": error}
-    return made
+@dataclass(frozen=True, slots=True)
+class SpanEvent:
+    name: str
+    at_s: float
+    attributes: Mapping[str, object] = field(default_factory=dict[str, object])
 
 
-def attributes_of(values: Mapping[str, object]) -> list[Json]:
-    """What is None or empty is left out."""
-    found: list[Json] = []
-    for key, value in values.items():
-        match value:
-            case None | "":
-                continue
-            case int():
-                found.append({"key": key, "value": {"intValue": str(value)}})
-            case float():
-                found.append({"key": key, "value": {"doubleValue": value}})
-            case _:
-                found.append({"key": key, "value": {"stringValue": str(value)}})
-    return found
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A span that has ended. Times are of the wall's clock; attributes that are None or "" are not sent."""
+
+    name: str
+    at: Context  # its trace, and its own id; "": the exporter draws one
+    parent_id: str  # "": it is its trace's first
+    begin_s: float
+    end_s: float
+    attributes: Mapping[str, object]
+    is_server: bool = False
+    links: Sequence[Context] = ()
+    events: Sequence[SpanEvent] = ()
+    error: str = ""
 
 
 def wall_offset_s() -> float:
@@ -125,12 +110,8 @@ def wall_offset_s() -> float:
     return time.time() - time.monotonic()
 
 
-def nanoseconds(at_s: float) -> str:
-    return str(int(at_s * 1e9))
-
-
 class Exporter:
-    """Sends spans. `run` sends; `put` only takes note of what makes them when their turn comes.
+    """Sends spans from a thread of the SDK. `put` is called from one thread.
 
     Args:
         endpoint: http://HOST:4318, or its /v1/traces.
@@ -139,68 +120,73 @@ class Exporter:
     """
 
     def __init__(self, endpoint: str, service: str, instance: str) -> None:
-        self.dropped_count = 0
-        self._url = endpoint.rstrip("/") + ("" if endpoint.rstrip("/").endswith("/v1/traces") else "/v1/traces")
-        self._resource = {"service.name": f"ballast-{service}", "service.instance.id": instance}
-        self._queue: deque[Callable[[], Sequence[Json]]] = deque()
-        self._complained = False
 
-    def put(self, make: Callable[[], Sequence[Json]]) -> None:
-        if len(self._queue) >= _MAX_QUEUED:
-            self.dropped_count += 1
-            return
-        self._queue.append(make)
+        url = endpoint.rstrip("/") + ("" if endpoint.rstrip("/").endswith("/v1/traces") else "/v1/traces")
+        names = {"service.name": f"ballast-{service}", "service.instance.id": instance, "service.version": __version__}
+        self._ids = _Ids()
+        self._provider = TracerProvider(resource=Resource.create(names), id_generator=self._ids, shutdown_on_exit=False)
+        self._sender = OTLPSpanExporter(url, timeout=_TIMEOUT_S)
+        self._provider.add_span_processor(
+            BatchSpanProcessor(self._sender, max_queue_size=_MAX_QUEUED, schedule_delay_millis=_EVERY_MS)
+        )
+        self._tracer = self._provider.get_tracer("ballast", __version__)
 
-    async def run(self) -> None:
-        """Runs until cancelled; what is left then is sent."""
-        try:
-            while True:
-                await asyncio.sleep(_EVERY_S)
-                await self._send_all()
-        except asyncio.CancelledError:
-            await self._send_all()
-            raise
+    def put(self, spans: Sequence[Span]) -> None:
 
-    async def _send_all(self) -> None:
-        while self._queue:
-            batch = [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
-            await self._send([one for make in batch for one in make()], len(batch))
+        for span in spans:
+            self._ids.trace_id, self._ids.span_id = span.at.trace_id, span.at.span_id or secrets.token_hex(8)
+            made = self._tracer.start_span(
+                span.name,
+                _parent(span),
+                SpanKind.SERVER if span.is_server else SpanKind.INTERNAL,
+                _sent(span.attributes),
+                [Link(_span_context(link.trace_id, link.span_id)) for link in span.links],
+                _nanoseconds(span.begin_s),
+            )
+            for event in span.events:
+                made.add_event(event.name, _sent(event.attributes), _nanoseconds(event.at_s))
+            if span.error:
+                made.set_status(Status(StatusCode.ERROR, span.error))
+            made.end(_nanoseconds(span.end_s))
 
-    async def _send(self, spans: Sequence[Json], count: int) -> None:
-        body = json.dumps(self._envelope(spans)).encode()
-        try:
-            await asyncio.to_thread(_post, self._url, body)
-        except (OSError, HTTPException) as error:
-            self.dropped_count += count
-            if not self._complained:
-                get_logger().warning("traces are dropped", collector=self._url, why=str(error))
-            self._complained = True
-        else:
-            self._complained = False
-
-    def _envelope(self, spans: Sequence[Json]) -> Json:
-        return {
-            "resourceSpans": [
-                {
-                    "resource": {"attributes": attributes_of({**self._resource, "service.version": __version__})},
-                    "scopeSpans": [{"scope": {"name": "ballast", "version": __version__}, "spans": spans}],
-                }
-            ]
-        }
+    async def close(self) -> None:
+        """Sends what is queued, unless that takes longer than one request may."""
+        sent = asyncio.ensure_future(asyncio.to_thread(self._provider.force_flush))
+        await asyncio.wait([sent], timeout=_TIMEOUT_S)
+        self._sender.shutdown()  # a request under way is not repeated
 
 
-@contextlib.asynccontextmanager
-async def sending(exporter: Exporter) -> AsyncGenerator[None]:
-    """Spans are sent meanwhile, and what is left at the end."""
-    task = asyncio.create_task(keep_up(exporter.run, "spans"), name="send spans")
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
+class _Ids(IdGenerator):
+    """Gives the SDK the ids of the span that `put` makes."""
+
+    trace_id = span_id = ""
+
+    def generate_trace_id(self) -> int:
+        return int(self.trace_id, 16)
+
+    def generate_span_id(self) -> int:
+        return int(self.span_id, 16)
 
 
-def _post(url: str, body: bytes) -> None:
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"}, method="POST")
-    with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-        answer.read()
+def _span_context(trace_id: str, span_id: str) -> SpanContext:
+    return SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+
+
+def _parent(span: Span) -> OtelContext:
+    from opentelemetry.context import Context as OtelContext
+
+    if not span.parent_id:
+        return OtelContext()
+    return set_span_in_context(NonRecordingSpan(_span_context(span.at.trace_id, span.parent_id)), OtelContext())
+
+
+def _sent(attributes: Mapping[str, object]) -> dict[str, int | float | str]:
+    return {
+        key: value if isinstance(value, int | float) else str(value)
+        for key, value in attributes.items()
+        if value is not None and value != ""
+    }
+
+
+def _nanoseconds(at_s: float) -> int:
+    return int(at_s * 1e9)

@@ -7,6 +7,7 @@ a request that has moved beside the transition's. `--out FILE` writes both in Ja
 
 import argparse
 import asyncio
+import base64
 import http.server
 import json
 import tempfile
@@ -17,6 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from google.protobuf import json_format
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
 from ballast.client import AsyncClient, SamplingParams
 from ballast.rpc.channel import open_channel
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
@@ -26,13 +30,14 @@ from tools.local.cluster import LocalCluster, Service
 _WITHIN_S = 60.0
 _REQUESTS, _TOKENS = 16, 300
 _WIDTH = 56
+_IDS = ("traceId", "spanId", "parentSpanId")
 
 Json = dict[str, Any]  # Any: OTLP's and Jaeger's own
 
 
 @dataclass
 class Collector:
-    """Takes spans as Jaeger and Tempo do: OTLP over HTTP, in JSON."""
+    """Takes spans as Jaeger and Tempo do: OTLP over HTTP; keeps them in its JSON form."""
 
     url: str = ""
     bodies: list[Json] = field(default_factory=list[Json])
@@ -54,10 +59,10 @@ def collecting() -> Generator[Collector]:
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            collector.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            sent = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["Content-Length"])))
+            collector.bodies.append(json.loads(json_format.MessageToJson(sent), object_hook=_with_hex_ids))
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(b"{}")
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
@@ -67,6 +72,11 @@ def collecting() -> Generator[Collector]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield collector
         server.shutdown()
+
+
+def _with_hex_ids(of: Json) -> Json:
+    """OTLP's JSON form writes ids in hexadecimal digits, protobuf's own in base64."""
+    return {key: base64.b64decode(value).hex() if key in _IDS else value for key, value in of.items()}
 
 
 def flags_for(collector: Collector) -> dict[Service, list[str]]:

@@ -188,6 +188,12 @@ async def _serve(
     def traffic() -> Traffic:
         return shell.core.traffic(clock.now_s())
 
+    exporter = None
+    if settings.otlp_traces_endpoint is not None:
+        exporter = Exporter(settings.otlp_traces_endpoint, _NAME, identity.dispatcher_id)
+        tracer = Tracer(exporter, clock, time.time)
+        shell.chronicle.tell = tracer.ended
+        watching.append(tracer.layout)
     try:
         async with _running(
             shell.run(),
@@ -199,7 +205,6 @@ async def _serve(
             keep_up(planner.follow, "find planner"),
             keep_up(doors.follow_tokens, "tokens"),
             keep_up(lambda: _keep_health(shell, server), "health"),
-            *_tracing(settings, identity, shell, clock, watching),
         ):
             gc.freeze()  # what was loaded stays: collections need not look at it while requests run
             say_ready(_NAME, identity.dispatcher_id, address)
@@ -213,23 +218,8 @@ async def _serve(
         await server.stop(0.0)
         await encoder.close()
         shell.chronicle.write_the_rest()
-
-
-def _tracing(
-    settings: DispatcherSettings,
-    identity: Identity,
-    shell: DispatcherShell,
-    clock: MonotonicClock,
-    watching: list[Callable[[Layout], None]],
-) -> list[Coroutine[Any, Any, None]]:
-    """What sends traces, if a collector was named. `watching`: those who are told of layouts."""
-    if settings.otlp_traces_endpoint is None:
-        return []
-    exporter = Exporter(settings.otlp_traces_endpoint, _NAME, identity.dispatcher_id)
-    tracer = Tracer(exporter, clock, time.time)
-    shell.chronicle.tell = tracer.ended
-    watching.append(tracer.layout)
-    return [keep_up(exporter.run, "spans")]
+        if exporter is not None:
+            await exporter.close()
 
 
 def build_shell(

@@ -13,7 +13,7 @@ from ballast.service.http_client import HttpClient
 from ballast.service.http_server import HttpServer
 from ballast.service.lifecycle import Lifecycle, advertised_address, run_service, say_ready
 from ballast.service.metrics import REGISTRY, MetricsServer
-from ballast.service.otlp import Exporter, sending
+from ballast.service.otlp import Exporter
 from ballast.service.security import Role, Security
 from ballast.service.settings import load_settings
 from ballast.service.tokens import cluster_token
@@ -65,7 +65,7 @@ async def main(life: Lifecycle) -> None:
         exporter = None
         if settings.otlp_traces_endpoint is not None:
             exporter = Exporter(settings.otlp_traces_endpoint, _NAME, gateway_id)
-            await running.enter_async_context(sending(exporter))
+            running.push_async_callback(exporter.close)
         app = build_app(
             Endpoints(client, Generator(client, metrics), model, settings.max_choices, tool_format, reasoning),
             metrics,

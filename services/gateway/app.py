@@ -27,7 +27,7 @@ from ballast.common.targets import TARGET_HEADERS
 from ballast.service.http_client import BrokenCall, HttpClient
 from ballast.service.http_forward import ClientGone, forward
 from ballast.service.logs import get_logger
-from ballast.service.otlp import SERVER, Context, Exporter, span
+from ballast.service.otlp import Context, Exporter, Span
 from services.gateway import anthropic
 from services.gateway.endpoints import Call, Endpoints, Events, Reply
 from services.gateway.errors import Failure, failure_of, invalid
@@ -277,9 +277,11 @@ class Door:
             "http.response.status_code": status,
             "ballast.request_id": request_id,
         }
-        times_s, error = (now_s - took_s, now_s), "" if status < 500 else f"status {status}"
-        made = span(f"POST {route}", traced.at, traced.parent_id, times_s, what, kind=SERVER, error=error)
-        self._exporter.put(lambda: [made])
+        error = "" if status < 500 else f"status {status}"
+        at, parent_id = traced.at, traced.parent_id
+        self._exporter.put(
+            [Span(f"POST {route}", at, parent_id, now_s - took_s, now_s, what, is_server=True, error=error)]
+        )
 
     async def _fail(self, route: str, request_id: str, error: Exception, answer: "Answer") -> None:
         failure = failure_of(error)

@@ -60,8 +60,6 @@ async def main(life: Lifecycle) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(shell.run(), name="shell")
             tasks.create_task(keep_up(monitor.follow, "find monitor"), name="find monitor")
-            if exporter is not None:
-                tasks.create_task(keep_up(exporter.run, "spans"), name="spans")
 
     server = RpcServer(
         host=settings.host,
@@ -90,6 +88,8 @@ async def main(life: Lifecycle) -> None:
         await server.stop(settings.shutdown_timeout_s)
         await state.close()
         metrics.close()
+        if exporter is not None:
+            await exporter.close()
 
 
 def build_shell(

@@ -6,12 +6,12 @@ Dispatchers link the requests that have lived through it (`ballast.service.otlp.
 import itertools
 from collections.abc import Callable
 
-from ballast.service.otlp import Context, Exporter, Json, span, transition_context, wall_offset_s
+from ballast.service.otlp import Context, Exporter, Span, transition_context, wall_offset_s
 from services.planner.core.record import TransitionRecord
 from services.planner.core.stages import Stage
 
 
-def spans_of(record: TransitionRecord, offset_s: float) -> list[Json]:
+def spans_of(record: TransitionRecord, offset_s: float) -> list[Span]:
     """`offset_s`: from the planner's clock to the one on the wall."""
     journal = record.journal
     own = transition_context(journal.target)
@@ -28,23 +28,21 @@ def spans_of(record: TransitionRecord, offset_s: float) -> list[Json]:
         "ballast.freed_parameter_bytes": record.total("freed_parameter_bytes"),
     }
 
-    def times(begin_s: float, until_s: float) -> tuple[float, float]:
-        return begin_s + offset_s, until_s + offset_s
-
     failed = "" if journal.stage is Stage.DONE else journal.failure
     inner = Context(own.trace_id, "")
-    whole = span(str(journal.kind), own, "", times(record.began_at_s, end_s), facts, error=failed)
+    whole = Span(str(journal.kind), own, "", record.began_at_s + offset_s, end_s + offset_s, facts, error=failed)
     stages = [
-        span(str(stage), inner, own.span_id, times(at_s, until_s), {})
+        Span(str(stage), inner, own.span_id, at_s + offset_s, until_s + offset_s, {})
         for (at_s, stage), (until_s, _) in itertools.pairwise(reached)
     ]
     exchanging_s = record.reached_at_s.get(Stage.EXCHANGING)
     members = [
-        span(
+        Span(
             f"exchange of {worker_id}",
             inner,
             own.span_id,
-            times(exchanging_s, exchanging_s + status.exchange_s),
+            exchanging_s + offset_s,
+            exchanging_s + offset_s + status.exchange_s,
             {
                 "ballast.worker_id": worker_id,
                 "ballast.kv_bytes_sent": status.kv_bytes_sent,
@@ -63,7 +61,6 @@ def tracing(exporter: Exporter) -> Callable[[TransitionRecord], None]:
     """What is to be told of transitions that have ended."""
 
     def ended(record: TransitionRecord) -> None:
-        offset_s = wall_offset_s()
-        exporter.put(lambda: spans_of(record, offset_s))
+        exporter.put(spans_of(record, wall_offset_s()))
 
     return ended

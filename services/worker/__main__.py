@@ -396,7 +396,6 @@ class WorkerProcess:
                 tasks.create_task(keep_up(reporter.run, "reporter"), name="reporter")
                 watching = tasks.create_task(self._watch_ranks(), name="ranks")
                 readiness = tasks.create_task(keep_up(lambda: self._keep_readiness(server), "readiness"))
-                sending = None if exporter is None else tasks.create_task(keep_up(exporter.run, "spans"))
                 kv_tokens, limits = self._engine.block_count * self._settings.block_size, step_limits_of(self._settings)
                 what = what_limits(limits, kv_tokens, self._engine.info.max_model_len)
                 logs.get_logger().info("serving", address=address, incarnation=incarnation, limited_by=what)
@@ -408,10 +407,10 @@ class WorkerProcess:
                 reporter.leave()
                 watching.cancel()
                 self._shell.stop()
-                if sending is not None:
-                    sending.cancel()
         finally:
             await server.stop(_CALLS_GRACE_S)
+            if exporter is not None:
+                await exporter.close()
 
     async def _register(self, worker_id: WorkerId) -> Incarnation | None:
         """The number of this life, once the state server gives one; None if told to stop before."""

@@ -5,10 +5,9 @@ Two for each stay: until its first token here (prefill; resume for one that brou
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 from ballast.common.ids import WorkerId
-from ballast.service.otlp import Context, Exporter, Json, span, wall_offset_s
+from ballast.service.otlp import Context, Exporter, Span, wall_offset_s
 from services.worker.core.events import Emit, Ending, Submitted
 
 
@@ -67,9 +66,9 @@ class RequestSpans:
 
     def _end(self, stay: _Stay, at_s: float, ending: Ending | None) -> None:
         if self._exporter is not None:
-            self._exporter.put(partial(self._spans_of, stay, at_s, ending, wall_offset_s()))
+            self._exporter.put(self._spans_of(stay, at_s, ending, wall_offset_s()))
 
-    def _spans_of(self, stay: _Stay, at_s: float, ending: Ending | None, offset_s: float) -> list[Json]:
+    def _spans_of(self, stay: _Stay, at_s: float, ending: Ending | None, offset_s: float) -> list[Span]:
         event, first_s = stay.submitted, stay.first_token_at_s
         said = {
             "ballast.worker_id": self._worker_id,
@@ -90,9 +89,9 @@ class RequestSpans:
         }
         parent = stay.context.span_id
         if first_s is None:
-            return [span(begin_name, inner, parent, (begin_s, until_s), {**said, **tokens, **how}, error=error)]
+            return [Span(begin_name, inner, parent, begin_s, until_s, {**said, **tokens, **how}, error=error)]
         decoded = {"ballast.tokens": stay.token_count, "ballast.longest_gap_s": stay.longest_gap_s}
         return [
-            span(begin_name, inner, parent, (begin_s, until_s), {**said, **tokens}),
-            span("decode", inner, parent, (until_s, at_s + offset_s), {**said, **decoded, **how}, error=error),
+            Span(begin_name, inner, parent, begin_s, until_s, {**said, **tokens}),
+            Span("decode", inner, parent, until_s, at_s + offset_s, {**said, **decoded, **how}, error=error),
         ]

@@ -1,7 +1,9 @@
-"""Every family of decoders: the tokens of `transformers`, alone, in two stages, through a drop and after a restore."""
+"""Every family of decoders, and every kind of quantised checkpoint, gives the tokens of `transformers`: alone, in two
+and three stages, through drops, exchanges of KV and parameters, a restore, a replay and a live migration.
+"""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,12 +15,13 @@ from services.worker.core.batch import Batch, NewSequence, Slice, StepResult
 from services.worker.engine.load import Engine, load_engine
 from tests.support.engine import GREEDY
 from tests.support.families import PAGE, REFUSED, chosen, greedy_alone, table_line, write_family
+from tests.support.quantised import dense_of
 from tests.support.reference import NEAR_TIE, Reference
 
 pytestmark = [pytest.mark.golden]
 
 LENGTHS = (5, 23, 40)
-EACH = 4  # tokens alone, in two stages, and after the restore
+EACH = 3  # tokens in each of five ways to be served
 CHUNK = 11
 MEMORY_BYTES = 8 << 20
 
@@ -43,10 +46,12 @@ class Serving:
         self._added = False
         self._step = 0
         self.near_ties = 0
-        size = engines[0].block_tokens
-        counts = [-(-len(tokens) // size) for tokens in self._tokens]
-        order = random.Random(5).sample(range(sum(counts)), sum(counts))
-        self._tables = [tuple(order.pop() for _ in range(count)) for count in counts]
+        self._tables = self._new_tables(5)
+
+    def _new_tables(self, seed: int) -> list[tuple[int, ...]]:
+        counts = [-(-len(tokens) // self._engines[0].block_tokens) for tokens in self._tokens]
+        order = random.Random(seed).sample(range(sum(counts)), sum(counts))
+        return [tuple(order.pop() for _ in range(count)) for count in counts]
 
     def run(self, count: int, borders: Sequence[int]) -> None:
         """So many tokens of each, by as many engines as there are ranges between the borders."""
@@ -62,6 +67,26 @@ class Serving:
         low = min(block for table in self._tables for block in table)
         self._tables = [tuple(block - low + window_start for block in table) for table in self._tables]
         self._done = [0] * len(self._done)
+
+    def migrate(self, target: Engine, meanwhile: Callable[[], None]) -> None:
+        """All sequences to another engine, in blocks of other numbers. Those that are full go over before `meanwhile`,
+        in which the sequences grow, and the others after it.
+        """
+        source, size = self._engines[0], target.block_tokens
+        tables = self._new_tables(6)
+
+        def copy(first: Sequence[int]) -> list[int]:
+            ends = [done // size for done in self._done]
+            for before, after, begin in zip(self._tables, tables, first, strict=True):
+                for layer in range(source.config.layer_count):
+                    old, new = source.memory.kv.layer(layer), target.memory.kv.layer(layer)
+                    new[torch.tensor(after[begin:])] = old[torch.tensor(before[begin:])]
+            return ends
+
+        moved = copy([0] * len(tables))
+        meanwhile()
+        copy(moved)
+        self._tables, self._engines = tables, [target]
 
     @property
     def blocks(self) -> list[int]:
@@ -102,29 +127,30 @@ def test_tokens_of_a_family_equal_those_of_transformers(name: str, tmp_path: Pat
     folder = write_family(name, tmp_path)
     rng = random.Random(3)
     prompts = [tuple(rng.randrange(3, 380) for _ in range(length)) for length in LENGTHS]
-    wanted = greedy_alone(folder, prompts, 3 * EACH)
+    wanted = greedy_alone(dense_of(folder), prompts, 5 * EACH)
     with ExitStack() as engines:
-        first, second = (engines.enter_context(load(folder)) for _ in range(2))
+        first, second, third, last = (engines.enter_context(load(folder)) for _ in range(4))
         assert first.implementation.pipelines
         extras = sorted({extra for kind in first.implementation.kinds for extra in kind.extras})
         assert table_line(name, first.info.architecture, extras) in PAGE.read_text()
-        layers, border = first.config.layer_count, 1 + len(name) % 3
-        serving = Serving((first, second), prompts, wanted)
+        layers, border = first.config.layer_count, 1 + len(name) % 2
+        end = border + 1
+        serving = Serving((first, second, third), prompts, wanted)
+        for engine in (second, third, last):
+            engine.runner.step(sequences(prompts), [])
         serving.run(EACH, (0, layers))
 
-        # A drop: the second one takes the last layers with their KV, each gives up what the other one has.
-        for layer in range(border, layers):
-            blocks = torch.tensor(serving.blocks)
-            second.memory.kv.layer(layer)[blocks] = first.memory.kv.layer(layer)[blocks]
-        for engine, dropped in ((first, range(border, layers)), (second, range(border))):
-            engine.memory.drop_layers(dropped)
-            engine.memory.release_retired()
-            engine.check()
-        second_sampler = serving_of(second, prompts)
-        second.runner.step(second_sampler, [])
+        # Two stages: the second one takes the last layers with their KV, each gives up what the other one has.
+        hand_over(serving, first, second, range(border, layers))
+        drop(second, range(border))
         serving.run(EACH, (0, border, layers))
 
-        # A restore: from the file, to the bytes that were there before.
+        # Three: an exchange, of layers that have come from nowhere but the file.
+        hand_over(serving, second, third, range(end, layers))
+        drop(third, range(end))
+        serving.run(EACH, (0, border, end, layers))
+
+        # A restore: from the file, to the bytes that were there before. All is computed anew, as by a replay.
         memory = first.memory
         memory.make_room_for_layers(range(border, layers), block_count=1)
         for layer in range(border, layers):
@@ -135,10 +161,27 @@ def test_tokens_of_a_family_equal_those_of_transformers(name: str, tmp_path: Pat
         first.check()
         serving.again(memory.kv.window.first_block)
         serving.run(EACH, (0, layers))
+
+        serving.migrate(last, lambda: serving.run(1, (0, layers)))
+        serving.run(EACH - 1, (0, layers))
         assert serving.near_ties <= 1
 
 
-def serving_of(engine: Engine, prompts: Sequence[tuple[int, ...]]) -> Batch:
+def hand_over(serving: Serving, giver: Engine, taker: Engine, layers: range) -> None:
+    """The KV of layers, which the giver drops."""
+    blocks = torch.tensor(serving.blocks)
+    for layer in layers:
+        taker.memory.kv.layer(layer)[blocks] = giver.memory.kv.layer(layer)[blocks]
+    drop(giver, layers)
+
+
+def drop(engine: Engine, layers: range) -> None:
+    engine.memory.drop_layers(layers)
+    engine.memory.release_retired()
+    engine.check()
+
+
+def sequences(prompts: Sequence[tuple[int, ...]]) -> Batch:
     """Tells an engine that has not sampled for them of the sequences."""
     return Batch(0, (), tuple(NewSequence(i, prompt, (), GREEDY) for i, prompt in enumerate(prompts)), ())
 

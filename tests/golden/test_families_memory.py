@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from services.worker.engine.load import load_engine
+from tests.support.quantised import DENSE, quantise
 
 pytestmark = [pytest.mark.golden]
 
@@ -44,16 +45,18 @@ def watched(most: list[int]) -> Generator[None]:
         thread.join()
 
 
+@pytest.mark.parametrize("form", ["", "fp8 channels", "int8", "w4a16"])
 @pytest.mark.skipif(not _STATUS.exists(), reason="Linux says what a process holds")
-def test_loading_holds_the_model_and_hardly_more_than_its_largest_layer(tmp_path: Path) -> None:
+def test_loading_holds_the_model_and_hardly_more_than_its_largest_layer(form: str, tmp_path: Path) -> None:
     """In a process of its own, whose allocator has kept nothing of earlier tests."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        beside = process.submit(bytes_beside_the_model, tmp_path).result(timeout=120)
+        beside = process.submit(bytes_beside_the_model, tmp_path, form).result(timeout=120)
     assert beside < LAYER_BYTES + SLACK_BYTES, f"{beside >> 20} MiB beside the model, a layer has {LAYER_BYTES >> 20}"
 
 
-def bytes_beside_the_model(path: Path) -> int:
+def bytes_beside_the_model(path: Path, form: str) -> int:
     """The most that this process holds while it loads a model that is written to `path`, without the model's own."""
+    path = path / DENSE
     import transformers
 
     made: Any = transformers.Qwen3MoeConfig
@@ -73,11 +76,14 @@ def bytes_beside_the_model(path: Path) -> int:
     model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(path, max_shard_size="20MB")
     del model
+    if form:
+        path = quantise(path, path.with_name("quantised"), form)
     budget = LAYERS * LAYER_BYTES * 5 // 4
     with load_engine(path, device_memory_bytes=budget) as engine:  # what torch keeps from now on is no news
         parameter_bytes = engine.memory_report().parameter_bytes
+    budget = parameter_bytes * 5 // 4  # KV beside parameters of another dtype is cleared, and held from then on
     before, most = held_bytes(), [0]
     with watched(most), load_engine(path, device_memory_bytes=budget) as engine:
         assert engine.implementation.name == "transformers"
-        assert parameter_bytes > LAYERS * LAYER_BYTES
+        assert parameter_bytes > LAYERS * LAYER_BYTES / (1 if not form else 8)
     return most[0] - before - parameter_bytes

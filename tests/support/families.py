@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tests.support.quantised import DENSE, FORMATS, quantise
 from tests.support.reference import Reference
 
 SMALL = {
@@ -52,7 +53,7 @@ _LATENT: dict[str, Any] = {
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 # name -> what differs; a name with a colon is a variant of a family.
-FAMILIES: dict[str, dict[str, Any]] = {
+_DENSE: dict[str, dict[str, Any]] = {
     "afmoe": {},
     "apertus": {},
     "aria_text": {},
@@ -111,6 +112,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2": {},
 }
 _OTHER_STATE = "keeps other state than keys and values, or does not say how it attends"
+_QUANTISED: dict[str, dict[str, Any]] = {  # a family and how it is quantised
+    "deepseek_v3:fp8": _LATENT,
+    "gpt_oss:mxfp4": {**_HEAD, **_WINDOW},
+    "llama:awq": {},
+    "llama:fp8 channels": {},
+    "llama:fp8 ragged": {},
+    "llama:fp8 tensors": {},
+    "llama:gptq": {},
+    "llama:gptq 8": {},
+    "llama:int8": {},
+    "llama:w4a16": {},
+    "llama:w8a16": {},
+    "mixtral:w4a16 zeros": {},
+    "qwen3:fp8": _HEAD,
+    "qwen3_moe:awq": _HEAD,
+    "qwen3_moe:fp8": _HEAD,
+    "qwen3_moe:fp8 ragged": _HEAD,
+}
+FAMILIES = {**_DENSE, **_QUANTISED}
 REFUSED = {  # name -> why, in the words of the error
     "bert": "is neither causal nor a window nor a chunk",
     "bloom": _OTHER_STATE,
@@ -134,8 +154,18 @@ def chosen() -> list[str]:
 
 
 def write_family(name: str, folder: Path) -> Path:
-    """A checkpoint of random weights, with norms that are not exactly one: they would hide mistakes."""
+    """A checkpoint of random weights, with norms that are not exactly one: they would hide mistakes. If it is quantised
+    `dense_of` it is what it stands for.
+    """
     import transformers
+
+    form = name.partition(":")[2]
+    if form in FORMATS:
+        return quantise(_write(name, folder / DENSE, transformers), folder / "quantised", form)
+    return _write(name, folder, transformers)
+
+
+def _write(name: str, folder: Path, transformers: Any) -> Path:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

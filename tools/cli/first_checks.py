@@ -58,7 +58,9 @@ def check_memory(args: argparse.Namespace, info: CheckpointInfo) -> None:
         return
     ranks = int(args.tensor_parallel_size or 1)
     width = _DTYPE_BYTES.get(args.dtype or "")
-    needed = info.parameter_bytes if width is None else info.parameter_count * width
+    needed = info.parameter_bytes
+    if width is not None and not info.is_quantised:
+        needed = info.parameter_count * width
     if needed > args.device_memory_bytes * ranks:
         given = human_bytes(args.device_memory_bytes)
         why = f"{given} are too little: the model's parameters alone take {human_bytes(needed // ranks)} a rank"

@@ -70,7 +70,7 @@ def served_lines(told: dict[str, Any]) -> list[tuple[str, str]]:
         lost = f" ({human_bytes(needed)} if layers had slots of different sizes)" if needed < kv else ""
         lines = [
             ("computed by", f"transformers' {told['architecture']}, attention: {what}"),
-            ("parameters", f"{told['parameter_count']:,}, {human_bytes(told['layer_bytes'])} of them in layers"),
+            ("parameters", _parameters(told)),
             ("maximum length", f"{told['max_model_len']:,} tokens"),
             ("KV per token", f"{human_bytes(kv)} {told['dtype']}{lost}"),
         ]
@@ -83,6 +83,13 @@ def served_lines(told: dict[str, Any]) -> list[tuple[str, str]]:
             ("a pair gains", f"{human_bytes(told['layer_bytes'])} for KV when it drops: {tokens:,} tokens"),
         ]
     return lines
+
+
+def _parameters(told: dict[str, Any]) -> str:
+    count, size = told["parameter_count"], told["layer_bytes"] + told["other_bytes"]
+    kept = f", {told['quantised']} in memory" if told.get("quantised") else ""
+    each = f"{size / count:.2f} bytes each{kept}"
+    return f"{count:,} of {each}; {human_bytes(told['layer_bytes'])} of them in layers"
 
 
 def can_describe() -> bool:

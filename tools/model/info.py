@@ -32,6 +32,7 @@ class CheckpointInfo:
     max_model_len: int
     tied: bool
     parameter_count: int
+    is_quantised: bool = False  # `parameter_count` is of stored numbers then
     bytes_per_dtype: dict[str, int]  # float32, bfloat16 ... -> bytes of the tensors stored so
     shard_count: int
     has_tokenizer: bool
@@ -56,11 +57,12 @@ class CheckpointInfo:
         """Label and value of each fact, for people."""
         stored = ", ".join(f"{human_bytes(size)} {dtype}" for dtype, size in sorted(self.bytes_per_dtype.items()))
         kv = ", ".join(f"{human_bytes(self.kv_bytes_per_token(dtype))} {dtype}" for dtype in _KV_DTYPES)
+        tied = " (tied embedding)" if self.tied else ""
         tokenizer = "missing" if not self.has_tokenizer else "with chat template" if self.has_chat_template else "yes"
         return [
             ("path", str(self.path)),
             ("architecture", self.architecture),
-            ("parameters", f"{self.parameter_count:,}" + (" (tied embedding)" if self.tied else "")),
+            *([] if self.is_quantised else [("parameters", f"{self.parameter_count:,}{tied}")]),
             ("stored", f"{stored} in {self.shard_count} file{'s' if self.shard_count > 1 else ''}"),
             ("layers", f"{self.layer_count} x hidden {self.hidden_size}"),
             ("heads", f"{self.head_count} query, {self.kv_head_count} KV, dim {self.head_dim}"),
@@ -106,6 +108,7 @@ def read_info(path: Path) -> CheckpointInfo:
         max_model_len=number("max_position_embeddings"),
         tied="lm_head.weight" not in tensors,
         parameter_count=sum(t.element_count for t in tensors.values()),
+        is_quantised=config.get("quantization_config") is not None,
         bytes_per_dtype=bytes_per_dtype,
         shard_count=shard_count,
         has_tokenizer=(path / "tokenizer.json").is_file(),

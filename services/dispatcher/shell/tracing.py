@@ -13,7 +13,7 @@ from typing import Final
 from ballast.common.clock import Clock
 from ballast.common.ids import WorkerId
 from ballast.common.layout import Layout
-from ballast.service.otlp import SERVER, Context, Exporter, Json, attributes_of, nanoseconds, span, transition_context
+from ballast.service.otlp import Context, Exporter, Span, SpanEvent, transition_context
 from services.dispatcher.core.story import Moment, What
 from services.dispatcher.shell.chronicle import Account
 
@@ -66,10 +66,10 @@ class Tracer:
             return  # whoever began the trace does not want it recorded
         changes = tuple(self._changes)
         offset_s = self._wall_s() - self._clock.now_s()
-        self._exporter.put(lambda: spans_of(account, offset_s, changes))
+        self._exporter.put(spans_of(account, offset_s, changes))
 
 
-def spans_of(account: Account, offset_s: float, changes: Sequence[Change] = ()) -> list[Json]:
+def spans_of(account: Account, offset_s: float, changes: Sequence[Change] = ()) -> list[Span]:
     """The trace of one request. `offset_s`: from the dispatcher's clock to the one on the wall."""
     facts = account.facts
     caller = Context.read(facts.traceparent) or Context.new()
@@ -79,25 +79,30 @@ def spans_of(account: Account, offset_s: float, changes: Sequence[Change] = ()) 
     seen = {stay.worker_id for stay in stays if stay.worker_id}
     lived = [one.context for one in changes if facts.arrived_at_s < one.at_s < end_s and one.worker_ids & seen]
 
-    def times(begin_s: float, until_s: float) -> tuple[float, float]:
-        return begin_s + offset_s, until_s + offset_s
-
-    whole = span(
+    whole = Span(
         "request",
         own,
         caller.span_id,
-        times(facts.arrived_at_s, end_s),
+        facts.arrived_at_s + offset_s,
+        end_s + offset_s,
         _facts(account),
-        kind=SERVER,
+        is_server=True,
         links=lived,
+        events=[_event(moment, offset_s) for moment in facts.story.moments],
         error=account.error,
     )
-    whole["events"] = [_event(moment, offset_s) for moment in facts.story.moments]
     inner = Context(own.trace_id, "")
     return [
         whole,
         *(
-            span(stay.name, inner, own.span_id, times(stay.begin_s, stay.end_s), {"ballast.worker_id": stay.worker_id})
+            Span(
+                stay.name,
+                inner,
+                own.span_id,
+                stay.begin_s + offset_s,
+                stay.end_s + offset_s,
+                {"ballast.worker_id": stay.worker_id},
+            )
             for stay in stays
         ),
     ]
@@ -136,14 +141,11 @@ def _facts(account: Account) -> dict[str, object]:
     }
 
 
-def _event(moment: Moment, offset_s: float) -> Json:
-    told = {
+def _event(moment: Moment, offset_s: float) -> SpanEvent:
+    attributes = {
         "ballast.worker_id": moment.worker_id,
         "ballast.detail": moment.detail,
         "ballast.tokens": moment.token_count,
+        "ballast.gap_s": moment.gap_s or None,
     }
-    return {
-        "name": moment.what.value,
-        "timeUnixNano": nanoseconds(moment.at_s + offset_s),
-        "attributes": attributes_of({**told, "ballast.gap_s": moment.gap_s or None}),
-    }
+    return SpanEvent(moment.what.value, moment.at_s + offset_s, attributes)

@@ -1,6 +1,7 @@
-"""What a worker would make of a checkpoint, from its config.json alone: python -m services.worker.engine.describe DIR
+"""What a worker would make of a checkpoint, from its config.json: python -m services.worker.engine.describe DIR
 
-Prints one JSON object: the fields of `Description`, or `refused` with the reason. No tensor is read.
+Prints one JSON object: the fields of `Description`, or `refused` with the reason. No tensor is read. Of a quantised
+model whose files are not there yet, sizes are those of the dense one.
 """
 
 import argparse
@@ -25,6 +26,7 @@ class Description:
     layer_count: int
     max_model_len: int
     parameter_count: int
+    quantised: str | None  # what the numbers of parameters are that stay quantised
     layer_bytes: int  # of all layers
     other_bytes: int  # embedding, head
     kv_bytes_per_token: int  # in all layers, as it is kept
@@ -50,6 +52,7 @@ def describe_model(model_dir: Path, *, model_impl: str = "auto", dtype: str = "a
         layer_count=served.config.layer_count,
         max_model_len=served.config.max_position,
         parameter_count=served.parameter_count,
+        quantised=served.quantised,
         layer_bytes=sum(lay_out("layer", part).size_bytes for part in needs.layers),
         other_bytes=sum(lay_out(name, part).size_bytes for name, part in needs.others.items()),
         kv_bytes_per_token=kv_bytes,

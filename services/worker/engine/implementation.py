@@ -119,6 +119,11 @@ class Implementation(Protocol):
         ...
 
     @property
+    def quantised(self) -> str | None:
+        """What the numbers of those parameters are that stay quantised in memory, if any do."""
+        ...
+
+    @property
     def pipelines(self) -> bool:
         """Whether ranges of layers may run on several workers. Known once the self-test of `load` has run."""
         ...
@@ -176,6 +181,10 @@ class BallastModel:
     @property
     def parameter_count(self) -> int:
         return parameter_count(self.whole)
+
+    @property
+    def quantised(self) -> str | None:
+        return None
 
     @property
     def pipelines(self) -> bool:

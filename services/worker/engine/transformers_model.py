@@ -36,8 +36,10 @@ from services.worker.engine.layer_attention import LayerAttention, LayerAttentio
 from services.worker.engine.model_config import ModelFacts, read_eos_token_ids, read_json
 from services.worker.engine.native.library import Kernels
 from services.worker.engine.packed_attention import PagedAttention
+from services.worker.engine.packed_parameters import PackedParameter, is_packed, pack, part_name
 from services.worker.engine.packing import Packer
 from services.worker.engine.parameters import EMBEDDING
+from services.worker.engine.quantised import quantisation_of
 from services.worker.engine.transformers_weights import TransformersCheckpoint, parts_of
 from services.worker.memory.device import DeviceMemory
 from services.worker.memory.kv_cache import KvCache, KvShape
@@ -61,10 +63,9 @@ def read_transformers_config(model_dir: Path) -> tuple[ModelFacts, Any]:
     """
     path = model_dir / "config.json"
     told = read_json(path)
-    if told.get("quantization_config") is not None:
-        raise ConfigError(f"{path}: quantization_config", "quantised checkpoints are not supported")
+    quantisation_of(model_dir, told)
     try:
-        config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+        config: Any = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
         known: Any = AutoModelForCausalLM._model_mapping[type(config)]
     except Exception as error:  # of many kinds, by what is wrong in the file
         first_line = str(error).strip().partition("\n")[0]
@@ -74,6 +75,8 @@ def read_transformers_config(model_dir: Path) -> tuple[ModelFacts, Any]:
     if isinstance(architectures, list) and architectures and architectures[0] != name:
         why = f"{architectures[0]!r} is not served: transformers has {name} for the model_type {config.model_type!r}"
         raise ConfigError(f"{path}: architectures", why)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # its modules are made as if they were dense
     text = config.get_text_config()
     if config.is_encoder_decoder or text is not config:
         raise ConfigError(f"{path}: model_type", f"{config.model_type!r} is more than a decoder of text")
@@ -126,8 +129,14 @@ _running = threading.local()  # `.decoder`: whose forward this thread is in
 class Decoder:
     """A model of `transformers` whose layers run in ranges."""
 
-    def __init__(self, config: Any, dtype: torch.dtype, gives_tuples: bool = False) -> None:
-        """On the meta device: without memory.
+    def __init__(
+        self,
+        config: Any,
+        dtype: torch.dtype,
+        gives_tuples: bool = False,
+        packed: Mapping[str, PackedParameter] | None = None,
+    ) -> None:
+        """On the meta device: without memory. `packed` parameters stay quantised.
 
         Raises:
             ConfigError: it cannot be made, or its layers are not found.
@@ -139,6 +148,9 @@ class Decoder:
         except Exception as error:  # a configuration that its class does not check
             raise ConfigError("config.json", f"transformers cannot make the model: {error}") from error
         self.model, self.config = made.eval(), made.config
+        if packed:
+            self.config._experts_implementation = "eager"  # one after the other: only those that are needed are made
+            pack(self.model, packed, dtype)
         self.layers_name, self.layers = _layers(self.model, self.config.num_hidden_layers)
         self._gives_tuples = gives_tuples
         self._run: _LayerRun | None = None
@@ -336,9 +348,15 @@ class TransformersDecoder(Decoder):
     """A `StageModel`: its parameters are views of our memory, made once."""
 
     def __init__(
-        self, config: Any, dtype: torch.dtype, parameters: ParameterStore, kv: KvCache, gives_tuples: bool
+        self,
+        config: Any,
+        dtype: torch.dtype,
+        parameters: ParameterStore,
+        kv: KvCache,
+        gives_tuples: bool,
+        packed: Mapping[str, PackedParameter],
     ) -> None:
-        super().__init__(config, dtype, gives_tuples)
+        super().__init__(config, dtype, gives_tuples, packed)
         self.kv = kv
         self._bind(parameters, dtype)
 
@@ -391,7 +409,7 @@ class TransformersDecoder(Decoder):
                 views[id(specs[name])] = stored
         bound: dict[int, Any] = {}
         for module in self.model.modules():
-            module._is_hf_initialized = False
+            module._is_hf_initialized = is_packed(module)
             for name, tensor in module._parameters.items():
                 if tensor is not None:
                     if id(tensor) not in bound:
@@ -425,14 +443,35 @@ class TransformersModel:
         self.pipelines = True
         self._model_dir, self._hf_config, self._dtype, self._device = model_dir, config, dtype, device
         self._skeleton = Decoder(config, dtype)
+        self._packed = self._stay_packed()
+        if self._packed:
+            self._skeleton = Decoder(config, dtype, packed=self._packed)
         self.kinds = self._skeleton.probe()
         self._parts = parts_of(self._skeleton.model, self._skeleton.layers_name, facts.layer_count, dtype)
         self._lock = threading.Lock()
 
+    def _stay_packed(self) -> dict[str, PackedParameter]:
+        config = quantisation_of(self._model_dir, read_json(self._model_dir / "config.json"))
+        if config is None or not any(self._model_dir.glob("*.safetensors")):
+            return {}
+        model = self._skeleton.model
+        parts = parts_of(model, self._skeleton.layers_name, self.config.layer_count, self._dtype)
+        with TransformersCheckpoint(self._model_dir, model, parts, self._dtype) as checkpoint:
+            return checkpoint.packed_parameters()
+
+    @property
+    def quantised(self) -> str | None:
+        """What the values are that stay quantised in memory, if there are any."""
+        numbers = {str(parameter.packing.number) for parameter in self._packed.values()}
+        return ", ".join(sorted(numbers)) or None
+
     @property
     def parameter_count(self) -> int:
         parts = [*self._parts.layers, *self._parts.others.values()]
-        return sum(tensor.numel() for part in parts for tensor in part.values())
+        packed = [(name, parameter.packing) for name, parameter in self._packed.items()]
+        theirs = {part_name(name, part) for name, packing in packed for part in packing.specs}
+        dense = sum(tensor.numel() for part in parts for name, tensor in part.items() if name not in theirs)
+        return dense + sum(math.prod(packing.shape) for _, packing in packed)
 
     @property
     def token_elements(self) -> int:
@@ -471,13 +510,13 @@ class TransformersModel:
             opened.fill(layer, store.layer(layer))
 
     def _open(self) -> TransformersCheckpoint:
-        return TransformersCheckpoint(self._model_dir, self._skeleton.model, self._parts, self._dtype)
+        return TransformersCheckpoint(self._model_dir, self._skeleton.model, self._parts, self._dtype, self._packed)
 
     def assemble(
         self, memory: DeviceMemory, kernels: Kernels | None, longest: int
     ) -> tuple[StageModel, AttentionBackend]:
         tuples = self._skeleton._gives_tuples
-        model = TransformersDecoder(self._hf_config, self._dtype, memory.parameters, memory.kv, tuples)
+        model = TransformersDecoder(self._hf_config, self._dtype, memory.parameters, memory.kv, tuples, self._packed)
         slot = 2 * memory.kv.shape.kv_heads * memory.kv.shape.head_dim
         return model, LayerAttention(self.kinds, slot, self._fast(kernels))
 

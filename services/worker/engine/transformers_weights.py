@@ -29,7 +29,10 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from ballast.common.errors import ConfigError
 from services.worker.engine.checkpoint import FLOAT_DTYPES, IGNORED_SUFFIXES, tensor_places
+from services.worker.engine.model_config import read_json
+from services.worker.engine.packed_parameters import PackedParameter, packed_parameters, part_name
 from services.worker.engine.parameters import EMBEDDING, HEAD
+from services.worker.engine.quantised import QuantisedMatrix, find_quantised, quantisation_of
 
 os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
 
@@ -58,7 +61,7 @@ def parts_of(model: Any, layers_name: str, layer_count: int, dtype: torch.dtype)
     prefix = layers_name + "."
     persistent = set(model.state_dict())
     for name, tensor in [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if n in persistent)]:
-        if wide is not None and wide.search(name):
+        if wide is not None and tensor.is_floating_point() and wide.search(name):
             tensor.data = tensor.data.to(torch.float32)
         if name.startswith(prefix):
             layers[int(name[len(prefix) :].partition(".")[0])][name] = tensor
@@ -70,16 +73,32 @@ def parts_of(model: Any, layers_name: str, layer_count: int, dtype: torch.dtype)
 class TransformersCheckpoint:
     """An open checkpoint, by the names of a model without memory."""
 
-    def __init__(self, model_dir: Path, model: Any, parts: Parts, dtype: torch.dtype) -> None:
-        """
+    def __init__(
+        self,
+        model_dir: Path,
+        model: Any,
+        parts: Parts,
+        dtype: torch.dtype,
+        packed: Mapping[str, PackedParameter] | None = None,
+    ) -> None:
+        """`packed` are those of the model's parameters that stay quantised.
+
         Raises:
             ConfigError: there are no tensors in the folder, or not those that its index names.
         """
         self._model_dir, self._model, self._parts, self._dtype = model_dir, model, parts, dtype
-        self._places = tensor_places(model_dir)
+        self._files_of = tensor_places(model_dir)
+        self._places = dict(self._files_of)  # of what is dense, or would be
         self._files: dict[Path, Any] = {}
         self._mapping: list[Any] = get_model_conversion_mapping(model)
         self._plan = model._get_dtype_plan(dtype)
+        self._packed = packed or {}
+        self._matrices: dict[str, QuantisedMatrix] = {}
+        quantisation = quantisation_of(model_dir, read_json(model_dir / "config.json"))
+        if quantisation is not None:
+            self._matrices, used = find_quantised(self._files_of, quantisation, self._stored)
+            dense = {key: file for key, file in self._places.items() if key not in used}
+            self._places = dense | dict.fromkeys(self._matrices, model_dir)
         self._sources, self._unknown = self._map()
 
     def __enter__(self) -> Self:
@@ -90,19 +109,29 @@ class TransformersCheckpoint:
     ) -> None:
         self._files.clear()
 
+    def packed_parameters(self) -> dict[str, PackedParameter]:
+        """Those of a dense model that can stay quantised."""
+        return packed_parameters(self._model, self._patterns, self._converters, self._matrices)
+
+    @property
+    def _converters(self) -> list[WeightConverter]:
+        return [entry for entry in self._mapping if isinstance(entry, WeightConverter)]
+
     def _map(self) -> tuple[dict[str, list[str]], list[str]]:
         """The tensors that each of the model's is made of, by the first name that `transformers` gives them."""
         renamings = [entry for entry in self._mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in self._mapping if isinstance(entry, WeightConverter)]
-        prefix, state = self._model.base_model_prefix, self._model.state_dict()
+        converters = self._converters
+        prefix, state = self._model.base_model_prefix, self._model.state_dict() | dict.fromkeys(self._packed, True)
         sources: dict[str, list[str]] = {}
+        self._patterns: dict[str, list[tuple[str, str | None]]] = {}
         unknown: list[str] = []
         for key in sorted(self._places, key=dot_natural_key):
-            name, _ = rename_source_key(key, renamings, converters, prefix, state)
+            name, pattern = rename_source_key(key, renamings, converters, prefix, state)
             if name not in state and key in state:
-                name, _ = rename_source_key(key, [], [], prefix, state)
+                name, pattern = rename_source_key(key, [], [], prefix, state)
             if name in state:
                 sources.setdefault(name, []).append(key)
+                self._patterns.setdefault(name, []).append((key, pattern))
             else:
                 unknown.append(key)
         return sources, unknown
@@ -121,6 +150,12 @@ class TransformersCheckpoint:
             ConfigError: a tensor is missing, has another shape, or cannot be read.
         """
         left = dict(self._parts.of(part))
+        for name, packed in self._packed.items():
+            theirs = [part_name(name, piece) for piece in packed.packing.specs]
+            if theirs[0] in left:
+                packed.fill(name, stored, self._matrices)
+                for piece in theirs:
+                    del left[piece]
         for name in [*left]:
             if name in left:
                 self._convert(self._sources_of(name, left))
@@ -190,14 +225,18 @@ class TransformersCheckpoint:
                 break
 
     def _slice(self, key: str) -> Any:
-        path = self._places[key]
-        where = f"{path}: {key}"
-        try:
-            if path not in self._files:
-                self._files[path] = safe_open(path, framework="pt", device="cpu")
-            tensor = self._files[path].get_slice(key)
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(where, f"cannot be read: {error}") from error
+        if (matrix := self._matrices.get(key)) is not None:
+            return matrix
+        tensor, where = self._stored(key), f"{self._places[key]}: {key}"
         if (dtype := str(tensor.get_dtype())) not in FLOAT_DTYPES:
             raise ConfigError(where, f"has dtype {dtype}, supported are {', '.join(FLOAT_DTYPES)}")
         return tensor
+
+    def _stored(self, key: str) -> Any:
+        path = self._files_of[key]
+        try:
+            if path not in self._files:
+                self._files[path] = safe_open(path, framework="pt", device="cpu")
+            return self._files[path].get_slice(key)
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{path}: {key}", f"cannot be read: {error}") from error

@@ -21,6 +21,15 @@ def test_info_says_what_computes_a_model_and_what_a_pair_gains(
     assert "a pair gains" in told
 
 
+def test_info_of_a_quantised_model_says_what_a_parameter_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["model", "info", str(write_family("llama:w4a16", tmp_path))]) == 0
+    told = capsys.readouterr().out
+    assert "parameters      172,608 of 1.69 bytes each, int4 in memory" in told
+    assert told.count("parameters  ") == 1
+
+
 def test_of_our_own_nobody_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,12 +1,11 @@
 """Traces made of what is remembered of requests."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from ballast.common.ids import Epoch, GroupId, Incarnation, RequestId, WorkerId
 from ballast.common.layout import Group, Layout, Member
-from ballast.service.otlp import Exporter, transition_context
+from ballast.service.otlp import Exporter, Span, transition_context
 from services.dispatcher.core.events import Facts
 from services.dispatcher.core.story import Moment, What
 from services.dispatcher.shell.chronicle import Account
@@ -57,25 +56,31 @@ def test_stays_follow_one_another_from_arrival_to_end() -> None:
 
 def test_a_request_without_a_trace_begins_one_and_a_failed_one_says_why() -> None:
     whole, *inner = spans_of(account(error="lost 4 times"), offset_s=1000.0)
-    assert len(whole["traceId"]) == 32
-    assert "parentSpanId" not in whole
-    assert whole["startTimeUnixNano"] == "1001000000000"
-    assert whole["endTimeUnixNano"] == "1010000000000"
-    assert whole["status"] == {"code": 2, "message": "lost 4 times"}
-    assert {span["parentSpanId"] for span in inner} == {whole["spanId"]}
-    assert len({span["spanId"] for span in (whole, *inner)}) == 6
+    assert len(whole.at.trace_id) == 32
+    assert (whole.parent_id, whole.begin_s, whole.end_s, whole.error) == ("", 1001.0, 1010.0, "lost 4 times")
+    assert {span.parent_id for span in inner} == {whole.at.span_id}
+    assert len(inner) == 5
 
 
-def test_only_sampled_traces_are_kept_and_no_more_than_a_bound() -> None:
-    exporter = Exporter("http://127.0.0.1:1", "dispatcher", "d")
+class Kept(Exporter):
+    """Keeps spans instead of sending them."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def put(self, spans: Sequence[Span]) -> None:
+        self.spans += spans
+
+
+def test_only_sampled_traces_are_kept() -> None:
+    exporter = Kept()
     tracer = Tracer(exporter, Clock(), lambda: 0.0)
     trace = "00-" + "a" * 32 + "-" + "b" * 16
     tracer.ended(account(f"{trace}-00"))
-    assert exporter.dropped_count == 0
-    for _ in range(3000):
-        tracer.ended(account(f"{trace}-01"))
-    assert exporter.dropped_count == 3000 - 2048
-    assert spans_of(account("nonsense"), 0.0)[0]["traceId"] != "nonsense"
+    assert not exporter.spans
+    tracer.ended(account(f"{trace}-01"))
+    assert {span.at.trace_id for span in exporter.spans} == {"a" * 32}
+    assert spans_of(account("nonsense"), 0.0)[0].at.trace_id != "nonsense"
 
 
 def layout(epoch: int, *layers: tuple[int, int]) -> Layout:
@@ -93,13 +98,8 @@ def test_a_request_is_linked_to_the_drops_that_it_has_lived_through_and_to_no_ot
         def now_s(self) -> float:
             return now[0]
 
-    made: list[Callable[[], Sequence[Any]]] = []
-
-    class Kept(Exporter):
-        def put(self, make: Callable[[], Sequence[Any]]) -> None:
-            made.append(make)
-
-    tracer = Tracer(Kept("http://127.0.0.1:1", "dispatcher", "d"), Moving(), lambda: 0.0)
+    exporter = Kept()
+    tracer = Tracer(exporter, Moving(), lambda: 0.0)
     dropped = layout(3, (0, 2), (2, 4))
     tracer.layout(layout(1, (0, 4)))
     now[0] = 0.5
@@ -109,7 +109,6 @@ def test_a_request_is_linked_to_the_drops_that_it_has_lived_through_and_to_no_ot
     now[0] = 11.0
     tracer.layout(layout(4, (0, 4), (0, 4)))  # restored when the request had ended
     tracer.ended(account())
-    whole = made[0]()[0]
     context = transition_context(dropped)
-    assert whole["links"] == [{"traceId": context.trace_id, "spanId": context.span_id}]
+    assert exporter.spans[0].links == [context]
     assert context != transition_context(replace(dropped, epoch=Epoch(9)))

@@ -97,7 +97,7 @@ def test_what_a_part_keeps_in_float32_lies_beside_bfloat16_and_kv_is_cleared(tmp
     ("values", "why"),
     [
         ({"model_type": "unheard_of"}, "transformers makes no decoder of it"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quant_method 'hqq' is not supported"),
         (
             {"architectures": ["Qwen3MoeForSequenceClassification"]},
             "transformers has Qwen3MoeForCausalLM for",

@@ -1,0 +1,167 @@
+"""Parameters of `transformers`' modules that stay quantised in memory, and are dense only while they are multiplied.
+
+A module's own code asks for its parameter as ever: an attribute of the module makes it. Experts are made one by one
+where the code takes one after the other.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+
+from services.worker.engine.quantised import Packing, QuantisedMatrix
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a matrix of the checkpoint goes: whose expert, and from which row on."""
+
+    key: str
+    expert: int | None = None
+    first_row: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PackedParameter:
+    packing: Packing
+    sources: Sequence[Placed]
+
+    def fill(self, name: str, stored: Mapping[str, torch.Tensor], matrices: Mapping[str, QuantisedMatrix]) -> None:
+        """Copy the matrices to the parameter's tensors, which are `stored` under `part_name`s."""
+        for source in self.sources:
+            matrix = matrices[source.key]
+            for part, tensor in matrix.read().items():
+                memory = stored[part_name(name, part)]
+                if source.expert is not None:
+                    block = matrix.packing.block[0] if part != "values" else 1
+                    first = source.first_row // block
+                    memory = memory[source.expert, first : first + tensor.shape[0]]
+                memory.copy_(tensor)
+
+
+def part_name(name: str, part: str) -> str:
+    return f"{name}_{part}"
+
+
+def packed_parameters(
+    model: nn.Module,
+    sources: Mapping[str, Sequence[tuple[str, str | None]]],
+    converters: Sequence[WeightConverter],
+    matrices: Mapping[str, QuantisedMatrix],
+) -> dict[str, PackedParameter]:
+    """Those of a model that can stay as the checkpoint has them; all others are made dense when they are loaded.
+
+    `sources`: for each parameter the tensors that it is made of, with the pattern by which `transformers` found it.
+    """
+    tied = getattr(model, "all_tied_weights_keys", {})
+    shared = {*tied, *tied.values()}
+    found: dict[str, PackedParameter] = {}
+    for name, given in sources.items():
+        if name in shared or not all(key in matrices for key, _ in given):
+            continue
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        if (wanted := module._parameters.get(leaf)) is None:
+            continue
+        key, pattern = given[0]
+        packing = matrices[key].packing
+        if len(given) == 1 and pattern is None:
+            if (isinstance(module, nn.Linear) or wanted.dim() == 3) and packing.dense_shape == tuple(wanted.shape):
+                found[name] = PackedParameter(packing, [Placed(key)])
+        elif (placed := _of_experts(given, converters, matrices, wanted)) is not None:
+            found[name] = placed
+    return found
+
+
+def _of_experts(
+    given: Sequence[tuple[str, str | None]],
+    converters: Sequence[WeightConverter],
+    matrices: Mapping[str, QuantisedMatrix],
+    wanted: torch.Tensor,
+) -> PackedParameter | None:
+    """Matrices of experts, one on another, those of gate and up joined by rows; None if it is done in another way."""
+    pattern, packing = given[0][1], matrices[given[0][0]].packing
+    converter = next((one for one in converters if pattern in one.source_patterns), None)
+    if converter is None or wanted.dim() != 3 or any(matrices[key].packing != packing for key, _ in given):
+        return None
+    joins = [type(operation) for operation in converter.operations]
+    dims = [getattr(operation, "dim", None) for operation in converter.operations]
+    patterns = converter.source_patterns
+    if (joins, dims) not in (([MergeModulelist], [0]), ([MergeModulelist, Concatenate], [0, 1])):
+        return None
+    rows, columns = packing.shape
+    experts = wanted.shape[0]
+    if tuple(wanted.shape) != (experts, rows * len(patterns), columns) or len(given) != experts * len(patterns):
+        return None
+    if len(patterns) > 1 and rows % packing.block[0]:
+        return None
+    placed: list[Placed] = []
+    for at, pattern in enumerate(patterns):
+        ordered = [key for key, by in given if by == pattern]
+        placed += [Placed(key, expert, at * rows) for expert, key in enumerate(ordered)]
+    return PackedParameter(replace(packing, shape=tuple(wanted.shape)), placed)
+
+
+def pack(model: nn.Module, parameters: Mapping[str, PackedParameter], dtype: torch.dtype) -> None:
+    """Put the quantised tensors, without memory, in the place of these parameters."""
+    leaves: dict[str, dict[str, Packing]] = {}
+    for name, parameter in parameters.items():
+        path, _, leaf = name.rpartition(".")
+        leaves.setdefault(path, {})[leaf] = parameter.packing
+    for path, packings in leaves.items():
+        module = model.get_submodule(path)
+        for leaf, packing in packings.items():
+            del module._parameters[leaf]
+            for part, spec in packing.specs.items():
+                empty = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+                module.register_parameter(part_name(leaf, part), nn.Parameter(empty, requires_grad=False))
+        made = {leaf: property(_Dense(leaf, packing, dtype)) for leaf, packing in packings.items()}
+        module.__class__ = type(f"Packed{type(module).__name__}", (type(module),), made)
+
+
+def is_packed(module: nn.Module) -> bool:
+    return any(isinstance(getattr(member, "fget", None), _Dense) for member in vars(type(module)).values())
+
+
+class _Dense:
+    """Gets the value of an attribute: the dense parameter, or what makes each expert's once it is indexed."""
+
+    def __init__(self, leaf: str, packing: Packing, dtype: torch.dtype) -> None:
+        self._leaf, self._packing, self._dtype = leaf, packing, dtype
+
+    def __call__(self, module: nn.Module) -> Any:
+        held = module._parameters
+        tensors: dict[str, Any] = {part: held[part_name(self._leaf, part)] for part in self._packing.specs}
+        if len(self._packing.shape) == 3:
+            return Experts(tensors, self._packing, self._dtype)
+        return self._packing.dense(tensors, self._dtype)
+
+
+class Experts:
+    """A dense tensor [E, ...] to whoever asks for more than one of its experts at a time."""
+
+    def __init__(self, tensors: Mapping[str, Any], packing: Packing, dtype: torch.dtype) -> None:
+        self._tensors, self._packing, self._dtype = tensors, packing, dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        if isinstance(index, int) or (isinstance(index, torch.Tensor) and not index.dim()):
+            one = {part: tensor[index] for part, tensor in self._tensors.items()}
+            return self._packing.dense(one, self._dtype)
+        return self._all()[index]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._all(), name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*map(_whole, args), **{name: _whole(value) for name, value in (kwargs or {}).items()})
+
+    def _all(self) -> torch.Tensor:
+        return self._packing.dense(self._tensors, self._dtype)
+
+
+def _whole(value: Any) -> Any:
+    return value._all() if isinstance(value, Experts) else value

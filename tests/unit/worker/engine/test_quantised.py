@@ -1,0 +1,99 @@
+"""Quantised checkpoints beside their tokens: memory, what else than float32, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ballast.common.errors import ConfigError
+from services.worker.engine.load import load_engine
+from services.worker.engine.quantised import quantisation_of
+from services.worker.engine.transformers_model import TransformersDecoder
+from tests.support.families import write_family
+from tests.support.quantised import FORMATS
+
+MEMORY_BYTES = 8 << 20
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_family("qwen3_moe:fp8", tmp_path_factory.mktemp("fp8"))
+
+
+def test_what_is_quantised_stays_so_in_memory_and_is_counted_as_it_is(fp8: Path, tmp_path: Path) -> None:
+    with load_engine(fp8, dtype="bfloat16", device_memory_bytes=MEMORY_BYTES) as engine:
+        assert engine.implementation.quantised == "fp8"
+        names = engine.memory.parameters.layer(0)
+        values = names["model.layers.0.mlp.experts.gate_up_proj_values"]
+        assert (values.dtype, tuple(values.shape)) == (torch.uint8, (4, 96, 64))
+        assert engine.memory.parameters.layer(0)["model.layers.0.mlp.experts.gate_up_proj_scales"].shape == (4, 6, 4)
+        dense_bytes = 2 * engine.info.parameter_count
+        assert sum(engine.info.layer_parameter_bytes) + engine.info.other_parameter_bytes < 0.75 * dense_bytes
+        assert isinstance(engine.model, TransformersDecoder)
+        layer: Any = engine.model.layers[0]
+        experts = layer.mlp.experts
+        assert torch.equal(experts.down_proj[2], torch.stack([experts.down_proj[e] for e in range(4)])[2])
+        assert torch.equal(experts.down_proj[torch.tensor(1)], torch.clone(experts.down_proj)[1])
+    with load_engine(write_family("qwen3_moe", tmp_path), device_memory_bytes=MEMORY_BYTES) as engine:
+        assert engine.implementation.quantised is None
+        assert engine.info.parameter_count * 2 == dense_bytes
+
+
+def test_experts_whose_halves_share_blocks_are_made_dense_when_they_are_loaded(tmp_path: Path) -> None:
+    folder = write_family("qwen3_moe:fp8 ragged", tmp_path)  # 48 rows of each half, blocks of 40
+    with load_engine(folder, device_memory_bytes=MEMORY_BYTES) as engine:
+        names = engine.memory.parameters.layer(0)
+        assert names["model.layers.0.mlp.experts.gate_up_proj"].dtype == torch.float32
+        assert names["model.layers.0.mlp.experts.down_proj_values"].dtype == torch.uint8
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        ({"quant_method": "bitsandbytes"}, "'bitsandbytes' is not supported; these are: fp8, fbgemm_fp8"),
+        ({}, "None is not supported"),
+        ("fp8", "must be an object"),
+        ({"quant_method": "gptq", "bits": 3}, "3 is not supported with gptq"),
+        ({"quant_method": "awq", "version": "gemv"}, "'gemv' is not supported, gemm is"),
+    ],
+)
+def test_a_method_that_is_not_read_is_refused_by_its_configuration(told: object, why: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=why):
+        quantisation_of(tmp_path, {"quantization_config": told})
+
+
+def changed(folder: Path, config: dict[str, Any] | None = None, **tensors: torch.Tensor) -> Path:
+    told = json.loads((folder / "config.json").read_text())
+    told["quantization_config"] |= config or {}
+    (folder / "config.json").write_text(json.dumps(told))
+    for file in folder.glob("*.safetensors"):
+        held = load_file(file)
+        changes = {name: tensor for name, tensor in tensors.items() if name in held}
+        if changes:
+            save_file(held | changes, file, {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("form", "config", "tensors", "why"),
+    [
+        ("fp8", {"weight_block_size": [64, 64]}, {}, "tells of blocks of"),
+        ("fp8", {"weight_block_size": None}, {}, "tells of blocks of"),
+        ("fp8", {}, {"{}.weight": torch.zeros(64, 64, dtype=torch.int8)}, "quantised matrix of I8"),
+        ("int8", {}, {"{}.weight": torch.zeros(64, 64)}, "quantised matrix of F32"),
+        ("w4a16", {"config_groups": {"g": {"weights": {"num_bits": 3}}}}, {}, "are not supported packed"),
+        ("gptq", {"desc_act": True}, {"{}.g_idx": torch.arange(64, dtype=torch.int32) % 4}, "desc_act"),
+        ("gptq", {}, {"{}.scales": torch.ones(4, 32, dtype=torch.float16)}, "its scales are of 32 outputs"),
+    ],
+)
+def test_a_matrix_that_is_stored_in_another_way_is_refused(
+    form: str, config: dict[str, Any], tensors: dict[str, torch.Tensor], why: str, tmp_path: Path
+) -> None:
+    assert form in FORMATS
+    folder = write_family(f"llama:{form}", tmp_path)
+    named = {name.format("model.layers.1.self_attn.o_proj"): tensor for name, tensor in tensors.items()}
+    with pytest.raises(ConfigError, match=why):
+        load_engine(changed(folder, config, **named), device_memory_bytes=MEMORY_BYTES)
