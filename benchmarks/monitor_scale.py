@@ -1,25 +1,33 @@
-"""What a monitor of so many instances spends its core on, and how old reports are at best.
+"""What a monitor of so many instances spends its core on, and how old reports are at best; how long a planner decides.
 
     python -m benchmarks.monitor_scale [--instances 1000,10000] [--rounds 3]
+    python -m benchmarks.monitor_scale --decide [--instances 1000] [--rounds 5]
 
 Streams and watchers are in this process, so that gRPC's share of a message (about 0.1 ms) is not in it; the servicer,
-the shell and the core are those of the service. Processor time; a report carries what a busy instance says.
+the shell and the core are those of the service. Processor time; a report carries what a busy instance says. `--decide`:
+survey, comparison and plan of an overload in which all are full and as many requests wait as run, for memories that are
+alike, that differ by 1 %, and of twenty kinds; the least and the median of the rounds.
 """
 
 import argparse
 import asyncio
+import gc
 import math
+import random
+import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from ballast.common.cost import CostModel
 from ballast.common.ids import DispatcherId, Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.instance import Instance
 from ballast.common.layout import Group, Layout, Member
 from ballast.common.load import LoadReport, MemoryReport
 from ballast.common.model import ModelInfo
+from ballast.common.traffic import Pace, Traffic
 from ballast.rpc import codec
 from ballast.rpc.announce import INSTANCE
 from ballastpb.monitor.v1 import monitor_pb2 as pb
@@ -27,6 +35,8 @@ from services.monitor.core import messages as m
 from services.monitor.core.machine import TICK_S, MonitorCore, MonitorRules, pressure_rules
 from services.monitor.servicer import MonitorServicer
 from services.monitor.shell import MonitorShell, Row
+from services.planner.core.change_requests import Approved, DropRequest, Planning, decide
+from services.planner.core.messages import ClusterLoad
 
 _MODEL = ModelInfo(
     name="scale",
@@ -55,6 +65,14 @@ _LOAD = LoadReport(
     draining=False,
     memory=MemoryReport(budget_bytes=40 << 30, parameter_bytes=26 << 30, kv_bytes=12 << 30, free_bytes=2 << 30),
 )
+_SIZED = replace(  # of 14 billion parameters
+    _MODEL,
+    layer_parameter_bytes=(660_000_000,) * _MODEL.layer_count,
+    other_parameter_bytes=3_100_000_000,
+    block_bytes=4096 * _LOAD.block_tokens,
+)
+_EXTENT_BYTES = 16 << 20
+_PACE = Pace(CostModel(attention_s=2e-9, token_s=4e-5, chunk_s=0.0252, shared_s=0.025), _MODEL.layer_count, 2048)
 
 
 class _ReportCall:
@@ -115,8 +133,8 @@ class _ReportingInstance:
         return pb.ReportRequest(load=codec.LOAD.message(load)).SerializeToString()
 
 
-def layout_of(streams: Sequence[_ReportingInstance]) -> Layout:
-    members = (Member(s.name, Incarnation(1), f"127.0.0.1:{i + 1}", 0, 40) for i, s in enumerate(streams))
+def layout_of(names: Sequence[WorkerId]) -> Layout:
+    members = (Member(name, Incarnation(1), f"127.0.0.1:{i + 1}", 0, 40) for i, name in enumerate(names))
     return Layout(Epoch(1), 40, tuple(Group(GroupId(member.worker_id), (member,)) for member in members), "scale")
 
 
@@ -154,7 +172,7 @@ async def measure(count: int, rounds: int) -> None:
     streams = [_ReportingInstance(servicer, number) for number in range(count)]
     for stream in streams:
         await stream.announce()
-    layout = layout_of(streams)
+    layout = layout_of([stream.name for stream in streams])
 
     def read_state() -> None:
         shell.feed(m.SurroundingsRead(time.monotonic(), "c", layout, ()))
@@ -187,11 +205,63 @@ async def measure(count: int, rounds: int) -> None:
     print(f"| {count:,} | a report | {1e6 * each_s:.0f} us | | {age_s:.2f} s old at best |", flush=True)
 
 
+def overloaded(count: int, budget_of: Callable[[int], float]) -> tuple[Layout, ClusterLoad]:
+    """Instances that serve alone, with memories of so many bytes."""
+    rng, layers = random.Random(3), _SIZED.layer_parameter_bytes
+    parameters = sum(-(-size // _EXTENT_BYTES) for size in (*layers, _SIZED.other_parameter_bytes)) * _EXTENT_BYTES
+    loads = dict[WorkerId, LoadReport]()
+    for number in range(count):
+        budget_bytes = int(budget_of(number))
+        blocks = (budget_bytes - parameters) // len(layers) // _SIZED.block_bytes
+        memory = replace(_LOAD.memory, budget_bytes=budget_bytes, extent_bytes=_EXTENT_BYTES)
+        used = int(blocks * rng.uniform(0.85, 1.0))
+        loads[WorkerId(f"worker-{number:05}")] = replace(
+            _LOAD, block_count=blocks, used_block_count=used, waiting_block_count=rng.randint(0, 200), memory=memory
+        )
+    traffic = Traffic(
+        queued_count=6 * count,
+        queued_tokens=6000 * count,
+        recent_count=9 * count,
+        minute_count=20 * count,
+        minute_tokens=20_000 * count,
+        calm_per_s=0.2 * count,
+        ended_count=20 * count,
+        ended_tokens=8000 * count,
+        open_tokens=6000 * count,
+        known_s=300.0,
+    )
+    return layout_of(list(loads)), ClusterLoad(loads, traffic, _PACE)
+
+
+def measure_decisions(count: int, rounds: int) -> None:
+    rng = random.Random(3)
+    spreads: dict[str, Callable[[int], float]] = {
+        "alike": lambda _: 36e9,
+        "1 % apart": lambda _: 36e9 * (1 + 0.01 * rng.random()),
+        "twenty kinds": lambda number: 36e9 * 1.025 ** (number % 20),
+    }
+    overload = DropRequest("overload", "benchmark", required_bytes=1 << 30, again=True)
+    for spread, budget_of in spreads.items():
+        (layout, load), times, found = overloaded(count, budget_of), list[float](), None
+        for _ in range(rounds):
+            gc.collect()
+            began_s = time.process_time()
+            found = decide(overload, layout, replace(_SIZED), load, Epoch(2), Planning())
+            times.append(1e3 * (time.process_time() - began_s))
+        what = found.target.reason if isinstance(found, Approved) else "nothing"
+        print(f"| {count:,} | {spread} | {min(times):.0f} / {statistics.median(times):.0f} ms | {what}", flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", default="1000,10000", metavar="COUNTS", help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="(%(default)s)")
+    parser.add_argument("--decide", action="store_true", help="of the planner instead")
     args = parser.parse_args(argv)
+    if args.decide:
+        for count in map(int, args.instances.split(",")):
+            measure_decisions(count, args.rounds)
+        return 0
     print(f"| instances | what | each | a second | of a core |\n|{'---|' * 5}")
     for count in map(int, args.instances.split(",")):
         asyncio.run(measure(count, args.rounds))
