@@ -1,15 +1,16 @@
-"""KV transfers of this stage, outgoing and incoming, and who is notified of them (pure).
+"""KV on its way between members: what goes from this stage, what comes to it, and who has to hear of it (pure).
 
-One account for all of them. What moves when, and who leads afterwards, is decided elsewhere: for the exchange of a
-transition by `core.transition` and `core.waves`, for a live migration by `core.departures` and `core.arrivals`. Here it
-is pieces, one for each hop (`core.spans`), and `pipeline.mover` executes the commands.
+One account for all of it. What moves when, and who leads afterwards, is decided elsewhere: for an exchange by
+`core.transition` and `core.waves`, for a live migration by `core.departures` and `core.arrivals`. Here it is pieces,
+one for each hop (`core.spans`), and an executor carries out the commands (`pipeline.mover`).
 
-Rule 1: nothing is sent that has no room. Blocks are reserved before KV is requested: in an exchange by the stage
-itself, in a migration by its leader. Rule 2: requested KV arrives or is cancelled; a write under way is waited for.
-Rule 3: requests of one instant are batched (`flush`): one message to each sender, small pieces in one transfer.
+Rule 1: nothing is sent that has no place. Blocks are taken before anybody is asked. The givers of an exchange are asked
+by the stage itself, those of a migration by its leader.
+Rule 2: what has a place comes, or is withdrawn; what may be being written is waited for.
+Rule 3: what is known at one moment is said at once (`flush`): one question to each giver, small pieces in one transfer.
 
-Layers given up have block tables of their own until all their KV has been sent. In retained layers sequences run on and
-new ones arrive; in these they only leave. The remainder is compacted when a wave has ended.
+Layers given up have tables of their own until all that is in them has been sent. In the layers that a stage keeps,
+its sequences go on and others come; in these they only go. What is left moves together when a wave is through.
 """
 
 from collections import deque
@@ -25,29 +26,29 @@ from services.worker.core.migration_messages import Give, Keep, Landed, Stop, Ta
 from services.worker.core.spans import Hop, Key, Piece, Span, Stage, hops, key_of
 from services.worker.core.transition_messages import ExpectKv, KvReceived, KvSent, SendKv
 
-_TOGETHER_BYTES = 1 << 20  # maximum of a transfer with pieces of several sequences: it delays those that are complete
-_TOGETHER = 32  # pieces in such a transfer; its header names them
-_BEHIND_EXCHANGE = 1 << 40  # priority among KV transfers, after every sequence that an exchange waits for
+_TOGETHER_BYTES = 1 << 20  # of a transfer that has pieces of several sequences: a longer one holds up what is complete
+_TOGETHER = 32  # pieces in such a transfer; they are named in its head
+_BEHIND_EXCHANGE = 1 << 40  # rank among KV, behind every sequence that somebody waits for
 
 _Move = tuple[int, SequenceId]  # see `Piece`
-_Going = tuple[SequenceId, WorkerId]  # and its receiver
+_Going = tuple[SequenceId, WorkerId]  # and to whom
 
 
 class Mode(Enum):
-    EXCHANGE = "exchange"  # the sequence is suspended: a failed send is final and ends the link
-    AHEAD = "ahead"  # the sequence runs on, and stays here if the send fails
-    LAST = "last"  # its blocks are freed at once: a copy is sent
+    EXCHANGE = "exchange"  # the sequence stands still: what cannot be sent is missing for good, and ends the link
+    AHEAD = "ahead"  # it goes on meanwhile, and stays if this cannot be sent
+    LAST = "last"  # its blocks are free at once: what is sent is a copy
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRange:
     piece: Piece
-    blocks: Table  # where the KV is
+    blocks: Table  # that it lies in
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Pieces for one transfer. Answered with `refused`, or in an exchange with `sent`."""
+    """Parcels for one transfer. Answered with `refused`, or in an exchange with `sent`."""
 
     to: WorkerId
     epoch: Epoch  # of the link
@@ -56,7 +57,7 @@ class Send:
 
     @property
     def rank(self) -> int:
-        """Order of sending: in an exchange short sequences first, since most sequences then resume soonest."""
+        """The order of sending: in an exchange the short ones first, since most of them go on soonest."""
         if self.mode is Mode.EXCHANGE:
             return self.block_ranges[0].piece.span.token_count
         return 0 if self.mode is Mode.LAST else _BEHIND_EXCHANGE
@@ -64,7 +65,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Request KV of these sequences: their blocks are reserved."""
+    """Blocks are ready for the KV of these sequences."""
 
     giver: WorkerId
     sequence_ids: tuple[SequenceId, ...]
@@ -72,7 +73,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Blocks `[first_block, last_block)` of the table, which receive the KV of this hop."""
+    """Blocks `[first_block, last_block)` of the table, into which the KV of this hop is written."""
 
     key: Key
     hop: Hop
@@ -83,33 +84,33 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class CopyOver:
-    """Copy blocks of this worker in the previous group to blocks in its own."""
+    """From this worker's blocks in the group before to those in its own."""
 
     moves: tuple[tuple[int, int], ...]
 
 
 @dataclass(slots=True)
 class _Coming:
-    """Incoming KV of one sequence in one move."""
+    """The KV of a sequence that is to come in one move."""
 
     epoch: Epoch  # of the links
     exchanged: bool
-    keys: set[Key] = field(default_factory=set[Key])  # pieces neither received nor cancelled
+    keys: set[Key] = field(default_factory=set[Key])  # what has neither landed nor been withdrawn
     span: Span | None = None
     failed: bool = False
 
 
 @dataclass(slots=True)
 class _Exchange:
-    """Outgoing KV of one transition."""
+    """The KV that goes in one transition."""
 
-    book: BlockBook  # of the previous layout; in a restore the new one is in force when KV is expected
+    book: BlockBook  # of the layout before; in a restore another one is in force when KV is expected
     retired: BlockBook | None = None  # of layers that this member has given up
     ordered: dict[_Going, BlockRange] = field(default_factory=dict[_Going, BlockRange])
     asked: set[_Going] = field(default_factory=set[_Going])
     to_begin: dict[WorkerId, list[BlockRange]] = field(
         default_factory=dict[WorkerId, list[BlockRange]]
-    )  # sent by the next `flush`
+    )  # at the next `flush`
     to_ask: dict[WorkerId, list[SequenceId]] = field(default_factory=dict[WorkerId, list[SequenceId]])  # likewise
     waiting: dict[WorkerId, deque[Send]] = field(default_factory=dict[WorkerId, deque[Send]])  # for room on the link
     given: dict[SequenceId, None] = field(default_factory=dict[SequenceId, None])  # in this wave
@@ -117,27 +118,27 @@ class _Exchange:
 
 class Mover:
     def __init__(self, block_tokens: int, block_bytes: int, withdraw: Callable[[Key], bool]) -> None:
-        """`block_bytes`: of a block in one layer. `withdraw(key)`: forbid a write; False if it may be under way."""
+        """`block_bytes`: of a block in one layer. `withdraw`: nothing is to come there; False: it may be coming now."""
         self._block_tokens = block_tokens
         self._block_bytes = block_bytes
         self._withdraw = withdraw
         self._coming: dict[_Move, _Coming] = {}
-        self._held: set[SequenceId] = set()  # of migrations: they hold blocks here, but are not this group's
+        self._held: set[SequenceId] = set()  # hold blocks here and are not this group's yet
         self._is = _Exchange(BlockBook(0, block_tokens))
 
     @property
     def holds(self) -> bool:
-        """True if blocks are reserved here for a migration."""
+        """Blocks are kept here for a migration."""
         return bool(self._held)
 
-    # ------------------------------------------------------------ incoming
+    # ------------------------------------------------------------ coming
 
     def expect(self, command: ExpectKv, book: BlockBook) -> list[Place | CopyOver]:
-        """Expect KV in blocks of `book`, the one in force."""
+        """`book` is in force."""
         sequence_id, token_count = command.victim.sequence_id, command.victim.computed_tokens
         table, end_block = book.hold(sequence_id, token_count), blocks_for(token_count, self._block_tokens)
         commands: list[Place | CopyOver] = []
-        if book is not self._is.book:  # this stage's own layers have it in the blocks of the other group
+        if book is not self._is.book:  # this stage's own layers have it in the other window
             before = self._is.book.table(sequence_id)[:end_block]
             commands.append(CopyOver(tuple(zip(before, table, strict=True))))
         if command.hops:
@@ -148,7 +149,7 @@ class Mover:
         return commands
 
     def take(self, take: Take, coming_here: Sequence[Hop], book: BlockBook) -> list[Place] | None:
-        """Reserve blocks for a migration. None if there are too few."""
+        """None: there is no room."""
         sequence_id = take.sequence_id
         if take.last_block - len(book.table(sequence_id)) > book.free_count:
             return None
@@ -168,7 +169,7 @@ class Mover:
     def landed(
         self, at_s: float, giver: WorkerId, piece: Piece, *, delivered: bool
     ) -> list[KvReceived | Landed] | None:
-        """Handle a completed or failed KV transfer. Returns None if it is not expected."""
+        """The news of a piece that has come, or has failed to. None: nobody waits for it."""
         move, key = (piece.move, piece.sequence_id), key_of(piece, giver)
         coming = self._coming.get(move)
         if coming is None or key not in coming.keys:
@@ -195,7 +196,7 @@ class Mover:
         return self._fail_all(lambda c: c.epoch == epoch and any(giver == peer for _, _, giver, _ in c.keys))
 
     def give_up(self) -> list[Landed]:
-        """The layout is about to change: cancel incoming migrations. The leader decides when their blocks are freed."""
+        """The layout is about to change: what comes is not let in any more. The leader says when blocks are free."""
         return self._fail_all(lambda _: True)
 
     def _fail_all(self, which: Callable[[_Coming], bool]) -> list[Landed]:
@@ -203,9 +204,9 @@ class Mover:
         return [landed for move, coming in found for landed in self._fail(move, coming)]
 
     def _fail(self, move: _Move, coming: _Coming) -> list[Landed]:
-        """Cancel the writes of a failed migration, and report it once none is under way.
+        """Withdraws the places of a migration that fails, and reports it once nothing is being written into them.
 
-        A failed exchange fails the whole group.
+        An exchange that fails takes its group with it.
         """
         coming.failed = True
         if not coming.exchanged:
@@ -218,10 +219,10 @@ class Mover:
         del self._coming[move]
         return [] if coming.exchanged else [Landed(move[0], None if coming.failed else coming.span)]
 
-    # ------------------------------------------------------------ outgoing: migrations
+    # ------------------------------------------------------------ going, in a migration
 
     def give(self, give: Give, stage: Stage, book: BlockBook) -> list[Send] | None:
-        """Send a span. None if the sequence is not here."""
+        """None: it is not here any more."""
         span, table = give.span, book.table(give.sequence_id)
         if len(table) < span.last_block:
             return None
@@ -232,14 +233,14 @@ class Mover:
             sends.append(Send(taker, give.epoch, mode, (BlockRange(piece, blocks),)))
         return sends
 
-    # ------------------------------------------------------------ outgoing: exchange
+    # ------------------------------------------------------------ going, in an exchange
 
     def begin(self, book: BlockBook) -> None:
-        """Begin a transition. `book`: of the layout in force."""
+        """A transition begins. `book`: of the layout in force."""
         self._is = _Exchange(book)
 
     def order(self, command: SendKv) -> int:
-        """Register KV to send: it is sent when its receiver asks, or has asked. Returns its bytes."""
+        """It goes when its receiver asks, or has asked. Returns how many bytes it is."""
         victim, is_ = command.victim, self._is
         span = Span(0, blocks_for(victim.computed_tokens, self._block_tokens), victim.computed_tokens, last=True)
         _, to, first_layer, last_layer = command.hop
@@ -265,7 +266,7 @@ class Mover:
         )
 
     def asked(self, peer: WorkerId, sequence_ids: Iterable[SequenceId]) -> None:
-        """A peer has reserved its blocks; its request may precede this stage's own order to send."""
+        """A peer has its blocks ready, and may have before this stage hears what it is to give."""
         for sequence_id in sequence_ids:
             if (block_range := self._is.ordered.pop((sequence_id, peer), None)) is not None:
                 self._is.to_begin.setdefault(peer, []).append(block_range)
@@ -273,7 +274,7 @@ class Mover:
                 self._is.asked.add((sequence_id, peer))
 
     def flush(self) -> list[Ask | Send]:
-        """Send the requests for expected KV, and the KV requested, since the last call."""
+        """Asks for what has been expected, and sends what has been asked for, since the last time."""
         to_ask, self._is.to_ask = self._is.to_ask, {}
         to_begin, self._is.to_begin = self._is.to_begin, {}
         commands: list[Ask | Send] = [Ask(giver, tuple(ids)) for giver, ids in to_ask.items()]
@@ -294,7 +295,7 @@ class Mover:
         return [Send(to, Epoch(g[0].piece.move), Mode.EXCHANGE, tuple(g)) for g in groups]
 
     def refused(self, send: Send) -> None:
-        """The link has no room for a transfer: an exchange retries it later."""
+        """The link has no room for it: in an exchange again, when it has some."""
         if send.mode is Mode.EXCHANGE:
             self._is.waiting.setdefault(send.to, deque()).append(send)
 
@@ -303,7 +304,7 @@ class Mover:
         return tuple(self._is.waiting)
 
     def again(self, to: WorkerId) -> Iterator[Send]:
-        """Retry the refused transfers, one by one until one is refused again."""
+        """The transfers that had been refused, one by one until one is refused again."""
         waiting = self._is.waiting.pop(to, deque[Send]())
         while waiting and to not in self._is.waiting:
             yield waiting.popleft()
@@ -311,28 +312,26 @@ class Mover:
             self._is.waiting[to].extend(waiting)
 
     def sent(self, at_s: float, send: Send) -> list[KvSent]:
-        """The receiver has the transfer."""
+        """The receiver has it."""
         return [KvSent(at_s, send.epoch, block_range.piece.sequence_id, send.to) for block_range in send.block_ranges]
 
     # ------------------------------------------------------------ layers given up
 
     def retire(self) -> int:
-        """Keep the blocks of the layers given up; the book is still that of the old layout. Returns how many are
-        needed.
-        """
+        """The book is still that of the old layout. Returns how many blocks of the layers given up are needed."""
         self._is.retired = self._is.book.copy()
         self._is.retired.forget_numbers()
         return self._is.retired.used_end
 
     def forget(self, sequence_ids: Iterable[SequenceId]) -> None:
-        """Free blocks of sequences whose KV has been sent, or is not needed by any member."""
+        """Frees blocks of sequences whose KV has been sent, or is wanted by nobody."""
         if (book := self._is.retired) is not None:
             for sequence_id in sequence_ids:
                 book.release(sequence_id)
 
     def compact(self) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """Called while no KV is being sent. Returns how many blocks of the layers given up are needed from now on, and
-        the copies (from, to) that make these the first ones.
+        """Nothing is being sent: how many blocks of the layers given up are needed from now on, and which have to be
+        copied (from, to) so that these are the first ones.
         """
         given, self._is.given = self._is.given, {}
         self.forget(given)
@@ -343,10 +342,10 @@ class Mover:
         book.shrink(book.used_count)
         return book.used_end, moves
 
-    # ------------------------------------------------------------ end
+    # ------------------------------------------------------------ its end
 
     def abandon(self) -> None:
-        """The group is lost, and its blocks are reused: drop all transfers."""
+        """The group is lost, and all blocks are somebody else's."""
         for coming in self._coming.values():
             for key in coming.keys:
                 self._withdraw(key)
@@ -355,7 +354,7 @@ class Mover:
         self.begin(self._is.book)
 
     def check(self, places: Iterable[Key]) -> None:
-        """Raise InvariantViolation unless the account equals the transfers under way.
+        """Raise InvariantViolation unless the account is about what is on its way.
 
         Args:
             places: In which KV may be written.

@@ -1,4 +1,4 @@
-"""Events and commands of `core.transition`."""
+"""What a transition is told and what it asks for: the events and commands of `core.transition`."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from services.worker.core.spans import Hop
 
 @dataclass(frozen=True, slots=True)
 class PrepareRequested:
-    """`room_blocks`: room for this restore that a follower's leader has granted before; None: not yet."""
+    """`room_blocks`: a follower's leader has granted room for this restore already; None: not yet."""
 
     at_s: float
     plan: Plan
@@ -43,7 +43,7 @@ class LinksUp:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReady:
-    """Drop: the plan fits the memory. Restore: the missing layers are loaded and verified."""
+    """Drop: the plan fits. Restore: the missing layers are here and verified."""
 
     at_s: float
     epoch: Epoch
@@ -58,7 +58,7 @@ class PreparationFailed:
 
 @dataclass(frozen=True, slots=True)
 class GroupLimited:
-    """The group that this worker leads is limited to what its smallest stage keeps until it dissolves."""
+    """The group that this worker leads is to dissolve: it may have only what its smallest stage keeps meanwhile."""
 
     at_s: float
     epoch: Epoch
@@ -67,7 +67,7 @@ class GroupLimited:
 
 @dataclass(frozen=True, slots=True)
 class LimitHeld:
-    """No request of the group holds a block beyond the limit, or will reserve one."""
+    """No request of the group holds a block beyond the limit, or will take one."""
 
     at_s: float
     epoch: Epoch
@@ -83,7 +83,7 @@ class LayersGivenUp:
 
 @dataclass(frozen=True, slots=True)
 class BoundaryReached:
-    """All batches of the old layout that this worker leads have completed."""
+    """No batch of the old layout that this worker leads is under way any more."""
 
     at_s: float
     epoch: Epoch
@@ -91,7 +91,7 @@ class BoundaryReached:
 
 @dataclass(frozen=True, slots=True)
 class GroupEnded:
-    """No batch of the draining group is in flight, and this worker has handed its remaining sequences over."""
+    """No batch of the group that dissolves is in flight, and this worker has handed over what was left in it."""
 
     at_s: float
     epoch: Epoch
@@ -99,8 +99,8 @@ class GroupEnded:
 
 @dataclass(frozen=True, slots=True)
 class TakenUp:
-    """Memory and role are those of the new layout. `own_victims`: sequences that this worker has led and goes on
-    leading. `draining`: the old group, in a restore.
+    """Memory and role are those of the new layout. `own_victims`: what this worker has led and goes on leading.
+    `draining`: the group that goes on beside that, in a restore.
     """
 
     at_s: float
@@ -111,8 +111,8 @@ class TakenUp:
 
 @dataclass(frozen=True, slots=True)
 class Led:
-    """Answer to Lead and LeadWave: the KV of these victims is exchanged now. Unless this is the `last` wave, others
-    wait for room; sequences in no wave are recomputed.
+    """Answer to Lead and LeadWave: the KV of these victims is exchanged now. Unless this is the `last` wave others wait
+    for room; who is in none of them is computed anew.
     """
 
     at_s: float
@@ -124,7 +124,7 @@ class Led:
 
 @dataclass(frozen=True, slots=True)
 class KvSent:
-    """The receiver has all of the KV."""
+    """The receiver has all of it."""
 
     at_s: float
     epoch: Epoch
@@ -152,7 +152,7 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class RoomGranted:
-    """From the leader of a group that is to dissolve: it uses no block beyond these."""
+    """From the leader of a group that is to dissolve: it holds no block beyond these, and will take none."""
 
     at_s: float
     epoch: Epoch
@@ -161,7 +161,7 @@ class RoomGranted:
 
 @dataclass(frozen=True, slots=True)
 class EpochEnded:
-    """From the old leader: every batch of the old group has been sent."""
+    """From the leader that was: every batch of the old group has come by."""
 
     at_s: float
     epoch: Epoch
@@ -170,7 +170,7 @@ class EpochEnded:
 
 @dataclass(frozen=True, slots=True)
 class HandoverReceived:
-    """A member is ready for its new role; an old leader's sequences come with it."""
+    """A member is ready for its new role; an old leader's sequences have come with it."""
 
     at_s: float
     epoch: Epoch
@@ -180,7 +180,7 @@ class HandoverReceived:
 
 @dataclass(frozen=True, slots=True)
 class RosterReceived:
-    """From a new leader: sequences of its group whose KV is to be sent there now. One roster for each wave."""
+    """From a new leader: victims of its group, whose KV is to be gathered there now. Each wave has one."""
 
     at_s: float
     epoch: Epoch
@@ -192,7 +192,7 @@ class RosterReceived:
 
 @dataclass(frozen=True, slots=True)
 class WaveDone:
-    """From a stage to its leader, with its capacity: it has sent and received all KV of this wave."""
+    """From a stage to its leader, which knows what room it has: the KV of this wave has come and gone there."""
 
     at_s: float
     epoch: Epoch
@@ -202,7 +202,7 @@ class WaveDone:
 
 @dataclass(frozen=True, slots=True)
 class KvCompleteReceived:
-    """A stage of the group that this worker leads has all KV of a sequence."""
+    """A stage of the group that this worker leads has all KV of a victim."""
 
     at_s: float
     epoch: Epoch
@@ -240,7 +240,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class ConnectLinks:
-    """Connect to the peers. Answered with LinksUp or PreparationFailed."""
+    """Answered with LinksUp or PreparationFailed."""
 
     epoch: Epoch
     peers: tuple[WorkerId, ...]
@@ -248,14 +248,14 @@ class ConnectLinks:
 
 @dataclass(frozen=True, slots=True)
 class PrepareMemory:
-    """Check or prepare memory. Answered with PreparationFailed, or in a drop with MemoryReady."""
+    """Answered with PreparationFailed if this worker cannot take part; in a drop else with MemoryReady."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class GrantRoom:
-    """Tell the followers, in order with batches, that their room is granted."""
+    """To the stages that follow, behind all batches."""
 
     epoch: Epoch
     block_count: int
@@ -263,7 +263,9 @@ class GrantRoom:
 
 @dataclass(frozen=True, slots=True)
 class LoadLayers:
-    """Shrink the KV cache and load the missing layers. Answered with MemoryReady or PreparationFailed."""
+    """The KV keeps so many blocks, and missing layers come into the rest. Answered with MemoryReady or
+    PreparationFailed.
+    """
 
     epoch: Epoch
     block_count: int
@@ -271,7 +273,7 @@ class LoadLayers:
 
 @dataclass(frozen=True, slots=True)
 class ShrinkGroup:
-    """Shrink this stage's share of the group: the leader has committed already and its group needs less."""
+    """The leader has committed already, and its group needs less."""
 
     epoch: Epoch
     block_count: int
@@ -279,21 +281,21 @@ class ShrinkGroup:
 
 @dataclass(frozen=True, slots=True)
 class WithdrawRoom:
-    """A restore has failed before its commit: lift the group's limit. For its leader."""
+    """A restore has failed before its commit: the group is limited no more. For its leader."""
 
     epoch: Epoch
 
 
 @dataclass(frozen=True, slots=True)
 class ReportRoom:
-    """Report this member's capacity to the leader, after a restore has been undone."""
+    """To the leader: what this member has, now that a restore has been undone."""
 
     epoch: Epoch
 
 
 @dataclass(frozen=True, slots=True)
 class Quiesce:
-    """Stop scheduling; answered with BoundaryReached when batches in flight have completed. For a leader, in a drop."""
+    """Form no batch any more; answered with BoundaryReached. For a worker that leads, in a drop."""
 
     epoch: Epoch
 
@@ -306,15 +308,15 @@ class SendEpochEnded:
 
 @dataclass(frozen=True, slots=True)
 class TakeUp:
-    """Move memory and change role; an old leader hands its sequences over. Answered with TakenUp."""
+    """Move memory, change role; an old leader hands its sequences over. Answered with TakenUp."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class Empty:
-    """A stage of the draining group is lost: hand its sequences over without KV. Answered with GroupEnded. For its
-    leader.
+    """A stage of the group that dissolves is gone: what is in it goes elsewhere now, by its tokens. Answered with
+    GroupEnded. For the worker that has led it.
     """
 
     epoch: Epoch
@@ -322,14 +324,14 @@ class Empty:
 
 @dataclass(frozen=True, slots=True)
 class CloseSeat:
-    """The draining group has ended here. Its blocks are read until ReleaseLost."""
+    """The group that dissolves has come to its end here. Its blocks are read until ReleaseLost."""
 
     epoch: Epoch
 
 
 @dataclass(frozen=True, slots=True)
 class SendHandover:
-    """Send the handover, with the sequences that go to this leader's group."""
+    """With the sequences that go to this leader's group, if this worker has led any."""
 
     epoch: Epoch
     to: WorkerId
@@ -337,7 +339,7 @@ class SendHandover:
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """All members are ready: adopt the sequences, admit those that have room, form batches. Answered with Led."""
+    """All members are ready: adopt the victims, see which have room, form batches. Answered with Led."""
 
     epoch: Epoch
     victims: tuple[Victim, ...]
@@ -345,7 +347,7 @@ class Lead:
 
 @dataclass(frozen=True, slots=True)
 class LeadWave:
-    """All members have ended the previous wave: admit waiting sequences that have room now. Answered with Led."""
+    """All members are through with the wave before: see which of those that wait have room now. Answered with Led."""
 
     epoch: Epoch
     wave: int
@@ -353,8 +355,8 @@ class LeadWave:
 
 @dataclass(frozen=True, slots=True)
 class SendRoster:
-    """Send a roster: that of wave 0 at once, later ones in order with batches, as their sequences reserve blocks that
-    earlier batches have freed.
+    """The roster of wave 0 goes at once. That of a later one goes in order with the batches, which go from stage to
+    stage: its victims take blocks that batches before it have freed.
     """
 
     epoch: Epoch
@@ -366,7 +368,7 @@ class SendRoster:
 
 @dataclass(frozen=True, slots=True)
 class SendKv:
-    """Send the KV of the sequence's computed tokens in the layers of that hop. Answered with KvSent."""
+    """The KV of the victim's computed tokens in the layers of that hop. Answered with KvSent."""
 
     epoch: Epoch
     victim: Victim
@@ -375,9 +377,7 @@ class SendKv:
 
 @dataclass(frozen=True, slots=True)
 class ExpectKv:
-    """Reserve blocks for a sequence of the new group. KV that arrives by each of these hops is reported with
-    KvReceived.
-    """
+    """Have blocks ready for a victim of the new group. What comes by each of these hops is reported with KvReceived."""
 
     epoch: Epoch
     victim: Victim
@@ -393,7 +393,7 @@ class SendKvComplete:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Every stage has the sequence's KV."""
+    """Every stage has the victim's KV."""
 
     epoch: Epoch
     sequence_id: SequenceId
@@ -401,8 +401,8 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseSent:
-    """KV of the waves so far, in layers given up, has been sent: reuse its room and report the
-    capacity to the leader.
+    """Nobody needs the KV of the layers this worker has given up any more, as far as it is of victims of the waves so
+    far: room for the next ones. The leader is told what there is.
     """
 
     plan: Plan
@@ -410,7 +410,7 @@ class ReleaseSent:
 
 @dataclass(frozen=True, slots=True)
 class SendWaveDone:
-    """This worker has ended a wave. Sent after the report of ReleaseSent."""
+    """This worker is through with a wave; sent behind what ReleaseSent has told the leader."""
 
     epoch: Epoch
     wave: int
@@ -419,14 +419,14 @@ class SendWaveDone:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseLost:
-    """All KV of layers given up has been sent: release their memory."""
+    """Nobody needs the KV of the layers this worker has given up: its extents follow the parameters."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A member of the group in force is lost: the group cannot go on."""
+    """A member of the group in force is gone: what the group was doing cannot go on."""
 
     peer: WorkerId
     why: str
