@@ -104,7 +104,7 @@ _BOTH = {
     State.DONE: Row(Phase.DONE, "at rest"),
     State.FAILED: Row(
         Phase.FAILED,
-        "before the commit: undone. After it: requests are replayed elsewhere, partners give missing layers, or the disk",
+        "before the commit: undone. After it: requests are replayed elsewhere, missing layers come back",
         (On(t.AbortRequested, State.ABORTED, S.note_abort),),
         deadline_s=30.0,
         way_out="after the commit, for transfers to end: the process ends. Reading the checkpoint has no deadline",
