@@ -36,7 +36,7 @@ _REJECTED = Counter(
     "ballast_instances_rejected_total", "Instances kept out because they serve another model", registry=REGISTRY
 )
 _KEPT_OUT = Gauge(
-    "ballast_instances_kept_out", "Instances that are put into no group now: `ballast status` says why", registry=REGISTRY
+    "ballast_instances_kept_out", "Instances that are put into no group: `ballast status` says why", registry=REGISTRY
 )
 _STALE = Counter(
     "ballast_planner_stale_events_total", "Messages about a worker's earlier process, ignored", registry=REGISTRY
