@@ -24,7 +24,6 @@ from services.dispatcher.policy.freeness import (
     WorkerKey,
     blocks_for,
     has_place,
-    has_room,
     may_queue,
     runs_at_once,
 )
@@ -281,8 +280,7 @@ class Placement:
             if worker.key in unseen:
                 continue
             view = worker.view() if worker.usable else None
-            placeable = view is not None and (has_place(view, self._routing) or has_room(view, 1))
-            expected = view if placeable else None
+            expected = view if view is not None and has_place(view, self._routing) else None
             if self._ranking.get(worker.key) != expected:
                 raise InvariantViolation(
                     f"{worker.key} has changed, and routing was not told: {self._ranking.get(worker.key)}"
