@@ -341,6 +341,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             may_use = ", ".join(sorted(caller().classes))
             raise PermissionDenied(f"the token {caller().name} may use the classes {may_use}, and not {priority}")
         sampling = SAMPLING.record(message.sampling)
+        self._check_adapter(sampling.adapter)
         output = resumption.token_ids if resumption is not None else ()
         self._check_token_ids("resumption.token_ids", output)
         if sampling.grammar is not None:
@@ -363,7 +364,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             traceparent=_traceparent(context) or (TraceContext.new().traceparent if self._traces else ""),
             output_token_ids=output,
             text_chars=resumption.text_char_count if resumption is not None else 0,
-            cache_salt=_cache_salt(message.cache_salt),
+            cache_salt=_cache_salt(message.cache_salt, sampling.adapter),
             targets=targets_of(context),
         )
 
@@ -398,6 +399,12 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         ]
         variables = _json_object("conversation.template_variables_json", conversation.template_variables_json)
         return await self._encoder.encode_conversation(messages, variables, self._longest_prompt())
+
+    def _check_adapter(self, name: str) -> None:
+        model = self._shell.model
+        known = [] if model is None else [adapter.name for adapter in model.adapters]
+        if name and model is not None and name not in known:
+            raise InvalidRequest("sampling.adapter", f"{name!r} is not served; what is: {', '.join(known) or 'none'}")
 
     def _check_token_ids(self, field: str, ids: Sequence[int]) -> None:
         """Against the vocabulary, once a worker has told it; the worker checks again."""
@@ -489,14 +496,17 @@ def _json_object(field: str, text: str) -> Mapping[str, object]:
     return cast(Mapping[str, object], value)
 
 
-def _cache_salt(given: str) -> bytes:
+def _cache_salt(given: str, adapter: str) -> bytes:
     """Requests with tokens of different names share no KV, whatever they say: the time of an answer would tell one
-    what another has asked.
+    what another has asked. Those with different adapters have none to share.
     """
     if len(given) > _MAX_SALT_CHARS:
         raise InvalidRequest("cache_salt", f"has {len(given)} characters, at most {_MAX_SALT_CHARS} are allowed")
     name = caller().name if caller().has_token else ""
-    return blake2b(f"{name}\0{given}".encode(), digest_size=16).digest() if name or given else b""
+    if not (name or given or adapter):
+        return b""
+    key = blake2b(adapter.encode()).digest() if adapter else b""
+    return blake2b(f"{name}\0{given}".encode(), digest_size=16, key=key).digest()
 
 
 def _traceparent(context: Context) -> str:

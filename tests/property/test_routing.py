@@ -16,6 +16,7 @@ from services.dispatcher.policy.freeness import (
     blocks_for,
     freeness,
     has_place,
+    has_room,
     may_queue,
     place_of,
     runs_at_once,
@@ -67,15 +68,15 @@ def choose(
             continue
         with_growth = min(view.block_count, blocks_for(need.tokens + need.growth_tokens, view.block_tokens))
         shape = view.shape
+        for group, wanted in zip(holders, (with_growth, block_count), strict=True):
+            group.extend([view] * (view.worker in hits and has_room(view, wanted)))
         if runs_at_once(view, with_growth):
             freest[shape] = _freer(freest.get(shape), view)
-            holders[0].extend([view] * (view.worker in hits))
         if runs_at_once(view, block_count):
             tight[shape] = _freer(tight.get(shape), view)
-            holders[1].extend([view] * (view.worker in hits))
         elif may_queue(view, rules) and (may_queue_large or block_count <= rules.large_fraction * view.block_count):
             queue = _freer(queue, view)
-    found = [*freest.values(), *holders[0]] if freest else [*tight.values(), *holders[1]]
+    found = [*freest.values(), *holders[0]] if freest else [*tight.values(), *holders[1]] if tight else []
     return min(found, key=lambda view: place_of(view, need, hits), default=queue)
 
 

@@ -148,12 +148,16 @@ def place_of(view: WorkerView, need: Need, hits: Hits = NO_HITS) -> Place:
 
 def runs_at_once(view: WorkerView, block_count: int) -> bool:
     """Whether a request of so many blocks would run there without waiting."""
+    return has_room(view, block_count) and not (0 < view.max_prompt_token_count <= view.prompt_token_count)
+
+
+def has_room(view: WorkerView, block_count: int) -> bool:
+    """Whether a request of so many blocks would wait there for nothing but the prompts before it."""
     coming = view.waiting_count + view.unseen_count
     return (
         not view.draining
         and view.running_count + coming < view.max_running_count
         and coming < max(1, view.max_waiting_count)
-        and (not view.max_prompt_token_count or view.prompt_token_count < view.max_prompt_token_count)
         and block_count <= view.free_block_count
     )
 

@@ -20,6 +20,7 @@ from services.dispatcher.policy.freeness import (
     WorkerView,
     blocks_for,
     freeness,
+    has_room,
     may_queue,
     place_of,
     runs_at_once,
@@ -60,6 +61,7 @@ class Ranking:
         self._rules = rules
         self._entries: dict[WorkerKey, _Entry] = {}
         self._shapes: dict[Shape, _Shape] = {}
+        self._computing: dict[WorkerKey, WorkerView] = {}  # with room, but for the prompts that are computed there
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -69,12 +71,14 @@ class Ranking:
 
     def get(self, worker: WorkerKey) -> WorkerView | None:
         entry = self._entries.get(worker)
-        return None if entry is None else entry.view
+        return self._computing.get(worker) if entry is None else entry.view
 
     def update(self, view: WorkerView) -> None:
         """Takes the place of what was known of this worker."""
         self.remove(view.worker)
         runs, queues = runs_at_once(view, 1), may_queue(view, self._rules)
+        if not runs and has_room(view, 1):
+            self._computing[view.worker] = view
         if not runs and not queues:
             return
         key = view.shape
@@ -90,6 +94,7 @@ class Ranking:
             bisect.insort(shape.queues, place)
 
     def remove(self, worker: WorkerKey) -> None:
+        self._computing.pop(worker, None)
         entry = self._entries.pop(worker, None)
         if entry is None:
             return
@@ -117,25 +122,25 @@ class Ranking:
         return None if best is None else best.worker
 
     def at_once(self, need: Need, hits: Hits = NO_HITS) -> WorkerKey | None:
-        """Where it would run without waiting."""
+        """Where it would run without waiting; or, where others would run it, behind prompts at one that has so much of
+        it that its first token comes sooner.
+        """
         room = need
         if not (found := self._contenders(room)):
             room = need.now
             found = self._contenders(room)
         if hits and found:
-            found += [worker for worker in hits if self._runs(worker, room)]
+            found += [worker for worker in hits if self._has_room(worker, room)]
         if len(found) < 2:
             return found[0] if found else None
-        return min(found, key=lambda worker: place_of(self._entries[worker].view, need, hits))
+        views = {worker: view for worker in found if (view := self.get(worker)) is not None}
+        return min(views, key=lambda worker: place_of(views[worker], need, hits))
 
-    def _runs(self, worker: WorkerKey, need: Need) -> bool:
-        entry = self._entries.get(worker)
-        if entry is None or not entry.runs:
+    def _has_room(self, worker: WorkerKey, need: Need) -> bool:
+        view = self.get(worker)
+        if view is None or blocks_for(need.tokens, view.block_tokens) > view.block_count:
             return False
-        view = entry.view
-        wanted = blocks_for(need.tokens, view.block_tokens)
-        with_growth = min(view.block_count, blocks_for(need.tokens + need.growth_tokens, view.block_tokens))
-        return wanted <= view.block_count and with_growth <= entry.free_block_count
+        return has_room(view, min(view.block_count, blocks_for(need.tokens + need.growth_tokens, view.block_tokens)))
 
     def contenders(self, need: Need) -> list[WorkerKey]:
         """The first worker of each shape that would run it at once: `at_once` decides between these."""

@@ -31,6 +31,8 @@ def fault_of(submitted: Submitted, limits: WorkerLimits, block_count: int) -> st
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < limits.vocab_size):
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id < limits.vocab_size)
             return f"{field}: token id {wrong} is not in the vocabulary of {limits.vocab_size}"
+    if (adapter := submitted.sampling.adapter) and adapter not in limits.adapters:
+        return f"sampling.adapter: {adapter!r} is not loaded here"
     if submitted.sampling.seed is None and not submitted.sampling.greedy:
         return "sampling.seed: must be drawn where the request enters the cluster"
     if submitted.delivered_text_chars < 0:

@@ -13,6 +13,7 @@ class WorkerLimits:
     max_model_len: int  # prompt and output together
     vocab_size: int
     eos_token_ids: frozenset[int] = frozenset()
+    adapters: frozenset[str] = frozenset()  # names of those that are loaded
     max_running_count: int = 64  # --max-num-seqs
     max_batch_tokens: int = 512  # --max-num-batched-tokens
     max_waiting_count: int = 64  # --max-num-queued-reqs

@@ -111,7 +111,8 @@ class PrefixIndex:
         """Keys of its first blocks."""
         chain, size = sequence.block_keys, self._block_tokens
         for index in range(len(chain), block_count):
-            before = chain[-1] if chain else self._seed + sequence.cache_salt
+            adapter = sequence.sampling.adapter.encode()
+            before = chain[-1] if chain else self._seed + sequence.cache_salt + adapter
             token_ids = array("I", sequence.token_ids(index * size, size)).tobytes()
             chain.append(blake2b(before + token_ids, digest_size=_KEY_BYTES).digest())
         return chain[:block_count]

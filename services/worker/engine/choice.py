@@ -32,8 +32,12 @@ def choose_model(
     max_model_len: int | None = None,
     peers: Peers | None = None,
     attention_backend: str = "auto",
+    adapted: bool = False,
 ) -> tuple[Implementation, Kernels | None]:
     """The model, and the compiled kernels where they compute it or a part of it.
+
+    `adapted`: with LoRA adapters. They add to the products of each layer, which the compiled kernels compute all in one
+    call: torch's compute then.
 
     Raises:
         ConfigError: neither implementation serves it so.
@@ -47,7 +51,13 @@ def choose_model(
             raise ConfigError(name, f"{value!r} is not supported; use one of {', '.join(known)}")
     if attention_backend != "auto" and gpu_index(device) is None:
         raise ConfigError("attention_backend", f"{attention_backend} computes on GPUs, with device {device} use auto")
+    if adapted and peers is not None and peers.count > 1:
+        raise ConfigError("lora_modules", "adapters are not divided among ranks; use --tensor-parallel-size 1")
     ours = own_config(model_dir, model_impl, max_model_len)
+    if adapted and ours is not None:
+        if kernels == "native":
+            raise ConfigError("kernels", "the native ones compute no LoRA adapters: use auto or torch")
+        kernels = "torch"
     if ours is None:
         return _of_transformers(model_dir, dtype, device, kernels, peers)
     config = ours if peers is None else ours.of_rank(peers.rank, peers.count)

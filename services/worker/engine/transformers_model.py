@@ -27,7 +27,8 @@ from services.worker.engine.decoder import Decoder, LayerRun
 from services.worker.engine.division import WHOLE, Division, cuts_of
 from services.worker.engine.implementation import MemoryNeeds, StageModel
 from services.worker.engine.layer_attention import LayerAttention, LayerAttentionStep
-from services.worker.engine.model_config import ModelFacts, read_eos_token_ids, read_json
+from services.worker.engine.lora import Lora, linears_of
+from services.worker.engine.model_config import ModelFacts, longest_of, read_eos_token_ids, read_json
 from services.worker.engine.native.library import Kernels
 from services.worker.engine.packed_attention import PagedAttention
 from services.worker.engine.packed_parameters import PackedParameter, is_packed, part_name
@@ -73,7 +74,7 @@ def read_transformers_config(model_dir: Path) -> tuple[ModelFacts, Any]:
     text = config.get_text_config()
     if config.is_encoder_decoder or text is not config:
         raise ConfigError(f"{path}: model_type", f"{config.model_type!r} is more than a decoder of text")
-    layer_count, longest = getattr(text, "num_hidden_layers", 0), _max_position(text)
+    layer_count, longest = getattr(text, "num_hidden_layers", 0), longest_of(text)
     if not 1 <= layer_count <= MAX_LAYERS:
         raise ConfigError(f"{path}: num_hidden_layers", f"1 to {MAX_LAYERS} are supported, got {layer_count}")
     if longest is None:
@@ -88,17 +89,6 @@ def read_transformers_config(model_dir: Path) -> tuple[ModelFacts, Any]:
         checkpoint_dtype=str(dtype).removeprefix("torch.") if dtype else None,
     )
     return facts, config
-
-
-def _max_position(config: Any) -> int | None:
-    """Where rotation depends on how long the longest sequence of a batch is (longrope), only what does not."""
-    longest = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    sections = [rope, *(section for section in rope.values() if isinstance(section, dict))]
-    for section in sections:
-        if section.get("rope_type") == "longrope" and longest is not None:
-            longest = min(longest, section.get("original_max_position_embeddings") or longest)
-    return longest
 
 
 class TransformersDecoder(Decoder):
@@ -153,6 +143,10 @@ class TransformersDecoder(Decoder):
         positions = torch.zeros(1, hidden_RD.shape[0], dtype=torch.int64, device=hidden_RD.device)
         run = LayerRun(0, 0, final=hidden)
         return self.pass_through(run, with_head=True, inputs_embeds=hidden, position_ids=positions).logits[0]
+
+    def adapt(self, lora: Lora) -> None:
+        """Whose rows are those of each step from now on."""
+        lora.adapt(self.model)
 
     def _bind(self, parameters: ParameterStore, dtype: torch.dtype) -> None:
         """Parameters and buffers of the checkpoint lie in our memory; other buffers are made as `transformers` does."""
@@ -261,6 +255,10 @@ class TransformersModel:
         theirs = {part_name(name, part) for name, packing in packed for part in packing.specs}
         dense = sum(tensor.numel() for part in parts for name, tensor in part.items() if name not in theirs)
         return dense + sum(math.prod(packing.shape) for _, packing in packed)
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        return linears_of(self._whole.model, self._whole.layers_name)
 
     @property
     def token_elements(self) -> int:

@@ -32,6 +32,18 @@ def test_it_does_not_wait_behind_more_than_it_saves() -> None:
     assert where(story_of_two(uncomputed_token_count=PROMPT + 1)) == "b"
 
 
+def test_it_waits_behind_prompts_that_take_less_than_it_saves() -> None:
+    def beside(uncomputed: int, used: int = 100) -> str:
+        busy = story_of_two(
+            prompt_token_count=300, max_prompt_token_count=256, uncomputed_token_count=uncomputed, used_block_count=used
+        )
+        return where(busy)
+
+    assert beside(300) == "a"
+    assert beside(PROMPT + 1) == "b"
+    assert beside(300, used=390) == "b", "no memory there"
+
+
 def test_it_goes_where_there_is_room_to_grow() -> None:
     assert where(story_of_two(used_block_count=390)) == "b"
 
