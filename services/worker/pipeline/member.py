@@ -1,7 +1,8 @@
-"""This worker in its group: tells its parts what happens, and stays when the group is lost. Engine thread only.
+"""This worker as a member of its group: dispatches events to its parts, and recovers when the group is lost. Engine
+thread only.
 
-What decides is pure (`core.transition`, `core.worker`); the parts do what they say. `StageRunner` runs batches,
-`TransitionDriver` carries transitions out, and `Role` is what all of them go by.
+Decisions are pure (`core.transition`, `core.worker`); the parts execute them. `StageRunner` runs batches,
+`TransitionDriver` executes transitions, and `Role` is the role that all parts share.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ class GroupMember:
         self._answers = answers = Answers(core, self.run)
         compile_grammar = environment.compile_grammar
         self._grammars = None if compile_grammar is None else GrammarsAhead(role, links, compile_grammar)
-        self._rescue: Rescue | None = None  # a member of the group is gone
-        self._is_awake = True  # `poll` may find something to do
+        self._rescue: Rescue | None = None  # a member of the group is lost
+        self._is_awake = True  # `poll` may have something to do
         pace = environment.plane.pace
 
         def sizes() -> RoomSizes:
@@ -137,7 +138,7 @@ class GroupMember:
 
         self._parking = Parking(context, environment.background, layer_loading, self._why_not_park, self._open_group)
 
-    # ------------------------------------------------------------ what the shell calls
+    # ------------------------------------------------------------ called by the shell
 
     @property
     def may_form(self) -> bool:
@@ -165,12 +166,12 @@ class GroupMember:
 
     @property
     def at_rest(self) -> bool:
-        """Nothing has happened since the last `poll`, and nothing is under way that it would have to look at."""
+        """True if there was no event since the last `poll`, and nothing under way depends on it."""
         return not self._is_awake
 
     @property
     def led_stage_count(self) -> int:
-        """Stages of the pipeline that this worker leads, one that dissolves included; 0: of none."""
+        """Stages of the pipeline that this worker leads, or of a draining one; 0: it leads none."""
         leaving = self._driver.leaving
         role = self._role if leaving is None else leaving.role
         return len(role.stages) if role.leads else 0
@@ -181,7 +182,7 @@ class GroupMember:
 
     @property
     def place(self) -> Place | None:
-        """From any thread: which group this worker is in, and since when."""
+        """From any thread: this worker's group, and the epoch that made it."""
         return self._role.place
 
     @property
@@ -274,7 +275,7 @@ class GroupMember:
         return stage.run(command.batch, tables, None, command.copies)
 
     def _stage_of(self, epoch: Epoch) -> StageRunner:
-        """Of the group in force, or of the one that dissolves, as long as that computes."""
+        """The stage runner of that epoch's group: the one in force, or the draining one while it computes."""
         leaving, transition = self._driver.leaving, self._driver.transition
         if leaving is None or transition is None or not transition.drains or leaving.role.epoch != epoch:
             return self._stage
@@ -298,8 +299,8 @@ class GroupMember:
             self._copier.close()
 
     def _plan_received(self, event: PlanReceived) -> None:
-        """A plan that takes this worker for one of no group is also word that its group has ended: a member was counted
-        as lost, perhaps without any link having broken. The planner repeats it until this worker is whole.
+        """A plan in which this worker has no group also means that its group has ended: a member was counted as lost,
+        perhaps without a broken link. The planner repeats it until this worker holds all layers.
         """
         if self._rescue is not None or self._parking.under_way:
             return
@@ -314,7 +315,7 @@ class GroupMember:
         elif answer is Reception.LEAVE:
             why = f"the planner counts on the group no more: epoch {epoch} begins without it"
             if driver.leaving is not None:
-                driver.end_leaving(why)  # and this worker is whole: the planner asks again
+                driver.end_leaving(why)  # this worker then holds all layers: the planner asks again
             else:
                 self._break_up(driver.epoch_in_force, self.me, why)
         elif answer is Reception.CONFIRM:
@@ -329,10 +330,10 @@ class GroupMember:
         else:
             self.published.stale_total += 1
 
-    # ------------------------------------------------------------ a member of the group is gone
+    # ------------------------------------------------------------ loss of a member
 
     def _peer_lost(self, epoch: Epoch, event: PeerLost) -> None:
-        """Before a commit this ends the preparation; a member of the group in force takes the group with it."""
+        """Before a commit it fails the preparation; the loss of a member of the group in force fails the group."""
         self._migrations.peer_lost(epoch, event.peer, event.why)
         if self._rescue is not None:
             return
@@ -344,7 +345,7 @@ class GroupMember:
             self._break_up(self._role.epoch, event.peer, event.why)
 
     def _break_up(self, epoch: Epoch, peer: WorkerId, why: str) -> None:
-        """All requests end, for dispatchers to replay; then the missing layers are taken back."""
+        """End all requests, for dispatchers to replay, then load the missing layers."""
         get_logger().error("the group is left", peer=peer, why=why, epoch=epoch)
         now_s, role = self._now(), self._role
         self.published.fail_open(f"{peer}: {why}")
@@ -371,7 +372,7 @@ class GroupMember:
         self.published.publish_as(epoch, Phase.FAILED)
 
     def _be_whole(self, rescue: Rescue) -> None:
-        """Every layer is here again: this worker leads itself."""
+        """All layers are loaded: this worker leads a group of itself."""
         self._rescue = None
         self._role.be_whole()
         self._open_group()
@@ -379,7 +380,7 @@ class GroupMember:
         self.published.publish_as(rescue.epoch, Phase.DONE)
 
     def _open_group(self) -> None:
-        """Of this worker alone."""
+        """Open a group of this worker alone."""
         self._memory.open_window()
         block_count, kv = self._memory.close_leaving(), self._memory.kv
         book = BlockBook(block_count, kv.shape.block_tokens, kv.window.first_block)
@@ -387,7 +388,7 @@ class GroupMember:
         self._answers.tell(GroupOpened(self._now(), book))
         self._context.begin_room()
 
-    # ------------------------------------------------------------ nobody needs it for now
+    # ------------------------------------------------------------ parking
 
     def _why_not_park(self) -> str:
         core, driver = self._context.core, self._driver
