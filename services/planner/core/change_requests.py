@@ -133,7 +133,7 @@ def decide(
 
 
 def complete(base: Layout, members: tuple[Member, ...], epoch: Epoch, why: str) -> Approved:
-    """Survivors of a pipeline load their missing layers from disk, as they have no links to peers."""
+    """Survivors of a pipeline load missing layers by themselves; this plan is for those that have not, from disk."""
     layers = range(base.layer_count)
     sources: dict[WorkerId, Sources] = {m.worker_id: tuple((layer, None) for layer in layers) for m in members}
     return Approved(TransitionKind.RESTORE, completed(base, members, epoch, why), None, (), sources=sources)
@@ -339,7 +339,9 @@ def _restore(
             surveyed, load, model, planning.targets, {d.group_id: d.block_counts for d in found.dissolutions}
         )
         if compared is not None and compared.chosen is compared.candidates[0]:
-            return Rejected("; ".join(("to give back would be worse", *compared.lines())), compared=compared)
+            return Rejected(
+                "; ".join(("to give back would be worse, or take too long", *compared.lines())), compared=compared
+            )
     return Approved(
         TransitionKind.RESTORE,
         dissolved(base, chosen, epoch, f"{change.by}: restore"),

@@ -44,10 +44,12 @@ class Kind:
     group_count: int
     capacity_tokens: float  # KV, in total
     running_count: float
-    used_tokens: float  # KV
+    used_tokens: float  # of KV
     uncomputed_tokens: float = 0.0  # of prompts of admitted requests without a token
     max_running_count: float = 0.0  # in total; 0: the machine's
     stall_s: float = 0.0  # no progress before: a transition
+    kept_tokens: float = 0.0  # capacity of draining pipelines, closed to admission until `kept_s`
+    kept_s: float = 0.0
     slowness: float = 1.0  # factor on the machine's batch durations
 
 
@@ -167,6 +169,8 @@ class _Flow:
         "free",
         "group_count",
         "instances",
+        "kept",
+        "kept_s",
         "left_over",
         "max_batch_tokens",
         "old",
@@ -190,6 +194,7 @@ class _Flow:
         self.max_batch_tokens = machine.pace.max_batch_tokens
         self.capacity = kind.capacity_tokens
         self.admitted = kind.capacity_tokens * (1 - _RESERVE)
+        self.kept, self.kept_s = kind.kept_tokens, kind.kept_s
         self.left_over = kind.group_count * future.spread / 2  # tokens that no group can divide
         self.places = kind.max_running_count or float(self.instances * machine.max_running_count)
         self.used: float = kind.used_tokens
@@ -212,6 +217,8 @@ class _Flow:
         if until_s <= self.stall_s:
             return 0.0
         room = self.admitted - self.left_over * mean_tokens - self.used
+        if until_s <= self.kept_s:
+            room -= self.kept
         if mean_tokens > 1.0:
             room /= mean_tokens
         places = self.places - self.running - self.prefills

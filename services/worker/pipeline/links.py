@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from services.worker.links.connection import Link
     from services.worker.links.member_side import Plane
 
+# Of the links over which workers that may soon share a group give each other layers, whatever the layout.
+LAYERS = Epoch(1 << 62)
 _LINK_TIMEOUT_S = 5.0
 _MEETING_TIMEOUT_S = 1.0  # the other side may not connect
 _SEND_TIMEOUT_S = 5.0
@@ -39,6 +41,7 @@ class Links:
         self._now = now
         self._post = post
         self.missing: set[WorkerId] = set()  # requested peers whose links are not up yet
+        self._partners: frozenset[WorkerId] = frozenset()  # as last named by the planner
         self._meeting: set[tuple[WorkerId, Epoch]] = set()  # being connected: they share threads with plans' links
 
     def to(self, peer: WorkerId, epoch: Epoch | None = None) -> Link | None:
@@ -132,6 +135,24 @@ class Links:
     def meet(self, peer: WorkerId, address: str, epoch: Epoch) -> None:
         """Open a best-effort link to a worker of another group for this epoch; failure is not reported."""
         self._plane.retire(epoch, (peer,))
+        self._make(peer, address, epoch)
+
+    def keep(self, partners: Mapping[WorkerId, str]) -> None:
+        """Links of `LAYERS` to these and to nobody else: a later layout finds their connections made. They have been
+        told likewise; those that do not come are tried when they are named again.
+        """
+        for peer in self._partners - partners.keys():
+            if (link := self.to(peer, LAYERS)) is not None:
+                link.retire()
+        self._partners = frozenset(partners)
+        for peer, address in partners.items():
+            self._make(peer, address, LAYERS)
+
+    def givers(self) -> list[WorkerId]:
+        """Who can be asked for layers, whatever the layout."""
+        return [peer for peer in sorted(self._partners) if self.to(peer, LAYERS) is not None]
+
+    def _make(self, peer: WorkerId, address: str, epoch: Epoch) -> None:
         key = (peer, epoch)
         if key in self._meeting or self.to(peer, epoch) is not None:
             return
