@@ -225,7 +225,7 @@ class _Search:
         """Args:
         times: Possible stage times, ascending.
         blocks: Possible KV blocks of the smallest stage, ascending.
-        completes: True if the members, in some order, can cover all layers within a stage time and with so many blocks each.
+        completes: True if the members, in some order, can cover all layers within these bounds.
         tolerance: Of a balanced split.
         """
         self._times, self._blocks, self._completes = times, blocks, completes
