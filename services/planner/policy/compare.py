@@ -20,7 +20,7 @@ from services.planner.policy.candidates import DISSOLVES_S, NOTHING, Candidate, 
 from services.planner.policy.fluid_model import PARTS, Future, Kind, Machine, Prediction, look_ahead, prompt_s, token_s
 from services.planner.policy.long_request import LongGroup, LongNeed
 from services.planner.policy.long_request import kinds_with as kinds_with_long
-from services.planner.policy.reserve import FEWER, Reserve, more, wanted_memory
+from services.planner.policy.reserve import FEWER, Reserve, home_tokens, more, wanted_memory
 from services.planner.policy.reserve import kinds as kinds_with
 from services.planner.policy.snapshot import Snapshot, columns_of
 
@@ -256,6 +256,8 @@ class _SizeEvaluator(_Evaluator):
         columns = columns_of(snapshot.groups)
         self.feared_part = _BRIDGED if reserve.gain > 1.0 and reserve.jump < math.inf else 1.0
         self._instances = sum(columns.stages) + len(reserve.waking_s)
+        home_blocks = home_tokens(snapshot) / snapshot.model.block_tokens
+        self._room = sum(columns.blocks) / home_blocks + len(reserve.waking_s)  # in instances: merged ones have more
         self.alone_count = sum(stages == 1 for stages in columns.stages)
 
     def kinds(self, candidate: Candidate) -> list[Kind]:
@@ -274,15 +276,15 @@ class _SizeEvaluator(_Evaluator):
 
     def fear(self, candidate: Candidate) -> float:
         """0: memory enough is free for what may come from nothing."""
-        reserve, count = self._reserve, self._instances + candidate.added
+        reserve, count, room = self._reserve, self._instances + candidate.added, self._room + candidate.added
         most = self.feared_part * (_FEARED_AFTER if candidate.added < 0 else _FEARED)
-        parts = [(self._wanted + min(reserve.jump, most * self._wanted), 1.0)]
+        parts = [(self._wanted + min(reserve.jump, most * self._wanted), room)]
         if self.feared_part < 1.0:
-            parts.append((self._wanted + reserve.jump, reserve.gain if count > 1 else 1.0))
+            parts.append((self._wanted + reserve.jump, max(room, reserve.gain * count if count > 1 else 1.0)))
         elif candidate.added < 0:
             peak = reserve.peak + min(reserve.jump, _FEARED * reserve.peak)
-            parts.append((peak / _UNSURE, 1.0))
-        return max([math.log(max(1.0, wanted / (_FULL * gain * max(1, count)))) for wanted, gain in parts])
+            parts.append((peak / _UNSURE, room))
+        return max([math.log(max(1.0, wanted / (_FULL * max(1.0, room)))) for wanted, room in parts])
 
 
 def choose(losses: Sequence[float], changes: Sequence[int], finish: Callable[[int], float]) -> int:
