@@ -24,7 +24,9 @@ from services.planner.core.record import TransitionRecord
 from services.planner.core.transition import Journal, MemberSaid
 from services.planner.peers import PROBE_TIMEOUT_S
 from services.planner.policy.migrate import MigrationRules, Move, is_round_due, migrations
+from services.planner.policy.partners import likely_partners
 from services.planner.shell.balancing import INTERVAL_S, WITHIN_S
+from services.planner.shell.partners import MOST
 from services.planner.shell.reaching import SOON_S, reach_now
 from services.worker.core import plan as wp
 from services.worker.pipeline.planner_side import HOLD_S, NOT_PREPARED, NOT_TAKEN_UP, Transitions
@@ -134,9 +136,11 @@ class PlannerNode:
             case p.TransitionMoved(record, _):
                 if record.journal.stage.over:
                     self.records.append(record)
+                    self._clock.after(self._delays.rpc_s, b"planner names", lambda: self.process.run(self._name))
             case p.Publish(layout, _):
                 self.published.append(layout.epoch)
                 self._empty(layout)
+                self._clock.after(self._delays.rpc_s, b"planner names", lambda: self.process.run(self._name))
                 if self.core.rules.transitions.policy is OverloadPolicy.DROP:
                     self._tell_reach()
             case p.NothingDone():
@@ -257,6 +261,15 @@ class PlannerNode:
 
         self._clock.after(wait_s, b"planner has loads", arrive)
 
+    def _name(self) -> None:
+        """As `services.planner.shell.partners`, once for each layout."""
+        if (layout := self.core.layout_at_rest) is None:
+            return
+        for member, partners in likely_partners(layout, MOST):
+            named = [pb.Partner(worker_id=one.worker_id, data_address=one.data_address) for one in partners]
+            request = pb.NamePartnersRequest(partners=named)
+            self._tell_order(member, lambda peer, to_name=request: peer.transitions.name_partners(to_name), self._token)
+
     # ------------------------------------------------------------ migrations
 
     def _balance(self) -> None:
@@ -297,29 +310,22 @@ class PlannerNode:
         )
         token = self._token
         for member in (*move.target.members, *reversed(move.source.members)):
-            self._clock.after(self._delays.rpc_s, b"planner orders", partial(self._tell_order, member, request, token))
-
-    def _tell_order(self, member: Member, request: pb.MigrateRequest, token: int) -> None:
-        peer = self._members[member.worker_id]
-
-        def take() -> None:
-            if not peer.crashed:
-                with contextlib.suppress(StaleEpoch):
-                    peer.fence.take(token)
-                    peer.transitions.migrate(request)
-
-        self._lines.bring(self.name, member.worker_id, take)
+            migrate = partial(self._tell_order, member, lambda peer: peer.transitions.migrate(request), token)
+            self._clock.after(self._delays.rpc_s, b"planner orders", migrate)
 
     def _tell_standing(self, command: p.OrderStanding, token: int) -> None:
-        """What is ordered and not heard is ordered anew."""
         member = command.member
+        self._tell_order(member, lambda peer: peer.transitions.park(member.incarnation, park=command.park), token)
+
+    def _tell_order(self, member: Member, give: Callable[[Peer], object], token: int) -> None:
+        """What is ordered and not heard is ordered anew."""
         peer = self._members[member.worker_id]
 
         def take() -> None:
             if not peer.crashed:
                 with contextlib.suppress(StaleEpoch):
                     peer.fence.take(token)
-                    peer.transitions.park(member.incarnation, park=command.park)
+                    give(peer)
 
         self._lines.bring(self.name, member.worker_id, take)
 

@@ -35,6 +35,9 @@ _WRITES = Counter(
 _REJECTED = Counter(
     "ballast_instances_rejected_total", "Instances kept out because they serve another model", registry=REGISTRY
 )
+_KEPT_OUT = Gauge(
+    "ballast_instances_kept_out", "Instances that are put into no group: `ballast status` says why", registry=REGISTRY
+)
 _STALE = Counter(
     "ballast_planner_stale_events_total", "Messages about a worker's earlier process, ignored", registry=REGISTRY
 )
@@ -145,6 +148,9 @@ class PlannerMetrics:
             _STANDINGS.labels(standing).set(standings.count(standing))
         for size in self._sizes:
             _GROUP_SIZES.labels(size).set(sizes.count(size))
+
+    def kept_out(self, count: int) -> None:
+        _KEPT_OUT.set(count)
 
     def wanted(self, count: int) -> None:
         _WANTED.set(count)

@@ -202,7 +202,8 @@ def run(args: argparse.Namespace) -> int:
             _say("no --model given: serving a small model with random weights; its answers mean nothing")
         else:
             # What is wrong with a model is said here, once, and fetched once, with a progress bar.
-            check = functools.partial(check_served, model_impl=args.model_impl or "auto")
+            ranks = int(args.tensor_parallel_size or 1)
+            check = functools.partial(check_served, model_impl=args.model_impl or "auto", ranks=ranks)
             found = find_model(args.model, weights=True, check=check)
             check_memory(args, read_info(found.folder))
             check_adapters(adapters_of(args.lora_modules), found.folder, args.model_impl or "auto")

@@ -124,7 +124,7 @@ def blocks_for(tokens: int, block_tokens: int) -> int:
 
 def has_place(view: WorkerView, rules: RoutingRules) -> bool:
     """Whether the worker could take any request at all, however small."""
-    return runs_at_once(view, 1) or may_queue(view, rules)
+    return has_room(view, 1) or may_queue(view, rules)
 
 
 class Place(NamedTuple):

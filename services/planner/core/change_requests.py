@@ -133,7 +133,7 @@ def decide(
 
 
 def complete(base: Layout, members: tuple[Member, ...], epoch: Epoch, why: str) -> Approved:
-    """Survivors of a pipeline get what they lack from the disk, for lack of anybody with whom they share links."""
+    """Survivors of a pipeline get what they lack by themselves: this plan is for who has not, and reads the disk."""
     layers = range(base.layer_count)
     sources: dict[WorkerId, Sources] = {m.worker_id: tuple((layer, None) for layer in layers) for m in members}
     return Approved(TransitionKind.RESTORE, completed(base, members, epoch, why), None, (), sources=sources)
@@ -336,7 +336,9 @@ def _restore(
             surveyed, load, model, planning.targets, {d.group_id: d.block_counts for d in found.dissolutions}
         )
         if compared is not None and compared.chosen is compared.candidates[0]:
-            return Rejected("; ".join(("to give back would be worse", *compared.lines())), compared=compared)
+            return Rejected(
+                "; ".join(("to give back would be worse, or take too long", *compared.lines())), compared=compared
+            )
     return Approved(
         TransitionKind.RESTORE,
         dissolved(base, chosen, epoch, f"{change.by}: restore"),

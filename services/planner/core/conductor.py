@@ -327,7 +327,8 @@ class Conductor:
     def _size(self, context: LayoutContext, load: p.ClusterLoad, at_s: float) -> list[p.Command]:
         """Who is to leave or to come back, if anybody is; nothing is prepared or given back meanwhile."""
         load, targets = load.without(context.kept_out.of_another_protocol()), self.rules.planning.targets
-        away, compared = self.sizing.look(context.layout, context.model, load, targets, at_s)
+        may_shrink = isinstance(self._change, SizeRequest)
+        away, compared = self.sizing.look(context.layout, context.model, load, targets, at_s, may_shrink=may_shrink)
         changed = [w for w, is_away in away.items() if self.standings.put(w, away=is_away)]
         if not changed or compared is None:
             return []

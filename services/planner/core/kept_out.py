@@ -24,6 +24,7 @@ class KeptOut:
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
         self._broken: dict[WorkerId, _BrokenGroup] = {}
+        self._since_s: dict[WorkerId, float] = {}  # when it was first found to be kept out
 
     def why(self, at_s: float) -> dict[WorkerId, str]:
         """The workers that are put into no new group now; those of another model into none at all."""
@@ -33,7 +34,9 @@ class KeptOut:
             for worker_id, broken in self._broken.items()
             if at_s < broken.until_s and self._membership.has(worker_id, broken.incarnation)
         }
-        return self.of_another_protocol() | backing_off | self._membership.of_another_model()
+        found = self.of_another_protocol() | backing_off | self._membership.of_another_model()
+        self._since_s = {worker_id: self._since_s.get(worker_id, at_s) for worker_id in found}
+        return {w: _since(why, at_s - self._since_s[w]) for w, why in found.items()}
 
     def of_another_protocol(self) -> dict[WorkerId, str]:
         """The workers that do not speak what most of them speak; of equally many, what is newer."""
@@ -82,3 +85,7 @@ class KeptOut:
         self._broken[member.worker_id] = _BrokenGroup(member.incarnation, count, until_s)
         if len(self._broken) > _MOST_REMEMBERED:
             del self._broken[next(iter(self._broken))]
+
+
+def _since(why: str, seconds: float) -> str:
+    return f"{why} (for {seconds:.0f} s)" if seconds >= 1.0 else why

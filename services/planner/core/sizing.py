@@ -25,6 +25,7 @@ _REGRET_S = 60.0  # an instance that is wanted again within that time should not
 _MOST_DWELL_S = 600.0
 _MOST_LEAVING = 2
 _STARTS = 6.0  # times as long one less has to be enough where a process ends, and not only its memory is given back
+_SOONER = 0.5  # of that time has passed for the next one when one leaves
 _WAKES = 2.0  # times what waking takes: nobody leaves for a shorter time
 _OVERDUE = 3.0  # times what waking takes: nobody waits for who takes longer
 
@@ -56,14 +57,25 @@ class Sizing:
             self.look_at_s = 0.0
 
     def look(
-        self, layout: Layout, model: ModelInfo | None, load: ClusterLoad, targets: Targets, at_s: float
+        self,
+        layout: Layout,
+        model: ModelInfo | None,
+        load: ClusterLoad,
+        targets: Targets,
+        at_s: float,
+        *,
+        may_shrink: bool = True,
     ) -> tuple[Mapping[WorkerId, bool], Comparison | None]:
-        """Who is to be away, or not any more. Empty: all is well as it is, or too little is known."""
+        """Who is to be away, or not any more. Empty: all is well as it is, or too little is known.
+
+        Args:
+            may_shrink: Nothing else is wanted: neither memory nor that dropped parameters come back.
+        """
         if self.look_at_s == math.inf:
             return {}, None
         self.later(at_s)
         reserve, members = self._reserve(layout, load, at_s)
-        compared = self._compared(layout, model, load, targets, reserve, at_s)
+        compared = self._compared(layout, model, load, targets, reserve, at_s, may_shrink=may_shrink)
         if compared is None:
             self._calm_since_s, self.wanted_count = None, 0
             return {}, None
@@ -73,14 +85,15 @@ class Sizing:
             self._calm_since_s = None
             self.wanted_count = on_count + added
             return (self._back(members, load, added, at_s) if added and self.rules.parks else {}), compared
-        if not self._is_calm(reserve, at_s):
+        is_unknown = not self._jumps.known and 2 * (on_count - 1) < len(members)  # what may come: at least half stay
+        if not self._is_calm(reserve, at_s) or is_unknown:
             self.wanted_count = on_count
             return {}, compared
         self.wanted_count = on_count - 1
         leaver = self._leaver(layout, load) if self.rules.parks else None
         if leaver is None:
             return {}, compared
-        self._calm_since_s, self._left_at_s = at_s - self._wait_s(reserve) / 2, at_s  # the next one sooner
+        self._calm_since_s, self._left_at_s = at_s - _SOONER * self._wait_s(reserve), at_s
         return {leaver: True}, compared
 
     def wanted(self, layout: Layout) -> Wanted:
@@ -121,6 +134,8 @@ class Sizing:
         targets: Targets,
         reserve: Reserve,
         at_s: float,
+        *,
+        may_shrink: bool,
     ) -> Comparison | None:
         if load.pace is None or not load.traffic.known_s:
             return None
@@ -131,8 +146,7 @@ class Sizing:
         except NoSurvey:
             return None
         running = running_of(led)
-        merged = any(len(group.members) > 1 for group in layout.groups)
-        alone = sum(len(group.members) == 1 and group.leader.takes_new for group in layout.groups)
+        serving_count = sum(len(group.members) for group in layout.groups if group.leader.takes_new)
         by_load = tuple(sorted(left, key=lambda group: (-group.load_blocks, group.group_id)))
         reserve = replace(reserve, leaving=by_load, gain=pair_gain(snapshot) if self.rules.drops else 1.0)
         wanted = wanted_memory(snapshot, reserve, load.traffic)
@@ -144,10 +158,10 @@ class Sizing:
             load.traffic,
             load.pace,
             reserve,
-            may_shrink=not merged
+            may_shrink=may_shrink
             and not reserve.waking_s
             and len(by_load) < _MOST_LEAVING
-            and alone > max(1, self.rules.least_instances),
+            and serving_count > self.rules.least_instances,
             targets=targets,
         )
 

@@ -22,6 +22,11 @@ MOST_STAGES = 8  # of a group that a comparison makes
 _LIKE_SPEED = 1.5  # machines are told apart by powers of this
 # A drop keeps what it moves from running: so long, or until the KV has come over a card of 200 Gbps in both directions.
 _STALL_S, _EXCHANGED_BYTES_PER_S = 0.3, 25e9
+# As `services.worker.policy.leaving`: a pipeline that dissolves goes on beside its members' own sequences for so long,
+# and until what it holds takes no more than that share of their memory. It keeps a share of what it holds beside that,
+# and gives its memory up in so many steps.
+DISSOLVES_S, ROOM_SHARE, KEPT_SHARE, KEPT_STEPS = 10.0, 0.75, 0.5, 8
+_MOST_LIVES, _HALVINGS = 16.0, 12  # mean times that what runs still takes, looked ahead for a pipeline to dissolve
 _SAMPLED = 8  # merges of unlike members whose capacity is worked out; the others count as their mean
 
 
@@ -336,8 +341,17 @@ class Candidates:
         """Each group of a merge keeps its part of the layers of all that runs: it sends the rest, and gets as much."""
         return stall_s(self.model, sums.used_block_count, part.size, part.stages * part.count)
 
-    def dissolved(self, restored: Mapping[GroupId, Sequence[int]]) -> list[Kind]:
-        """Each member of these pipelines serves alone, and has its share of what runs there."""
+    def dissolved(
+        self, restored: Mapping[GroupId, Sequence[int]], remaining_s: float, prompt_tokens: float
+    ) -> list[Kind]:
+        """Each member of these pipelines serves alone, and has its share of what runs there. The pipelines dissolve by
+        and by: until then they keep more than they hold.
+
+        Args:
+            restored: Blocks of each member of a pipeline, once it has all layers.
+            remaining_s: That what runs goes on, in the mean.
+            prompt_tokens: Of what runs, in the mean.
+        """
         pools = pools_of([group for group in self._groups if group.group_id not in restored], self._running)
         gone = pools_of([group for group in self._groups if group.group_id in restored], self._running)
         tokens = self.model.block_tokens
@@ -348,7 +362,30 @@ class Candidates:
             sums = sums.plus(pool.between(0, len(pool)))
         alone = Pool(1, (), self._running).kind(sums._replace(block_count=sum(blocks)), len(blocks), tokens)
         slow = [m.slowness for pool in gone for group in pool.groups for m in group.members]
-        return [*found, replace(alone, slowness=math.fsum(slow) / len(slow))]
+        kept = (sums.used_block_count * KEPT_SHARE + sums.block_count / KEPT_STEPS / 2) * tokens
+        times = [
+            self._dissolves_s(group, restored[group.group_id], remaining_s, prompt_tokens)
+            for pool in gone
+            for group in pool.groups
+        ]
+        return [*found, replace(alone, slowness=math.fsum(slow) / len(slow), kept_tokens=kept, kept_s=max(times))]
+
+    def _dissolves_s(self, group: GroupState, blocks: Sequence[int], remaining_s: float, prompt_tokens: float) -> float:
+        """Its members take over what runs once they have room for that beside it. Before, some of it has to end, while
+        the rest grows.
+        """
+        layers = [(m.last_layer - m.first_layer) / self.model.layer_count for m in group.members]
+        fits = min(ROOM_SHARE * own / (share + own / sum(blocks)) for share, own in zip(layers, blocks, strict=True))
+        used = group.used_block_count
+        if used <= fits:
+            return DISSOLVES_S
+        mean_tokens = used * self.model.block_tokens / max(1, group.running_count)
+        growing = max(0.0, 1.0 - prompt_tokens / mean_tokens)  # the share that is of answers
+        low, high = 0.0, _MOST_LIVES
+        for _ in range(_HALVINGS):
+            lives = (low + high) / 2
+            low, high = (lives, high) if used * (1 + growing * lives) * math.exp(-lives) > fits else (low, lives)
+        return max(DISSOLVES_S, high * remaining_s)
 
 
 def stall_s(model: ModelShape, used_block_count: int, size: int, instance_count: int) -> float:

@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from ballast.common.ids import GroupId
 from ballast.common.traffic import MINUTE_S, RECENT_S, Pace, Traffic
-from services.planner.policy.candidates import NOTHING, Candidate, Candidates, Running
+from services.planner.policy.candidates import DISSOLVES_S, NOTHING, Candidate, Candidates, Running
 from services.planner.policy.fluid_model import PARTS, Future, Kind, Machine, Prediction, look_ahead, prompt_s, token_s
 from services.planner.policy.long_request import LongGroup, LongNeed
 from services.planner.policy.long_request import kinds_with as kinds_with_long
-from services.planner.policy.reserve import FEWER, Reserve, more, wanted_memory
+from services.planner.policy.reserve import FEWER, Reserve, home_tokens, more, wanted_memory
 from services.planner.policy.reserve import kinds as kinds_with
 from services.planner.policy.snapshot import Snapshot, columns_of
 
@@ -40,6 +40,7 @@ _BEARABLE = 1.5  # so many times as long others may wait, or take for a token, t
 _FULL, _FEARED, _FEARED_AFTER, _JUMP, _BRIDGED = 0.95, 0.6, 1.1, 1.3, 0.25
 _PRICED = 2.0  # an instance has a price, a drop has none: so many times the targets are good enough to do without one
 _MOST_GAIN = 50.0  # bound of a reported gain's logarithm
+_DISSOLVED_WITHIN_S = 60.0  # a pipeline, or it stays: so long the planner waits for a member of which nothing leaves
 _PRIOR_COUNT, _PRIOR_TOKENS = 2, 128  # answers that nobody has seen, lest the first one says all
 
 
@@ -138,17 +139,21 @@ def compare_restore(
     restored: Mapping[GroupId, Sequence[int]],
     targets: Targets | None = None,
 ) -> Comparison:
-    """At a relief: whether these pipelines should be dissolved. That has a price, which is in no prediction: it is
-    chosen where all is good enough afterwards, or better than before.
+    """At a relief: whether these pipelines should be dissolved. That is chosen where all is good enough meanwhile and
+    afterwards, or better than before; and where it is soon over, since what does not end is computed anew.
 
     Args:
         restored: Blocks of each member of a pipeline, once it has all layers.
     """
     evaluator = _Evaluator(snapshot, running, traffic, pace, targets or Targets())
     stay = evaluator.evaluate(Candidate("stay"), evaluator.candidates.kinds(NOTHING))
-    whole = evaluator.evaluate(Candidate(f"give back {len(restored)}"), evaluator.candidates.dissolved(restored))
+    kinds = evaluator.candidates.dissolved(restored, evaluator.remaining_s, evaluator.prompt_tokens)
+    takes_s = max(kind.kept_s for kind in kinds)
+    name = f"give back {len(restored)}" + (f" over {takes_s:.0f} s" if takes_s > DISSOLVES_S else "")
+    whole = evaluator.evaluate(Candidate(name), kinds)
     unsure = math.log(_UNSURE)
-    chosen = whole if whole.loss <= unsure or whole.loss <= stay.loss - unsure else stay
+    is_good = whole.loss <= unsure or whole.loss <= stay.loss - unsure
+    chosen = whole if is_good and takes_s <= _DISSOLVED_WITHIN_S else stay
     return Comparison(chosen, (stay, whole), evaluator.horizon_s, evaluator.targets)
 
 
@@ -202,7 +207,10 @@ class _Evaluator:
         calm = _calm(self._machine, self.candidates.kinds(NOTHING), self._futures[0])
         tpot_s = targets.tpot_s or calm.token_s
         self.targets = Targets(ttft_s=max(targets.ttft_s, calm.prompt_s), tpot_s=tpot_s)
-        stays_s = 2 * self._futures[0].answer_tokens * tpot_s
+        first = self._futures[0]
+        stays_s = 2 * first.answer_tokens * tpot_s
+        self.remaining_s = (first.remaining_tokens or first.answer_tokens) * tpot_s  # of what runs
+        self.prompt_tokens = first.prompt_tokens
         self.horizon_s = min(_MOST_S, max(_LEAST_S, stays_s))
 
     def evaluate(self, candidate: Candidate, kinds: Sequence[Kind]) -> Evaluation:
@@ -248,6 +256,8 @@ class _SizeEvaluator(_Evaluator):
         columns = columns_of(snapshot.groups)
         self.feared_part = _BRIDGED if reserve.gain > 1.0 and reserve.jump < math.inf else 1.0
         self._instances = sum(columns.stages) + len(reserve.waking_s)
+        home_blocks = home_tokens(snapshot) / snapshot.model.block_tokens
+        self._room = sum(columns.blocks) / home_blocks + len(reserve.waking_s)  # in instances: merged ones have more
         self.alone_count = sum(stages == 1 for stages in columns.stages)
 
     def kinds(self, candidate: Candidate) -> list[Kind]:
@@ -266,15 +276,15 @@ class _SizeEvaluator(_Evaluator):
 
     def fear(self, candidate: Candidate) -> float:
         """0: memory enough is free for what may come from nothing."""
-        reserve, count = self._reserve, self._instances + candidate.added
+        reserve, count, room = self._reserve, self._instances + candidate.added, self._room + candidate.added
         most = self.feared_part * (_FEARED_AFTER if candidate.added < 0 else _FEARED)
-        parts = [(self._wanted + min(reserve.jump, most * self._wanted), 1.0)]
+        parts = [(self._wanted + min(reserve.jump, most * self._wanted), room)]
         if self.feared_part < 1.0:
-            parts.append((self._wanted + reserve.jump, reserve.gain if count > 1 else 1.0))
+            parts.append((self._wanted + reserve.jump, max(room, reserve.gain * count if count > 1 else 1.0)))
         elif candidate.added < 0:
             peak = reserve.peak + min(reserve.jump, _FEARED * reserve.peak)
-            parts.append((peak / _UNSURE, 1.0))
-        return max([math.log(max(1.0, wanted / (_FULL * gain * max(1, count)))) for wanted, gain in parts])
+            parts.append((peak / _UNSURE, room))
+        return max([math.log(max(1.0, wanted / (_FULL * max(1.0, room)))) for wanted, room in parts])
 
 
 def choose(losses: Sequence[float], changes: Sequence[int], finish: Callable[[int], float]) -> int:

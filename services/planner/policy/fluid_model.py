@@ -48,6 +48,8 @@ class Kind:
     uncomputed_tokens: float = 0.0  # of prompts that have been let in: these requests run and have had no token
     max_running_count: float = 0.0  # requests, of all of them; 0: as the machine's
     stall_s: float = 0.0  # nobody runs before: a transition
+    kept_tokens: float = 0.0  # of the capacity, by pipelines that dissolve: nobody is let in there before `kept_s`
+    kept_s: float = 0.0
     slowness: float = 1.0  # a batch takes so many times as long as the machine's pace says
 
 
@@ -167,6 +169,8 @@ class _Flow:
         "free",
         "group_count",
         "instances",
+        "kept",
+        "kept_s",
         "left_over",
         "max_batch_tokens",
         "old",
@@ -190,6 +194,7 @@ class _Flow:
         self.max_batch_tokens = machine.pace.max_batch_tokens
         self.capacity = kind.capacity_tokens
         self.admitted = kind.capacity_tokens * (1 - _RESERVE)
+        self.kept, self.kept_s = kind.kept_tokens, kind.kept_s
         self.left_over = kind.group_count * future.spread / 2  # of a request's tokens: none is divided
         self.places = kind.max_running_count or float(self.instances * machine.max_running_count)
         self.used: float = kind.used_tokens
@@ -212,6 +217,8 @@ class _Flow:
         if until_s <= self.stall_s:
             return 0.0
         room = self.admitted - self.left_over * mean_tokens - self.used
+        if until_s <= self.kept_s:
+            room -= self.kept
         if mean_tokens > 1.0:
             room /= mean_tokens
         places = self.places - self.running - self.prefills

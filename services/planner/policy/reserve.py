@@ -77,6 +77,11 @@ class Jumps:
         self._largest = deque[float](maxlen=_SPANS)  # rise of each span
         self._span_ends_s = -math.inf
 
+    @property
+    def known(self) -> bool:
+        """Whether it has looked for long enough to say what may come."""
+        return len(self._largest) > _LEARNS
+
     def look(self, reserve: Reserve, wanted: float, recent_count: int, within_s: float, at_s: float) -> Reserve:
         """The reserve with what is known of jumps.
 
@@ -95,7 +100,7 @@ class Jumps:
         self._largest[-1] = max(self._largest[-1], rise)
         return replace(
             reserve,
-            jump=max(self._largest) if len(self._largest) > _LEARNS else math.inf,
+            jump=max(self._largest) if self.known else math.inf,
             peak=max([before for _, before, _ in self._seen]),
             recent_peak_count=max([count for _, _, count in self._seen]),
         )

@@ -16,7 +16,7 @@ from services.planner.shell.ports import MembersPort
 
 _INTERVAL_S = 10.0  # workers keep a link for a minute after it was named last
 _TIMEOUT_S = 2.0
-_MOST = 8  # for each worker; it has a bound of its own
+MOST = 8  # for each worker; it has a bound of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class PartnerNaming:
             self._due.clear()
             now = self._at_rest()
             if now is not None:
-                named = likely_partners(now.layout, _MOST, now.apart)
+                named = likely_partners(now.layout, MOST, now.apart)
                 self._heard = {m.worker_id: self._heard.get(m.worker_id, Epoch(0)) for m, _ in named}
                 await asyncio.gather(*(self._name(member, partners, now.settled_epoch) for member, partners in named))
             try:

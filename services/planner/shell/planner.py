@@ -213,6 +213,7 @@ class PlannerShell:
 
     def _at_rest(self) -> AtRest | None:
         layout = self.core.layout_at_rest
+        self._counting.kept_out(len(self.core.kept_out.why(time.monotonic())))
         return None if layout is None else AtRest(layout, self.core.settled_epoch, self._apart())
 
     def _apart(self) -> dict[WorkerId, str]:

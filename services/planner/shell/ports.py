@@ -76,6 +76,10 @@ class Counting(Protocol):
         """It took effect."""
         ...
 
+    def kept_out(self, count: int) -> None:
+        """Instances that are put into no group now."""
+        ...
+
     def wanted(self, count: int) -> None:
         """Instances that should serve; 0: another planner leads."""
         ...

@@ -100,15 +100,14 @@ def own_config(model_dir: Path, model_impl: str, max_model_len: int | None = Non
 def _of_transformers(
     model_dir: Path, dtype: str, device: str, kernels: str, peers: Peers | None
 ) -> tuple[Implementation, Kernels | None]:
+    from services.worker.engine.division import WHOLE, Division
     from services.worker.engine.transformers_model import TransformersModel, read_transformers_config
 
-    if peers is not None and peers.count > 1:
-        why = "this model is computed by transformers, on one device; use --tensor-parallel-size 1"
-        raise ConfigError("tensor_parallel_size", why)
     facts, config = read_transformers_config(model_dir)
     run_dtype = choose_dtype(dtype, facts, model_dir)
     native = choose_kernels(kernels, device, None, run_dtype)
-    return TransformersModel(model_dir, facts, config, run_dtype, torch.device(device)), native
+    division = WHOLE if peers is None else Division(peers.rank, peers.count, peers.sum)
+    return TransformersModel(model_dir, facts, config, run_dtype, torch.device(device), division), native
 
 
 def choose_dtype(name: str, config: ModelFacts, model_dir: Path) -> torch.dtype:
