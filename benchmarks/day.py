@@ -1,9 +1,9 @@
 """How many GPU-seconds a bursty day takes with parking and dropping, offline work beside, against `recompute`.
 
-    python -m benchmarks.day --traces DIR [--gpus 13] [--write]
+    python -m benchmarks.day --traces DIR [--scale 0.02] [--gpus N] [--write]
 
-The first ten hours of BurstGPT, a day pressed into an hour, simulated. As many GPUs as `recompute` needs for the goal
-(by search, unless said) always serve, or park and drop; then the same with offline requests without end, which are
+The first ten hours of BurstGPT in twelve minutes, simulated. As many GPUs as `recompute` needs for the goal (by search
+at another scale) always serve, or park and drop; then the same with offline requests without end, which are
 paused where others need room. What offline work computes is worth the GPU-seconds that GPUs with nothing else take.
 DIR as for `benchmarks.parking`; `--write` puts table and figure into docs/parking.md.
 """
@@ -26,7 +26,7 @@ from tools.bench.slo import Slo
 from tools.bench.style import BLUE, GREY, RC, VERMILION
 from tools.bench.traces import Trace
 
-_DAY = replace(SLICES["burstgpt"], rate_scale=16.0, time_scale=1 / 24)
+_DAY = SLICES["burstgpt"]
 _PAGE = Path("docs/parking.md")
 _FIGURE = Path("docs/pictures/day.png")
 _ALONE_S = 60.0  # for which GPUs with nothing but offline work are watched
@@ -87,7 +87,7 @@ def table(days: Sequence[Day], alone: float) -> str:
     return "\n".join(lines)
 
 
-def draw(days: Sequence[Day], trace: Trace, path: Path) -> None:
+def draw(days: Sequence[Day], trace: Trace, scale: float, path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -97,16 +97,16 @@ def draw(days: Sequence[Day], trace: Trace, path: Path) -> None:
         figure, (above, below) = plt.subplots(
             2, 1, figsize=(9, 4.2), sharex=True, height_ratios=(1, 2), layout="constrained"
         )
-        minutes = [request.arrival_s / 60 for request in trace.requests]
-        bins = [i * _BIN_S / 60 for i in range(int(trace.span_s / _BIN_S) + 2)]
-        above.hist(minutes, bins=bins, color=GREY, weights=[1 / _BIN_S] * len(minutes))
+        hours = [request.arrival_s / scale / 3600 for request in trace.requests]
+        bins = [i * _BIN_S / scale / 3600 for i in range(int(trace.span_s / _BIN_S) + 2)]
+        above.hist(hours, bins=bins, color=GREY, weights=[1 / _BIN_S] * len(hours))
         above.set_ylabel("requests/s")
         for day, colour, line in zip(days, (VERMILION, BLUE), ("--", "-"), strict=False):
             samples = [sample for sample in day.run.samples if 0.0 <= sample.at_s <= day.span_s]
-            at_min = [sample.at_s / 60 for sample in samples]
+            at_h = [sample.at_s / scale / 3600 for sample in samples]
             label = f"{day.name}: {day.gpu_seconds:,.0f} GPU-seconds"
-            below.step(at_min, [s.on_count for s in samples], line, color=colour, where="post", label=label)
-        below.set(xlabel="minutes (each stands for 24)", ylabel="GPUs that have their memory")
+            below.step(at_h, [s.on_count for s in samples], line, color=colour, where="post", label=label)
+        below.set(xlabel="hours", ylabel="GPUs that have their memory")
         below.set_ylim(0, None)
         below.legend(loc="upper center", bbox_to_anchor=(0.5, 1.16), ncols=2)
         figure.savefig(path, dpi=130)
@@ -115,12 +115,15 @@ def draw(days: Sequence[Day], trace: Trace, path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--gpus", type=int, metavar="N", help="that recompute needs (searched)")
+    parser.add_argument("--scale", type=float, default=_DAY.time_scale, help="of time (%(default)s)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="that recompute needs")
     parser.add_argument("--write", action="store_true", help="into docs/parking.md and docs/pictures/day.png")
     args = parser.parse_args(argv)
     try:
-        count = args.gpus or needed(_DAY, args.traces)
-        one = job(_DAY, args.traces, BOTH, count)
+        same = args.scale == _DAY.time_scale
+        day = replace(_DAY, time_scale=args.scale, rate_scale=_DAY.rate_scale * args.scale / _DAY.time_scale)
+        count = args.gpus or (_DAY.static if same else None) or needed(day, args.traces)
+        one = job(day, args.traces, BOTH, count)
         offline = OfflineLoad(lengths=summaries(1), until_s=one.trace.span_s)
         alone = alone_per_s(one, offline)
         days = [simulated("recompute, always on", one, "recompute", None)]
@@ -129,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{count} GPUs; {alone:,.0f} offline tokens/s of a GPU with nothing else\n\n{table(days, alone)}")
         if args.write:
             quote(_PAGE, "day", table(days, alone))
-            draw(days, one.trace, _FIGURE)
+            draw(days, one.trace, args.scale, _FIGURE)
     except BallastError as error:
         print(f"day: {error}", file=sys.stderr)
         return 2

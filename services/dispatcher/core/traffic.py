@@ -3,6 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from itertools import islice
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import RequestId
@@ -36,6 +37,34 @@ class _TimeBin:
     arrived_lengths: Counter[int] = field(default_factory=Counter[int])  # keys by `length_index`
 
 
+@dataclass(slots=True)
+class _TrafficSums:
+    """Of some bins, as seen from a newest one."""
+
+    newest: int
+    last: int  # index of the bin that they end before
+    spans: list[int]  # requests, the newest RECENT_S first
+    minute_count: int = 0
+    minute_tokens: int = 0
+    ended_count: int = 0
+    ended_tokens: int = 0
+    lengths: list[int] = field(default_factory=lambda: [0] * LENGTH_COUNTS)
+
+    def add(self, one: _TimeBin) -> None:
+        age = self.newest - one.index
+        if age * _BIN_S >= WINDOW_S:
+            return
+        if age // _BINS_PER_SPAN < len(self.spans):
+            self.spans[age // _BINS_PER_SPAN] += one.arrived_count
+        if age * _BIN_S < MINUTE_S:
+            self.minute_count += one.arrived_count
+            self.minute_tokens += one.arrived_tokens
+            for index, count in one.arrived_lengths.items():
+                self.lengths[index] += count
+        self.ended_count += one.ended_count
+        self.ended_tokens += one.ended_tokens
+
+
 class TrafficCounter:
     """Bounded: bins of two seconds over WINDOW_S, without empty ones. Delivered tokens are cumulative counters."""
 
@@ -45,8 +74,9 @@ class TrafficCounter:
         self._later_s = 0.0
         self._open_tokens = 0
         self._bins = deque[_TimeBin]()
-        self._since_s: float | None = None  # first request ever
-        self._waiting: dict[RequestId, float] = {}  # requests without a token -> arrival, in order
+        self._since_s: float | None = None  # of the first request ever
+        self._closed = _TrafficSums(-1, -1, [])  # of all bins but the last, which alone changes
+        self._waiting: dict[RequestId, float] = {}  # without a token: when they came, in that order
 
     def arrived(self, request_id: RequestId, at_s: float, token_count: int, made_count: int = 0) -> None:
         """`made_count`: tokens that its answer has already; with none it waits for the first."""
@@ -100,36 +130,18 @@ class TrafficCounter:
         return self._bins[-1]
 
     def read(self, at_s: float, queued_count: int, queued_tokens: int, long: LongDemand = _NONE) -> Traffic:
-        """The record so far, except for what waits here."""
-        newest = int(at_s // _BIN_S)
+        """What has been counted until now; the rest of the record is what waits here."""
         known_s = 0.0 if self._since_s is None else min(WINDOW_S, at_s - self._since_s)
-        spans = [0] * int(max(MINUTE_S, known_s) / RECENT_S)  # no requests before the first one
-        recent = minute = minute_tokens = ended = ended_tokens = 0
-        lengths = [0] * LENGTH_COUNTS
-        for one in self._bins:
-            age = newest - one.index
-            if age * _BIN_S >= WINDOW_S:
-                continue
-            if age // _BINS_PER_SPAN < len(spans):
-                spans[age // _BINS_PER_SPAN] += one.arrived_count
-            if age < _BINS_PER_SPAN:
-                recent += one.arrived_count
-            if age * _BIN_S < MINUTE_S:
-                minute += one.arrived_count
-                minute_tokens += one.arrived_tokens
-                for index, count in one.arrived_lengths.items():
-                    lengths[index] += count
-            ended += one.ended_count
-            ended_tokens += one.ended_tokens
+        sums = self._sums(int(at_s // _BIN_S), int(max(MINUTE_S, known_s) / RECENT_S))
         return Traffic(
             queued_count=queued_count,
             queued_tokens=queued_tokens,
-            recent_count=recent,
-            minute_count=minute,
-            minute_tokens=minute_tokens,
-            calm_per_s=_calm(spans) / RECENT_S,
-            ended_count=ended,
-            ended_tokens=ended_tokens,
+            recent_count=sums.spans[0],
+            minute_count=sums.minute_count,
+            minute_tokens=sums.minute_tokens,
+            calm_per_s=_calm(sums.spans) / RECENT_S,
+            ended_count=sums.ended_count,
+            ended_tokens=sums.ended_tokens,
             open_tokens=self._open_tokens,
             known_s=known_s,
             oldest_wait_s=max(0.0, at_s - next(iter(self._waiting.values()), at_s)),
@@ -137,8 +149,30 @@ class TrafficCounter:
             later_count=self._later_count,
             later_s=self._later_s,
             long=long,
-            prompt_counts=_told(lengths),
+            prompt_counts=_told(sums.lengths),
         )
+
+    def _sums(self, newest: int, span_count: int) -> _TrafficSums:
+        """`span_count`: of RECENT_S each; before the first request there was none."""
+        last = self._bins[-1].index if self._bins else -1
+        closed = self._closed
+        if (closed.newest, closed.last, len(closed.spans)) != (newest, last, span_count):
+            closed = self._closed = _TrafficSums(newest, last, [0] * span_count)
+            for one in islice(self._bins, max(0, len(self._bins) - 1)):
+                closed.add(one)
+        sums = _TrafficSums(
+            newest,
+            last,
+            closed.spans.copy(),
+            closed.minute_count,
+            closed.minute_tokens,
+            closed.ended_count,
+            closed.ended_tokens,
+            closed.lengths.copy(),
+        )
+        if self._bins:
+            sums.add(self._bins[-1])
+        return sums
 
     def check(self, waiting: Set[RequestId], open_tokens: int) -> None:
         """Raise InvariantViolation unless bins are ordered, few and not empty, `waiting` are those without a token, and

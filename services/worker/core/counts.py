@@ -101,7 +101,11 @@ class GroupCounts:
     def _left_tokens(self) -> list[int]:
         """Tokens in no batch yet, for each running online sequence and each whose KV is being swapped in."""
         online = [*self.online, *self.swap.returning] if len(self.swap) else self.online
-        return [s.token_count - max(s.computed_tokens, s.dispatched_tokens) for s in online if s.rank != OFFLINE_RANK]
+        return [
+            s.token_count - (s.computed_tokens if s.computed_tokens > s.dispatched_tokens else s.dispatched_tokens)
+            for s in online
+            if s.rank != OFFLINE_RANK
+        ]
 
     @property
     def online(self) -> list[Sequence]:
