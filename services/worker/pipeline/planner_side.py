@@ -99,7 +99,7 @@ class Transitions:
         for layer, holder in sources:
             holders[layer] = holders.get(layer, ()) + ((holder,) if holder else ())
         event = PlanReceived(plan, addresses, holders)
-        if plan.epoch > max(newest, self._joined):
+        if part.peers and plan.epoch > max(newest, self._joined):
             self._joined = plan.epoch
             self._member.links.join(event, part.peers)
         self._post(event)
