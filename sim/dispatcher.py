@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import DispatcherId, WorkerId
@@ -222,11 +223,12 @@ class DispatcherNode:
         commands = self.core.handle(
             d.StepReceived(now_s, link.key, share.handles, counts, token_ids, (), (), (), load, share.seen_handle)
         )
-        self._deliver_steps([c for c in commands if isinstance(c, d.Deliver)], instants_s)
-        for command in commands:
-            if not isinstance(command, d.Deliver):
-                self.touched = True
-                self._execute(command, now_s)
+        others = [c for c in commands if not isinstance(c, d.Deliver)]
+        delivered = [c for c in commands if isinstance(c, d.Deliver)] if others else cast(list[d.Deliver], commands)
+        self._deliver_steps(delivered, instants_s)
+        for command in others:
+            self.touched = True
+            self._execute(command, now_s)
         self.stepped[link.key] = None
 
     def _tick(self, at_s: float) -> None:

@@ -11,13 +11,14 @@ from ballast.common.load import LoadReport
 from services.worker.core.plain import PlainSteps
 
 # The numbers of places, once for all tokens of all sequences: most of what a run remembers would be such numbers.
-_PLACES = tuple(range(1 << 16))
+_PLACE_COUNT = 1 << 16
+_PLACES = tuple(range(_PLACE_COUNT))
 
 
 def places(first: int, count: int) -> Sequence[int]:
     """So many numbers."""
     end = first + count
-    return _PLACES[first:end] if end <= len(_PLACES) else range(first, end)
+    return _PLACES[first:end] if end <= _PLACE_COUNT else range(first, end)
 
 
 class Pace:
