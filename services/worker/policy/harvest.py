@@ -132,9 +132,12 @@ def allowance_s(
         base_s: On the stage whose costs are known, or on all of them.
         stage_count: Stages of the group.
         batch_count: Batches that circulate in it.
-        online: All that run: the strictest of them decides. One without a target is slowed down by a share.
+        online: All that run: the strictest of them decides. One without a target is slowed down by a share, and not at
+            all while its prompt is computed, which fills a batch by itself.
         most: Tokens of a batch.
     """
+    if any(view.left_tokens > 1 and math.isinf(view.first_token_in_s) for view in online):
+        return base_s
     limit_s = math.inf
     targets = {view.tpot_target_s for view in online}
     if not targets or math.inf in targets:
