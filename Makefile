@@ -75,7 +75,7 @@ test-exactness: setup  ## 20,000 requests through random drops, merges and resto
 		tests/integration/test_group_exactness.py
 
 test-families: setup  ## every family of decoders against transformers; of the tests it is a fifth, by the commit
-	BALLAST_FAMILIES=all $(BIN)/pytest -q $(SPREAD) tests/golden/test_families.py
+	BALLAST_FAMILIES=all $(BIN)/pytest -q $(SPREAD) tests/golden/test_families.py tests/golden/test_family_ranks.py
 
 fmt: setup
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .

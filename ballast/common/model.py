@@ -5,6 +5,14 @@ from dataclasses import dataclass, fields
 _MEASURES = ("layer_parameter_bytes", "other_parameter_bytes", "extent_bytes")  # make no token another one
 
 
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter that is served beside the model."""
+
+    name: str  # what requests call it by
+    revision: str  # of its files, a digest
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """Facts about the model that is served."""
@@ -26,6 +34,7 @@ class ModelInfo:
     extent_bytes: int = 0  # memory is dealt out in multiples of this
     tensor_parallel_size: int = 1  # ranks of an instance, whose bytes are added up above
     revision: str = ""  # of the checkpoint, a digest; empty: the worker does not say
+    adapters: tuple[Adapter, ...] = ()
 
     def differences(self, other: "ModelInfo") -> list[str]:
         """Names of the fields in which these are two models: their tokens, or the KV of these, are not the same.

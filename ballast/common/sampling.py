@@ -15,6 +15,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
+MAX_ADAPTER_CHARS = 128
 
 
 class FinishReason(StrEnum):
@@ -112,6 +113,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same of the prompt's tokens, which come with those of the first token
     logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])  # token id -> added to its logit
     grammar: Grammar | None = None  # what the answer's text has to follow; None: anything goes
+    adapter: str = ""  # name of the LoRA adapter that computes it; empty: the model alone
 
     def __post_init__(self) -> None:
         # One string is meant as one, and lists are what people write; kept, both are tuples.
@@ -150,6 +152,8 @@ class SamplingParams:
             _whole("stop_token_ids", token_id, 0, 2**31 - 1)
         if self.logit_bias:
             self._check_logit_bias()
+        if len(self.adapter) > MAX_ADAPTER_CHARS:
+            raise InvalidRequest("sampling.adapter", f"a name has at most {MAX_ADAPTER_CHARS} characters")
         if self.grammar is not None and (self.min_tokens or self.ignore_eos):
             raise InvalidRequest("sampling.grammar", "ends where it ends: min_tokens and ignore_eos cannot be kept")
 

@@ -137,6 +137,11 @@ def _check_model(message: pb.ModelInfo) -> None:
     border.within("model.other_parameter_bytes", message.other_parameter_bytes, 0, border.MAX_BYTES)
     if message.HasField("tensor_parallel_size"):
         border.within("model.tensor_parallel_size", message.tensor_parallel_size, 1, border.MAX_LAYERS)
+    border.count("model.adapters", message.adapters, border.MAX_LAYERS)
+    border.distinct("model.adapters", [adapter.name for adapter in message.adapters])
+    for adapter in message.adapters:
+        border.text("model.adapters.name", adapter.name)
+        border.text("model.adapters.revision", adapter.revision)
     border.none_negative("model", (message.vocab_size, message.max_model_len, message.parameter_count))
     border.count("model.eos_token_ids", message.eos_token_ids, border.MAX_LAYERS)
     sizes = message.layer_parameter_bytes

@@ -13,7 +13,7 @@ from ballast.common.sampling import SamplingParams
 from services.gateway.anthropic import MessagesRequest, MessagesWriter
 from services.gateway.errors import invalid
 from services.gateway.generation import Ask, Caller, Generator, Numbered, first_of
-from services.gateway.models import Served, ServedModel, unknown_model
+from services.gateway.models import Served, ServedModel
 from services.gateway.openai.chat import ChatWriter, Head, Wishes
 from services.gateway.openai.completion import CompletionWriter
 from services.gateway.openai.formats import (
@@ -173,6 +173,7 @@ class Endpoints:
             logprobs=logprobs,
             grammar=grammar,
             prompt_logprobs=_prompt_logprobs(request),
+            adapter=served.adapter_of(request.model),
         )
         is_harmony = self._tool_format is ToolFormat.OPENAI or "<|channel|>" in served.chat_template
         if tools is not None or is_harmony:
@@ -214,6 +215,7 @@ class Endpoints:
             logprobs=request.logprobs,
             grammar=form.grammar,
             prompt_logprobs=max(scored, default=None),
+            adapter=served.adapter_of(request.model),
         )
         each_prompt = self._for_each_choice(sampling, request.choice_count, len(prompts))
         asks = [
@@ -279,20 +281,19 @@ class Endpoints:
 
     async def _served(self, call: Call, name: str | None) -> Served:
         served = await self._model.get(call.metadata)
-        self._model.check_name(served, name)
+        served.adapter_of(name)
         return served
 
     # ------------------------------------------------------------------------------------------ all else
 
     async def models(self, call: Call) -> Reply:
         served = await self._model.ask(call.metadata)
-        return {"object": "list", "data": [_model_card(name, served) for name in self._model.names(served)]}
+        return {"object": "list", "data": [_model_card(name, served) for name in (*served.names, *served.adapters)]}
 
     async def model(self, call: Call) -> Reply:
         served = await self._model.ask(call.metadata)
         name = call.path["name"]
-        if name not in self._model.names(served):
-            raise unknown_model(name, self._model.names(served))
+        served.adapter_of(name)
         return _model_card(name, served)
 
     async def tokenize(self, call: Call) -> Reply:
@@ -409,7 +410,7 @@ def _model_card(name: str, served: Served) -> dict[str, object]:
         "object": "model",
         "created": 0,
         "owned_by": "ballast",
-        "root": served.info.name,
-        "parent": None,
+        "root": name if name in served.adapters else served.info.name,
+        "parent": served.name if name in served.adapters else None,
         "max_model_len": served.info.max_model_len,
     }

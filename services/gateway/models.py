@@ -11,7 +11,7 @@ from ballast.client import AsyncClient
 from ballast.client.stream import Metadata
 from ballast.common.errors import BallastError
 from ballast.common.model import ModelInfo
-from services.gateway.errors import Failure, invalid
+from services.gateway.errors import invalid
 
 _ADMITTED_S = 30.0  # a token that was good is taken for good so long; dispatchers look at each request all the same
 _MOST_ADMITTED = 4096
@@ -25,6 +25,25 @@ class Served:
     info: ModelInfo
     chat_template: str
     default_sampling: Mapping[str, float]  # for requests that give none
+    names: tuple[str, ...]  # what clients may call the model alone
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of LoRA adapters, by which clients ask for the model with one of them."""
+        return tuple(adapter.name for adapter in self.info.adapters if adapter.name not in self.names)
+
+    def adapter_of(self, asked: str | None) -> str:
+        """The adapter of a request for that model; empty: none. Who names no model means the one without an adapter.
+
+        Raises:
+            Failure: it is not served here.
+        """
+        if not asked or asked in self.names:
+            return ""
+        if asked in self.adapters:
+            return asked
+        why = f"the model {asked!r} is not served here; what is: {', '.join((*self.names, *self.adapters))}"
+        raise invalid("model", why, code="model_not_found", status=404)
 
 
 class ServedModel:
@@ -89,7 +108,8 @@ class ServedModel:
         info = await self._client.model_info(metadata=metadata)
         template = await self._client.chat_template(metadata=metadata)
         defaults = await self._client.default_sampling(metadata=metadata)
-        self._known = Served(self._names[0] if self._names else info.name, info, template, defaults)
+        names = self._names or (info.name,)
+        self._known = Served(names[0], info, template, defaults, names)
         self._fresh_until_s = time.monotonic() + self._refresh_s
         return self._known
 
@@ -102,17 +122,3 @@ class ServedModel:
                 return None
             self._single_tokens[text] = ids[0] if len(ids) == 1 else None
         return self._single_tokens[text]
-
-    def names(self, served: Served) -> tuple[str, ...]:
-        """What clients may call it."""
-        return self._names or (served.info.name,)
-
-    def check_name(self, served: Served, asked: str | None) -> None:
-        """Raises Failure if a request names another model. Who names none means the one that is served."""
-        if asked and asked not in self.names(served):
-            raise unknown_model(asked, self.names(served))
-
-
-def unknown_model(asked: str, names: Sequence[str]) -> Failure:
-    why = f"the model {asked!r} is not served here; what is: {', '.join(names)}"
-    return invalid("model", why, code="model_not_found", status=404)

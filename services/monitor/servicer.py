@@ -195,7 +195,8 @@ def _group_to_proto(group: GroupDemand) -> pb.GroupDemand:
 def _within_int64(record: _Sums) -> _Sums:
     """Sums and forecasts of what all instances say, each of which was within bounds."""
     values = {field.name: getattr(record, field.name) for field in fields(record)}
-    return replace(record, **{name: _int64(value) for name, value in values.items() if type(value) is int})
+    beyond = {name: _int64(value) for name, value in values.items() if type(value) is int and value != _int64(value)}
+    return replace(record, **beyond) if beyond else record
 
 
 def _int64(value: int) -> int:

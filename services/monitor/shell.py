@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from prometheus_client import Counter, Gauge
@@ -108,7 +109,7 @@ _LONG = Counter(
 
 _MAX_WATCHERS = 64  # streams of events that may be open at once: planners, dispatchers and people are fewer
 _WATCHER_QUEUE_LENGTH = 4096  # events that a watcher may be behind before it is sent away
-_GROUP_GAUGES_INTERVAL_S = 1.0  # trends of a thousand groups take 30 ms
+_GROUP_GAUGES_INTERVAL_S, _GROUP_GAUGES_INTERVAL_S_EACH = 1.0, 1e-3  # trends of a thousand groups take 30 ms
 
 # A process that dies closes its sockets one by one: ask again before believing that somebody listens.
 _PROBE_DELAYS_S = (0.0, 0.1, 0.3)
@@ -462,20 +463,31 @@ class MonitorShell:
         _INSTANCES.set(len(self.core.entries))
         now_s = time.monotonic()
         self._update_demand_gauges(now_s)
-        for worker_id in self._labelled - set(self.core.entries):
+        there = set(self.core.entries)
+        for worker_id in self._labelled - there:
             _KV_USAGE.remove(worker_id)
             _REPORT_AGE.remove(worker_id)
-        self._labelled = set(self.core.entries)
-        for worker_id, entry in self.core.entries.items():
-            _REPORT_AGE.labels(worker_id).set(now_s - entry.heard_at_s)
-            _KV_USAGE.labels(worker_id).set(entry.load.kv_usage_fraction if entry.load else 0.0)
+        for worker_id in there - self._labelled:
+            _REPORT_AGE.labels(worker_id).set_function(partial(self._report_age_s, worker_id))
+            _KV_USAGE.labels(worker_id).set_function(partial(self._kv_usage, worker_id))
+        self._labelled = there
+
+    def _report_age_s(self, worker_id: WorkerId) -> float:
+        """Called by the thread of who reads metrics, as is `_kv_usage`."""
+        entry = self.core.entries.get(worker_id)
+        return 0.0 if entry is None else time.monotonic() - entry.heard_at_s
+
+    def _kv_usage(self, worker_id: WorkerId) -> float:
+        entry = self.core.entries.get(worker_id)
+        return 0.0 if entry is None or entry.load is None else entry.load.kv_usage_fraction
 
     def _update_demand_gauges(self, now_s: float) -> None:
         cluster = self.core.cluster_demand(now_s)
         _CLUSTER_DEMAND.set(cluster.wanted_bytes)
         _CLUSTER_CAPACITY.set(cluster.capacity_bytes)
         _CLUSTER_UNDROPPED.set(cluster.undropped_bytes)
-        if now_s < self._groups_shown_at_s + _GROUP_GAUGES_INTERVAL_S:
+        interval_s = max(_GROUP_GAUGES_INTERVAL_S, _GROUP_GAUGES_INTERVAL_S_EACH * len(self._leaders))
+        if now_s < self._groups_shown_at_s + interval_s:
             return
         self._groups_shown_at_s = now_s
         groups = self.core.group_demands(now_s)

@@ -135,6 +135,7 @@ def load(settings: WorkerSettings, devices: Sequence[str] = ()) -> Kit:
         attention_backend=settings.attention_backend,
         model_impl=settings.model_impl,
         host_copy=settings.host_copy,
+        lora_modules=settings.lora_modules,
     )
     devices = devices or (settings.device,)
     log = RankLog(settings.worker_id or "worker", settings.log_level, settings.log_format)
@@ -243,6 +244,7 @@ def limits_of(settings: WorkerSettings, engine: LoadedEngine, swap_block_count: 
         max_model_len=engine.info.max_model_len,
         vocab_size=engine.info.vocab_size,
         eos_token_ids=frozenset(engine.info.eos_token_ids),
+        adapters=frozenset(adapter.name for adapter in engine.info.adapters),
         max_running_count=most.sequences,
         max_batch_tokens=most.tokens,
         max_waiting_count=most.queued,

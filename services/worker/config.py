@@ -3,9 +3,9 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import ByteSize, Field, field_validator
+from pydantic import ByteSize, Field, field_validator, model_validator
 from pydantic_settings import CliImplicitFlag
 
 from ballast.common.overload import OverloadPolicy
@@ -59,6 +59,9 @@ class WorkerSettings(ServiceSettings):
     model_impl: Literal["auto", "ballast", "transformers"] = "auto"
     """What computes the model: Ballast's own classes (ballast), or the modelling code of transformers over Ballast's
     memory; auto: Ballast's for the models that they know, else transformers'."""
+    lora_modules: dict[str, Path] = Field(default_factory=dict[str, Path])
+    """A LoRA adapter that is served beside the model, NAME=FOLDER, several times: requests name it as their model. The
+    same for all workers of a cluster."""
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:(\d+|auto))?)$")
     """Where to compute: cpu, cuda (the first GPU), cuda:N, or cuda:auto, the first that no other worker has claimed."""
     tensor_parallel_size: int = Field(1, ge=1, le=64)
@@ -162,6 +165,14 @@ class WorkerSettings(ServiceSettings):
     def _is_read(cls, given: str | None) -> str | None:
         read_by_class(given)
         return given
+
+    @model_validator(mode="after")
+    def _can_be_adapted(self) -> Self:
+        if self.lora_modules and self.tensor_parallel_size > 1:
+            raise ValueError("lora_modules: adapters are not divided among ranks, use --tensor-parallel-size 1")
+        if self.lora_modules and self.engine == "emulated":
+            raise ValueError("lora_modules: an emulated engine computes no adapters")
+        return self
 
     @property
     def targets(self) -> Mapping[PriorityClass, Targets]:

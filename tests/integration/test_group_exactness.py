@@ -9,11 +9,13 @@ import gc
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support import fake_driver
+from tests.support.adapters import merged, write_adapter
 from tests.support.exactness import Expected, History, Tally, Wish, make_wishes, undisturbed
 from tests.support.group import HERE, ONE_GPU, Place
 from tools.model.tiny import make_tiny
@@ -29,6 +31,7 @@ WAVES_FIRST_SEED = 100_002  # crowded ones, far from all others: in half of them
 WAVES_HISTORIES = 20
 
 OVER_A_DRIVER = (3, 4)
+WITH_ADAPTERS = range(0, 12, 3)  # of so many layers; one swaps
 ON_A_GPU = range(8)  # two of them swap
 
 Known = tuple[Path, list[Wish], list[Expected]]
@@ -82,6 +85,29 @@ def test_no_token_changes_over_the_calls_of_the_cuda_driver(known: Callable[[int
         assert driver.violation == ""
         assert driver.counts == (0, 0, 0, 0)
     assert min(tally.drops, tally.restores, tally.aborts) > 0
+
+
+@pytest.mark.timeout(600)
+def test_no_token_changes_with_adapters(tmp_path: Path) -> None:
+    """Expected are the tokens of dense models that the adapters were merged into; a third of the requests has none."""
+    model_dir = make_tiny("llama", tmp_path / "tiny", layers=LAYERS[0], max_len=256)
+    adapters = {
+        "attention": write_adapter(tmp_path / "attention", model_dir, rank=2, targets=("q_proj", "v_proj")),
+        "all": write_adapter(tmp_path / "all", model_dir, rank=5, seed=2),
+    }
+    wishes, expected, tally = make_wishes(150, 1), list[Expected](), Tally()
+    models = {name: merged(tmp_path / f"{name}-merged", model_dir, folder) for name, folder in adapters.items()}
+    answers = [asyncio.run(undisturbed(folder, wishes)) for folder in (model_dir, *models.values())]
+    for index, wish in enumerate(wishes):
+        which = index % 3
+        expected.append(answers[which][index])
+        wishes[index] = replace(wish, sampling=replace(wish.sampling, adapter=("", *adapters)[which]))
+    for seed in WITH_ADAPTERS:
+        tally.add(_run(seed, lambda _: (model_dir, wishes, expected), Place(adapters=adapters)))
+    still = History(1, model_dir, wishes, expected, REQUESTS, layouts_change=False, place=Place(adapters=adapters))
+    tally.add(asyncio.run(still.run()))
+    print(f"\n{tally}")
+    assert min(tally.drops, tally.restores, tally.victims, tally.moved, tally.migrated, tally.exchanged_bytes) > 0
 
 
 @pytest.mark.gpu

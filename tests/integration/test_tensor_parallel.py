@@ -24,6 +24,7 @@ from tests.support.cluster import until
 from tests.support.engine import Job, generate
 from tests.support.exactness import History, Tally, make_wishes, undisturbed
 from tests.support.fake_driver import load, load_share
+from tests.support.families import write_family
 from tests.support.group import ONE_GPU, Place
 from tools.local.cluster import LocalCluster
 from tools.model.tiny import make_tiny
@@ -67,6 +68,26 @@ def test_no_token_changes_through_drops_and_restores(place: Place, requests: int
     assert min(tally.drops, tally.restores, tally.exchanged_bytes) > 0
     if place.share is not load_engine:
         assert (load().violation, load().counts) == ("", (0, 0, 0, 0))
+
+
+def test_two_processes_say_what_one_says_of_a_mixture_of_experts(tmp_path: Path) -> None:
+    """By `transformers`' code and plan."""
+    folder = write_family("qwen3_moe", tmp_path)
+    load_one = partial(load_engine, folder, device_memory_bytes=8 << 20, dtype="float64")
+
+    def answers(engine: Engine) -> list[list[int]]:
+        jobs = [Job(i, tuple(range(5 + i, 9 + 9 * i)), 10) for i in range(4)]
+        with engine:
+            generate(engine, jobs, chunk_tokens=16)
+        return [job.chosen for job in jobs]
+
+    alone = answers(load_one())
+    ranked = load_ranked(load_one, ["cpu", "cpu"], RankLog())
+    try:
+        assert ranked.engine.info.tensor_parallel_size == 2
+        assert answers(ranked.engine) == alone
+    finally:
+        ranked.crew.close()
 
 
 @pytest.mark.gpu

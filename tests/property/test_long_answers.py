@@ -58,7 +58,7 @@ def restore_beside_long_answers(seed: int) -> float:
     return max(b - a for record in run.records for a, b in pairwise(record.token_times_s))
 
 
-@pytest.mark.parametrize("seed", [6])
+@pytest.mark.parametrize("seed", [6, 11])  # in the second what runs is too much for two members, and soon more
 def test_long_answers_go_on_while_parameters_come_back_and_then_move_with_their_kv(seed: int) -> None:
     assert restore_beside_long_answers(seed) < 1.5
 
@@ -66,4 +66,4 @@ def test_long_answers_go_on_while_parameters_come_back_and_then_move_with_their_
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(_MORE))
 def test_no_member_is_given_up_for_waiting(seed: int) -> None:
-    restore_beside_long_answers(seed)
+    assert restore_beside_long_answers(seed) < 1.5

@@ -80,6 +80,7 @@ class EngineLoop:
                 max_model_len=engine.info.max_model_len,
                 vocab_size=engine.info.vocab_size,
                 eos_token_ids=frozenset(engine.info.eos_token_ids),
+                adapters=frozenset(adapter.name for adapter in engine.info.adapters),
                 max_running_count=max_running_count,
                 max_batch_tokens=max_batch_tokens,
                 max_waiting_count=max_waiting_count,

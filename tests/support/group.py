@@ -5,7 +5,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -95,6 +95,7 @@ class Place:
     transport: str = "auto"
     ranks: int = 1  # of each worker
     share: Callable[..., Engine] = load_engine  # loads a rank's
+    adapters: Mapping[str, Path] = field(default_factory=dict[str, Path])  # by name
     memory_factor: int = 1  # of all sizes: extents of a GPU are not smaller than 2 MiB
 
 
@@ -163,6 +164,7 @@ def _load(name: str, model_dir: Path, sizes: Sizes) -> Engine:
             dtype=place.dtype,
             device=place.device,
             backend=None if place.backend is None else place.backend(),
+            lora_modules=place.adapters,
         )
     share = functools.partial(
         place.share, model_dir, device_memory_bytes=memory_bytes // place.ranks, dtype=place.dtype
@@ -182,6 +184,7 @@ class GroupWorker:
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
             eos_token_ids=frozenset(info.eos_token_ids),
+            adapters=frozenset(adapter.name for adapter in info.adapters),
             max_running_count=sizes.max_running_count,
             max_batch_tokens=sizes.max_batch_tokens,
             max_waiting_count=sizes.max_waiting_count,

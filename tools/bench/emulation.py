@@ -70,8 +70,16 @@ def with_settings(result: BenchResult, more: Mapping[str, str | float]) -> Bench
     return result.model_copy(update={"config": result.config.model_copy(update={"cluster": cluster})})
 
 
-def with_effort(result: BenchResult, log_dir: Path) -> BenchResult:
-    """Adds by how much the steps of all workers were late, and lost time, as they say at the end.
+@dataclass(frozen=True, slots=True)
+class Lateness:
+    """Of the steps of all workers."""
+
+    late_share: float  # of the time that they should have taken
+    lost_share: float  # of that, what no later step has made good
+
+
+def lateness(log_dir: Path) -> Lateness:
+    """By how much the steps of all workers were late, and lost time, as they say at the end.
 
     Raises:
         Unavailable: they have not.
@@ -81,7 +89,16 @@ def with_effort(result: BenchResult, log_dir: Path) -> BenchResult:
     due_s, late_s, lost_s = (sum(float(match[number]) for match in last) for number in (1, 2, 3))
     if not due_s:
         raise Unavailable("workers", f"have not said in {log_dir} how long their steps took")
-    return with_settings(result, {"late_share": round(late_s / due_s, 5), "lost_share": round(lost_s / due_s, 5)})
+    return Lateness(late_s / due_s, lost_s / due_s)
+
+
+def with_effort(result: BenchResult, log_dir: Path) -> BenchResult:
+    """
+    Raises:
+        Unavailable: as `lateness`.
+    """
+    late = lateness(log_dir)
+    return with_settings(result, {"late_share": round(late.late_share, 5), "lost_share": round(late.lost_share, 5)})
 
 
 def why_void(result: BenchResult) -> str:

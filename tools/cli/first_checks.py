@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from ballast.common.errors import ConfigError
 from ballast.common.units import human_bytes
@@ -13,6 +14,7 @@ from services.gateway.config import GatewaySettings
 from services.monitor.config import MonitorSettings
 from services.planner.config import PlannerSettings
 from services.worker.config import WorkerSettings
+from services.worker.engine.model_config import read_model_config
 from tools.local.cluster import Service
 from tools.model.info import CheckpointInfo
 
@@ -65,3 +67,31 @@ def check_memory(args: argparse.Namespace, info: CheckpointInfo) -> None:
         given = human_bytes(args.device_memory_bytes)
         why = f"{given} are too little: the model's parameters alone take {human_bytes(needed // ranks)} a rank"
         raise ConfigError("--device-memory-bytes", why)
+
+
+def adapters_of(given: Sequence[str]) -> dict[str, Path]:
+    """Folders by the names that `--lora-modules` gives them. Raises ConfigError for what is not NAME=FOLDER."""
+    found: dict[str, Path] = {}
+    for one in given:
+        name, equals, folder = one.partition("=")
+        if not (name and equals and folder):
+            raise ConfigError("--lora-modules", f"must be NAME=FOLDER, got {one!r}")
+        if name in found:
+            raise ConfigError("--lora-modules", f"names {name!r} twice")
+        found[name] = Path(folder)
+    return found
+
+
+def check_adapters(modules: Mapping[str, Path], model_dir: Path, model_impl: str) -> None:
+    """Raises ConfigError for an adapter that workers would not load; of a model that transformers computes, as far as
+    the adapter's own files tell.
+    """
+    if not modules:
+        return
+    from services.worker.engine.lora_files import own_linears, read_adapters  # safetensors comes with it
+
+    try:
+        linears = None if model_impl == "transformers" else own_linears(read_model_config(model_dir))
+    except ConfigError:
+        linears = None
+    read_adapters(modules, linears)

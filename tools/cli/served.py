@@ -21,7 +21,7 @@ _GPUS_GIB = (24, 48, 80, 141)
 _NEEDED = ("torch", "transformers")
 
 
-def check_served(folder: Path, model_impl: str = "auto") -> None:
+def check_served(folder: Path, model_impl: str = "auto", ranks: int = 1) -> None:
     """
     Raises:
         ConfigError: no worker here would serve it, and why.
@@ -29,13 +29,14 @@ def check_served(folder: Path, model_impl: str = "auto") -> None:
     if model_impl != "transformers":
         read_json(folder / "config.json")
         try:
-            read_model_config(folder)
+            config = read_model_config(folder)
         except ConfigError:
             if model_impl == "ballast" or not can_describe():
                 raise
         else:
+            config.of_rank(0, ranks)
             return
-    if (why := described(folder, model_impl).get("refused")) is not None:
+    if (why := described(folder, model_impl, ranks).get("refused")) is not None:
         where, _, text = str(why).partition(": ")
         raise ConfigError(where, text)
 
@@ -96,7 +97,7 @@ def can_describe() -> bool:
     return all(importlib.util.find_spec(name) is not None for name in _NEEDED)
 
 
-def described(folder: Path, model_impl: str = "auto") -> dict[str, Any]:
+def described(folder: Path, model_impl: str = "auto", ranks: int = 1) -> dict[str, Any]:
     """The fields of `services.worker.engine.describe.Description`, or `refused` with the reason.
 
     Raises:
@@ -105,6 +106,7 @@ def described(folder: Path, model_impl: str = "auto") -> dict[str, Any]:
     if not can_describe():
         raise ConfigError(str(folder), 'is known with pip install "ballast-serve[worker]" only')
     command = [sys.executable, "-m", "services.worker.engine.describe", str(folder), "--model-impl", model_impl]
+    command += ["--tensor-parallel-size", str(ranks)]
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
     except subprocess.TimeoutExpired as error:

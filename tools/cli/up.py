@@ -25,7 +25,7 @@ from ballast.service.tokens import TokenRole
 from sim.jobs.machines import emulated_model
 from tools.cli.arguments import Commands
 from tools.cli.certs import make
-from tools.cli.first_checks import check_flags, check_host, check_memory, check_ports
+from tools.cli.first_checks import adapters_of, check_adapters, check_flags, check_host, check_memory, check_ports
 from tools.cli.served import check_served
 from tools.cli.tokens import add_token
 from tools.local.cluster import LocalCluster, Service
@@ -166,6 +166,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop-timeout-s", type=float, default=30.0, metavar="S", help="for requests that still run")
     for flag, text in (_POLICY_FLAG | _WORKER_FLAGS | _PLANNER_FLAGS | _DISPATCHER_FLAGS | _GATEWAY_FLAGS).items():
         parser.add_argument(flag, metavar=flag.rpartition("-")[2].upper(), help=text)
+    what = "LoRA adapters beside the model, which requests name as their model (docs/your-model.md)"
+    parser.add_argument("--lora-modules", nargs="+", action="extend", default=[], metavar="NAME=FOLDER", help=what)
     for flag, text in _WORKER_SWITCHES.items():
         parser.add_argument(flag, action="store_true", help=text)
 
@@ -200,8 +202,11 @@ def run(args: argparse.Namespace) -> int:
             _say("no --model given: serving a small model with random weights; its answers mean nothing")
         else:
             # What is wrong with a model is said here, once, and fetched once, with a progress bar.
-            check = functools.partial(check_served, model_impl=args.model_impl or "auto")
-            check_memory(args, read_info(find_model(args.model, weights=True, check=check).folder))
+            ranks = int(args.tensor_parallel_size or 1)
+            check = functools.partial(check_served, model_impl=args.model_impl or "auto", ranks=ranks)
+            found = find_model(args.model, weights=True, check=check)
+            check_memory(args, read_info(found.folder))
+            check_adapters(adapters_of(args.lora_modules), found.folder, args.model_impl or "auto")
         starting = _Up(args)
         for policy in (None, args.twin) if args.twin else (None,):
             check_flags(starting.service_flags(policy), str(args.model))
@@ -367,7 +372,8 @@ class _Up:
         common = given({"--log-level": "", "--log-format": ""})
         insecure = ["--insecure"] if self._args.insecure else []
         switches = [flag for flag in _WORKER_SWITCHES if vars(self._args)[flag[2:].replace("-", "_")]]
-        worker = [*chosen, *given({"--device-memory-bytes": ""} | _WORKER_FLAGS), *switches]
+        adapters = [part for one in self._args.lora_modules for part in ("--lora-modules", one)]
+        worker = [*chosen, *given({"--device-memory-bytes": ""} | _WORKER_FLAGS), *switches, *adapters]
         return {
             "monitor": common,
             "planner": [*common, *chosen, *given(_PLANNER_FLAGS), *self._hooked],

@@ -33,6 +33,7 @@ def sampling_of(
     logprobs: int | None,
     grammar: Grammar | None,
     prompt_logprobs: int | None = None,
+    adapter: str = "",
 ) -> SamplingParams:
     """`defaults`: for what the request does not give. Raises InvalidRequest or Failure for what is out of range."""
     values = vars(request)
@@ -51,6 +52,7 @@ def sampling_of(
         logprobs=0 if logprobs is None and prompt_logprobs is not None else logprobs,
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
+        adapter=adapter,
         logit_bias=_logit_bias(request.logit_bias or {}),
     )
 

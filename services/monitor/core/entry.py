@@ -7,7 +7,7 @@ from ballast.common.layout import Place
 from ballast.common.load import LoadReport
 from ballast.common.traffic import Pace
 from services.monitor.core.messages import Instance, InstanceUp, StreamId, WholeMemory
-from services.monitor.policy.demand import capacity_bytes
+from services.monitor.policy.demand import GroupLoad, capacity_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class Entry:
     place: Place | None = None  # as it said last
     whole: WholeMemory | None = None
     pace: Pace | None = None
+    as_group: GroupLoad | None = None  # where it serves alone, once that is asked for; None: has to be added up anew
 
     @property
     def up(self) -> InstanceUp:
@@ -37,7 +38,7 @@ class Entry:
         return InstanceUp(self.instance, self.draining, self.place, self.load is not None and self.load.parked)
 
     def take(self, at_s: float, load: LoadReport, place: Place | None, pace: Pace | None) -> None:
-        self.heard_at_s, self.load, self.place, self.pace = at_s, load, place, pace
+        self.heard_at_s, self.load, self.place, self.pace, self.as_group = at_s, load, place, pace, None
         self.history.append(LoadSample(at_s, load))
         kv_bytes = capacity_bytes(load, self.instance.model.kv_bytes_per_token)
         self.learn(WholeMemory(load.memory.parameter_bytes, kv_bytes))
@@ -45,4 +46,4 @@ class Entry:
     def learn(self, seen: WholeMemory) -> None:
         """An instance starts with all layers, so it has all of them whenever its parameters are as large as ever."""
         if self.whole is None or seen.parameter_bytes >= self.whole.parameter_bytes:
-            self.whole = seen
+            self.whole, self.as_group = seen, None

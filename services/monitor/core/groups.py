@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from operator import itemgetter
 
 from ballast.common.ids import WorkerId
 from ballast.common.layout import Group, Layout, Member
@@ -29,6 +28,7 @@ class Groups:
     _formed: dict[WorkerId, tuple[tuple[Member, ...], float]] = field(  # leader -> its group and since when it leads it
         default_factory=dict[WorkerId, tuple[tuple[Member, ...], float]]
     )
+    _serving: list[Group] = field(default_factory=list[Group])  # those that take requests, by their leaders
 
     def adopt(self, at_s: float, layout: Layout | None) -> None:
         """None: the state server has lost it; the one before stays in force, as it does for the dispatchers."""
@@ -40,10 +40,13 @@ class Groups:
             leader_id, known = group.leader.worker_id, before.get(group.leader.worker_id)
             same = known is not None and known[0] == group.members
             self._formed[leader_id] = (group.members, known[1] if known is not None and same else at_s)
+        serving = [group for group in layout.groups if group.leader.takes_new]
+        self._serving = sorted(serving, key=lambda group: group.leader.worker_id)
 
     def clear(self) -> None:
         self.layout = None
         self._formed.clear()
+        self._serving.clear()
 
     def loads(self, entries: Entries) -> tuple[tuple[GroupLoad, ...], bool]:
         """The groups that serve, and whether each of them is known in full.
@@ -55,23 +58,26 @@ class Groups:
             return (), False
         found: list[GroupLoad] = []
         complete = True
-        for group in self.layout.groups:
-            leader = _living(group.leader, entries)
-            if not group.leader.takes_new or (leader is not None and leader.draining):
+        for group in self._serving:
+            members = group.members
+            leader = _living(members[0], entries)
+            if leader is not None and leader.draining:
                 continue
             if leader is None or leader.load is None:
                 complete = False
                 continue
+            if len(members) == 1:  # of thousands only those that have reported since are added up anew
+                leader.as_group = leader.as_group or _group_load(group, leader, entries)
+                found.append(leader.as_group)
+                continue
             found.append(_group_load(group, leader, entries))
-            complete = complete and all(_living(member, entries) is not None for member in group.members)
-        return tuple(sorted(found, key=lambda g: g.leader_id)), complete
+            complete = complete and all(_living(member, entries) is not None for member in members)
+        return tuple(found), complete
 
     def led(self, entries: Entries) -> list[tuple[WorkerId, LoadReport]]:
         """What leaders of groups that serve report, by id."""
-        groups = self.layout.groups if self.layout is not None else ()
-        leaders = [(g.leader.worker_id, _living(g.leader, entries)) for g in groups if g.leader.takes_new]
-        found = [(name, entry.load) for name, entry in leaders if entry is not None and entry.load is not None]
-        return sorted(found, key=itemgetter(0))
+        leaders = [(group.members[0].worker_id, _living(group.members[0], entries)) for group in self._serving]
+        return [(name, entry.load) for name, entry in leaders if entry is not None and entry.load is not None]
 
     def demands(self, at_s: float, entries: Entries, *, window_s: float, horizon_s: float) -> tuple[GroupDemand, ...]:
         return tuple(self._demand(at_s, load, entries, window_s, horizon_s) for load in self.loads(entries)[0])

@@ -32,8 +32,12 @@ def choose_model(
     max_model_len: int | None = None,
     peers: Peers | None = None,
     attention_backend: str = "auto",
+    adapted: bool = False,
 ) -> tuple[Implementation, Kernels | None]:
     """The model, and the compiled kernels where they compute it or a part of it.
+
+    `adapted`: with LoRA adapters. They add to the products of each layer, which the compiled kernels compute all in one
+    call: torch's compute then.
 
     Raises:
         ConfigError: neither implementation serves it so.
@@ -47,7 +51,13 @@ def choose_model(
             raise ConfigError(name, f"{value!r} is not supported; use one of {', '.join(known)}")
     if attention_backend != "auto" and gpu_index(device) is None:
         raise ConfigError("attention_backend", f"{attention_backend} computes on GPUs, with device {device} use auto")
+    if adapted and peers is not None and peers.count > 1:
+        raise ConfigError("lora_modules", "adapters are not divided among ranks; use --tensor-parallel-size 1")
     ours = own_config(model_dir, model_impl, max_model_len)
+    if adapted and ours is not None:
+        if kernels == "native":
+            raise ConfigError("kernels", "the native ones compute no LoRA adapters: use auto or torch")
+        kernels = "torch"
     if ours is None:
         return _of_transformers(model_dir, dtype, device, kernels, peers)
     config = ours if peers is None else ours.of_rank(peers.rank, peers.count)
@@ -90,15 +100,14 @@ def own_config(model_dir: Path, model_impl: str, max_model_len: int | None = Non
 def _of_transformers(
     model_dir: Path, dtype: str, device: str, kernels: str, peers: Peers | None
 ) -> tuple[Implementation, Kernels | None]:
+    from services.worker.engine.division import WHOLE, Division
     from services.worker.engine.transformers_model import TransformersModel, read_transformers_config
 
-    if peers is not None and peers.count > 1:
-        why = "this model is computed by transformers, on one device; use --tensor-parallel-size 1"
-        raise ConfigError("tensor_parallel_size", why)
     facts, config = read_transformers_config(model_dir)
     run_dtype = choose_dtype(dtype, facts, model_dir)
     native = choose_kernels(kernels, device, None, run_dtype)
-    return TransformersModel(model_dir, facts, config, run_dtype, torch.device(device)), native
+    division = WHOLE if peers is None else Division(peers.rank, peers.count, peers.sum)
+    return TransformersModel(model_dir, facts, config, run_dtype, torch.device(device), division), native
 
 
 def choose_dtype(name: str, config: ModelFacts, model_dir: Path) -> torch.dtype:

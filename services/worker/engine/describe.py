@@ -15,6 +15,7 @@ from pathlib import Path
 from ballast.common.errors import ConfigError
 from ballast.service import logs
 from services.worker.engine.choice import MODEL_IMPLS, choose_model
+from services.worker.engine.peers import Apart
 from services.worker.memory.parameters import lay_out
 
 
@@ -35,12 +36,14 @@ class Description:
     attention: tuple[str, ...]  # what is not plain attention, in any layer
 
 
-def describe_model(model_dir: Path, *, model_impl: str = "auto", dtype: str = "auto") -> Description:
-    """
+def describe_model(model_dir: Path, *, model_impl: str = "auto", dtype: str = "auto", ranks: int = 1) -> Description:
+    """Sizes are of one rank.
+
     Raises:
         ConfigError: it would be refused.
     """
-    served, _ = choose_model(model_dir, model_impl=model_impl, dtype=dtype, device="cpu", kernels="torch")
+    peers = Apart(0, ranks) if ranks > 1 else None
+    served, _ = choose_model(model_dir, model_impl=model_impl, dtype=dtype, device="cpu", kernels="torch", peers=peers)
     needs = served.needs(block_tokens=1)
     kinds = served.kinds
     element_bytes = needs.kv_shape.dtype.itemsize
@@ -67,11 +70,14 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--model-impl", choices=MODEL_IMPLS, default="auto")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     args = parser.parse_args()
     logs.configure(service="describe", instance="", level="error", form="json")
     logging.disable(logging.WARNING)
     try:
-        found = describe_model(args.model, model_impl=args.model_impl, dtype=args.dtype)
+        found = describe_model(
+            args.model, model_impl=args.model_impl, dtype=args.dtype, ranks=args.tensor_parallel_size
+        )
         print(json.dumps(dataclasses.asdict(found)))
     except ConfigError as error:
         print(json.dumps({"refused": str(error)}))

@@ -12,6 +12,7 @@ from services.worker.engine.attention_cuda import CudaAttention
 from services.worker.engine.attention_flashinfer import FlashInferAttention
 from services.worker.engine.checkpoint import Checkpoint, load_parameters
 from services.worker.engine.layer_attention import LayerKind
+from services.worker.engine.lora_files import Linears, own_linears
 from services.worker.engine.model import Model
 from services.worker.engine.model_config import ModelConfig, ModelFacts
 from services.worker.engine.native.library import Kernels
@@ -119,6 +120,11 @@ class Implementation(Protocol):
         ...
 
     @property
+    def linears(self) -> Linears:
+        """What LoRA adapters may add to."""
+        ...
+
+    @property
     def quantised(self) -> str | None:
         """What the numbers of those parameters are that stay quantised in memory, if any do."""
         ...
@@ -181,6 +187,10 @@ class BallastModel:
     @property
     def parameter_count(self) -> int:
         return parameter_count(self.whole)
+
+    @property
+    def linears(self) -> Linears:
+        return own_linears(self.config)
 
     @property
     def quantised(self) -> str | None:

@@ -1,19 +1,21 @@
 """Builds an engine from a checkpoint folder."""
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
 import torch
 
 from ballast.common.errors import ConfigError
 from ballast.common.load import MemoryReport
-from ballast.common.model import ModelInfo
+from ballast.common.model import Adapter, ModelInfo
+from ballast.common.units import human_bytes
 from ballast.service.grammar import Grammars
+from ballast.service.logs import get_logger
 from services.worker.core.batch import Batch, StepResult
 from services.worker.engine import from_host
 from services.worker.engine.attention import AttentionBackend
@@ -23,6 +25,8 @@ from services.worker.engine.choice import choose_model
 from services.worker.engine.decode_graphs import DecodeGraphs, recorder
 from services.worker.engine.implementation import Implementation, StageModel
 from services.worker.engine.kernels import bound_kernel_caches
+from services.worker.engine.lora import Adaptable, Lora, bytes_of
+from services.worker.engine.lora_files import AdapterFiles, read_adapters
 from services.worker.engine.model_config import ModelFacts
 from services.worker.engine.native.library import Kernels
 from services.worker.engine.peers import Peers
@@ -124,6 +128,7 @@ def load_engine(
     attention_backend: str = "auto",
     model_impl: str = "auto",
     host_copy: str = from_host.OFF,
+    lora_modules: Mapping[str, Path] | None = None,
 ) -> Engine:
     """Load a checkpoint into one device's memory.
 
@@ -145,6 +150,8 @@ def load_engine(
 
     `host_copy`: "off", "auto" or bytes that it may take. Then the parameters come from a copy in the memory of this
     host, if a worker has made one, and else one is made.
+
+    `lora_modules`: folders of LoRA adapters, by name. They take memory of their own from the same budget.
 
     With `peers` this is one rank of a tensor-parallel instance and loads its share; the facts told of the model are
     those of all ranks together.
@@ -168,7 +175,9 @@ def load_engine(
         max_model_len=max_model_len,
         peers=peers,
         attention_backend=attention_backend,
+        adapted=bool(lora_modules),
     )
+    adapters = read_adapters(lora_modules, served.linears) if lora_modules else []
     config, needs = served.config, served.needs(block_tokens)
     step_threads = _set_threads(threads, native)
     longest = _max_model_len(max_model_len, config)
@@ -185,11 +194,13 @@ def load_engine(
                 device_memory_bytes = peers.least(device_memory_bytes)
     if device_memory_bytes is None:
         raise ConfigError("device_memory_bytes", f"has to be said for device {device}")
-    memory, shared = needs.open(backend or _backend(device), device_memory_bytes), None
+    adapter_bytes = bytes_of(adapters, needs.kv_shape.dtype)
+    memory, shared = needs.open(backend or _backend(device), device_memory_bytes - adapter_bytes), None
     try:
         shared = from_host.load(served, memory, compute_here, model_dir, host_copy if peers is None else from_host.OFF)
         grammars = _grammars(model_dir, config) if not config.rank else None  # only the first rank samples
-        model, attention, sampler, runner = _assemble(served, memory, native, longest, grammars, recorded)
+        lora = _load_adapters(adapters, needs.kv_shape.dtype, memory.pool.backend.device)
+        model, attention, sampler, runner = _assemble(served, memory, native, longest, grammars, recorded, lora)
         with torch.inference_mode():
             served.check(model, attention, memory.kv)
     except BaseException:
@@ -213,6 +224,7 @@ def load_engine(
         block_bytes=memory.kv.shape.block_bytes * config.rank_count,
         tensor_parallel_size=config.rank_count,
         revision=revision_of(model_dir),
+        adapters=tuple(Adapter(one.name, one.revision) for one in adapters),
     )
     return Engine(
         info,
@@ -270,9 +282,12 @@ def _assemble(
     longest: int,
     grammars: Grammars | None,
     recorded: Largest | None,
+    lora: Lora | None = None,
 ) -> tuple[StageModel, AttentionBackend, AnySampler, ModelRunner]:
     config, device = served.config, memory.pool.backend.device
     model, attention = served.assemble(memory, native, longest)
+    if lora is not None:
+        cast(Adaptable, model).adapt(lora)
     sampler = _sampler(device, config, grammars, native)
     graphs, record = None, recorder(device)
     # What FlashInfer plans on the host for each step is not recorded.
@@ -286,7 +301,14 @@ def _assemble(
             longest=longest,
             block_tokens=memory.kv.shape.block_tokens,
         )
-    return model, attention, sampler, ModelRunner(config, model, attention, sampler, memory.kv, graphs)
+    return model, attention, sampler, ModelRunner(config, model, attention, sampler, memory.kv, graphs, lora)
+
+
+def _load_adapters(adapters: Sequence[AdapterFiles], dtype: torch.dtype, device: torch.device) -> Lora | None:
+    for one in adapters:
+        size = human_bytes(bytes_of([one], dtype))
+        get_logger().info("adapter", name=one.name, rank=one.rank, modules=len(one.ranks), memory=size)
+    return Lora(adapters, dtype, device) if adapters else None
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

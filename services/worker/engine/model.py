@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from services.worker.engine.attention import AttentionStep
 from services.worker.engine.kernels import padded_rows
+from services.worker.engine.lora import Lora, Product
 from services.worker.engine.model_config import ModelConfig
 from services.worker.engine.operations import HeadNorms, operations_for
 from services.worker.engine.parameters import EMBEDDING, HEAD, Parameter, end_parameters, layer_parameters, layout_for
@@ -38,6 +39,16 @@ class _Layer:
     gate_up_bias: torch.Tensor | None
     down: torch.Tensor  # [D, I]
     down_bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _AdaptedLayer:
+    """What adapters add to one layer's products."""
+
+    qkv: Product
+    output: Product
+    gate_up: Product
+    down: Product
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +88,23 @@ class Model:
         dtype, device = self._embedding_VD.dtype, self._embedding_VD.device
         self._operations = operations_for(config, max_model_len, dtype, device)
         self._buffers = self._make_buffers(rows=1)
+        self._lora: Lora | None = None
+        self._adapted: list[_AdaptedLayer] = []
+
+    def adapt(self, lora: Lora) -> None:
+        """Whose rows are those of each step from now on."""
+        config, self._lora = self._config, lora
+        for index in range(config.layer_count):
+            attention, mlp = f"model.layers.{index}.self_attn.", f"model.layers.{index}.mlp."
+            query, kv, inner = config.query_size, config.kv_size, config.intermediate_size
+            qkv = (f"{attention}q_proj", 0), (f"{attention}k_proj", query), (f"{attention}v_proj", query + kv)
+            adapted = _AdaptedLayer(
+                qkv=lora.product(qkv),
+                output=lora.product([(f"{attention}o_proj", 0)]),
+                gate_up=lora.product([(f"{mlp}gate_proj", 0), (f"{mlp}up_proj", inner)]),
+                down=lora.product([(f"{mlp}down_proj", 0)]),
+            )
+            self._adapted.append(adapted)
 
     @property
     def layer_count(self) -> int:
@@ -109,9 +137,12 @@ class Model:
         buffers.attended[rows:padded].zero_()  # attention does not see them; they stay finite
         rotation = operations.rotation(positions_T)
         added_TD: torch.Tensor | None = None
-        for layer in self._layers[first_layer:last_layer]:
+        lora = self._lora
+        for index, layer in enumerate(self._layers[first_layer:last_layer], first_layer):
             normed_TD = operations.norm(hidden_TD, added_TD, layer.attention_norm_D)
             qkv = _linear(normed_TD, layer.qkv, layer.qkv_bias, buffers.qkv[:padded])[:rows]
+            if lora is not None:
+                lora.add_to(self._adapted[index].qkv, normed_TD, qkv)
             operations.attend(
                 layer.kv_B2TKH,
                 qkv[:, : config.query_size + 2 * config.kv_size].view(rows, -1, config.head_dim),
@@ -121,9 +152,16 @@ class Model:
                 buffers.attended[:rows].view(rows, config.head_count, config.head_dim),
             )
             added_TD = self._project(buffers.attended[:padded], layer.output, layer.output_bias)
+            if lora is not None:
+                lora.add_to(self._adapted[index].output, buffers.attended, added_TD)
             normed_TD = operations.norm(hidden_TD, added_TD, layer.mlp_norm_D)
             gate_up = _linear(normed_TD, layer.gate_up, layer.gate_up_bias, buffers.gate_up[:padded])
-            added_TD = self._project(operations.activate(gate_up), layer.down, layer.down_bias)
+            if lora is not None:
+                lora.add_to(self._adapted[index].gate_up, normed_TD, gate_up)
+            activated_TI = operations.activate(gate_up)
+            added_TD = self._project(activated_TI, layer.down, layer.down_bias)
+            if lora is not None:
+                lora.add_to(self._adapted[index].down, activated_TI, added_TD)
         return hidden_TD[:rows] if added_TD is None else hidden_TD.add_(added_TD)[:rows]
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from ballast.common.errors import ConfigError
 from ballast.rpc.border import MAX_LAYERS
@@ -325,3 +325,14 @@ def _eos_token_ids(model_dir: Path, config: _Reader) -> tuple[int, ...]:
             raise reader.error("eos_token_id", f"must be a token id or a list of token ids, got {value!r}")
         ids.append(item)
     return tuple(dict.fromkeys(ids))
+
+
+def longest_of(config: Any) -> int | None:
+    """Where rotation depends on how long the longest sequence of a batch is (longrope), only what does not."""
+    longest = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    sections = [rope, *(section for section in rope.values() if isinstance(section, dict))]
+    for section in sections:
+        if section.get("rope_type") == "longrope" and longest is not None:
+            longest = min(longest, section.get("original_max_position_embeddings") or longest)
+    return longest

@@ -10,6 +10,7 @@ from services.worker.core.batch import Batch, Preempted, SequenceId, StepResult
 from services.worker.engine.attention import AttentionBackend, AttentionStep
 from services.worker.engine.decode_graphs import DecodeGraphs
 from services.worker.engine.implementation import StageModel
+from services.worker.engine.lora import Lora
 from services.worker.engine.model_config import ModelFacts
 from services.worker.engine.packing import PackedStep, Packer
 from services.worker.engine.prompt_logprobs import PromptLogprobs
@@ -29,6 +30,7 @@ class ModelRunner:
         sampler: AnySampler,
         kv: KvCache,
         graphs: DecodeGraphs | None = None,
+        lora: Lora | None = None,
     ) -> None:
         self._config = config
         self._model = model
@@ -36,6 +38,8 @@ class ModelRunner:
         self._sampler = sampler
         self._kv = kv
         self.graphs = graphs
+        self._lora = lora
+        self._is_adapted = False  # rows of this step have an adapter
         self._packer = Packer(kv.shape.block_tokens)
         self._laid_out: tuple[PackedStep, torch.Tensor, torch.Tensor, AttentionStep] | None = None
         self._prompts = PromptLogprobs(lambda hidden_RD: self._model.logits(hidden_RD))
@@ -81,6 +85,11 @@ class ModelRunner:
             self._sampler.remove(sequence_id)
             self._prompts.remove(sequence_id)
             self._packer.forget(sequence_id)
+            if self._lora is not None:
+                self._lora.remove(sequence_id)
+        if self._lora is not None:
+            for new in batch.added:
+                self._lora.add(new)
         if samples:
             for new in batch.added:
                 self._sampler.add(new)
@@ -88,6 +97,8 @@ class ModelRunner:
         if not batch.slices:
             return StepResult(batch.step_id, (), (), time.perf_counter() - started_s)
         packed = self._packer.pack(batch.slices, block_tables)
+        if self._lora is not None:
+            self._is_adapted = self._lora.lay_out(batch.slices, packed)
         self._kv.guard(packed.blocks_end, range(first_layer, last_layer))
         with torch.inference_mode():
             if batch.safepoint_layers and preempted is not None:
@@ -143,7 +154,7 @@ class ModelRunner:
             if hidden_TD.is_cuda:  # brought on another stream, whose memory it is
                 hidden_TD.record_stream(torch.cuda.current_stream(hidden_TD.device))
             hidden_TD = hidden_TD.to(device)  # a link gives them where it has received them
-        if self.graphs is not None:
+        if self.graphs is not None and not self._is_adapted:
             replayed_TD = self.graphs.run_layers(hidden_TD, packed, range(first_layer, last_layer))
             if replayed_TD is not None:
                 return replayed_TD
@@ -167,3 +178,5 @@ class ModelRunner:
             self._sampler.remove(sequence_id)
             self._prompts.remove(sequence_id)
         self._packer.forget_all()
+        if self._lora is not None:
+            self._lora.forget_all()

@@ -1,28 +1,20 @@
 """A model computed by `transformers`' own modelling code, unmodified, over our parameters, our KV and packed rows.
 
-Its forward is always run as a whole, and its layers are asked, one by one, whether they are in the range: those before
-and behind pass on what they are given, and the first of the range starts from the hidden states of the stage before.
-So what a family does before, behind and around its layers, it does by itself. The sequences of a step stand one after
-another as one row of a batch; only attention tells them apart, by the step that it is run in.
-
-Shapes as in `model`. The names of `transformers` are imported here and nowhere else but in `transformers_weights`.
+Shapes as in `model`. `decoder` says how its layers run.
 """
 
-import copy
 import itertools
 import math
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
-from transformers.masking_utils import AttentionMaskInterface
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ballast.common.errors import ConfigError
 from ballast.rpc.border import MAX_LAYERS
@@ -31,12 +23,15 @@ from services.worker.core.batch import Slice
 from services.worker.engine.attention import AttentionBackend, AttentionStep
 from services.worker.engine.attention_cuda import CudaAttention
 from services.worker.engine.checkpoint import fill_layers
+from services.worker.engine.decoder import Decoder, LayerRun
+from services.worker.engine.division import WHOLE, Division, cuts_of
 from services.worker.engine.implementation import MemoryNeeds, StageModel
-from services.worker.engine.layer_attention import LayerAttention, LayerAttentionStep, LayerKind
-from services.worker.engine.model_config import ModelFacts, read_eos_token_ids, read_json
+from services.worker.engine.layer_attention import LayerAttention, LayerAttentionStep
+from services.worker.engine.lora import Lora, linears_of
+from services.worker.engine.model_config import ModelFacts, longest_of, read_eos_token_ids, read_json
 from services.worker.engine.native.library import Kernels
 from services.worker.engine.packed_attention import PagedAttention
-from services.worker.engine.packed_parameters import PackedParameter, is_packed, pack, part_name
+from services.worker.engine.packed_parameters import PackedParameter, is_packed, part_name
 from services.worker.engine.packing import Packer
 from services.worker.engine.parameters import EMBEDDING
 from services.worker.engine.quantised import quantisation_of
@@ -45,8 +40,7 @@ from services.worker.memory.device import DeviceMemory
 from services.worker.memory.kv_cache import KvCache, KvShape
 from services.worker.memory.parameters import ParameterStore, TensorSpec
 
-_PAGED, _PROBE = "ballast_paged", "ballast_probe"
-_PROBE_ROWS, _TEST_ROWS = 4, 16
+_TEST_ROWS = 16
 # By how much two ways to compute the same may differ, of the largest logit; the rows' median counts, as a router's
 # near-ties send a token to other experts.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
@@ -80,7 +74,7 @@ def read_transformers_config(model_dir: Path) -> tuple[ModelFacts, Any]:
     text = config.get_text_config()
     if config.is_encoder_decoder or text is not config:
         raise ConfigError(f"{path}: model_type", f"{config.model_type!r} is more than a decoder of text")
-    layer_count, longest = getattr(text, "num_hidden_layers", 0), _max_position(text)
+    layer_count, longest = getattr(text, "num_hidden_layers", 0), longest_of(text)
     if not 1 <= layer_count <= MAX_LAYERS:
         raise ConfigError(f"{path}: num_hidden_layers", f"1 to {MAX_LAYERS} are supported, got {layer_count}")
     if longest is None:
@@ -97,253 +91,6 @@ def read_transformers_config(model_dir: Path) -> tuple[ModelFacts, Any]:
     return facts, config
 
 
-def _max_position(config: Any) -> int | None:
-    """Where rotation depends on how long the longest sequence of a batch is (longrope), only what does not."""
-    longest = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    sections = [rope, *(section for section in rope.values() if isinstance(section, dict))]
-    for section in sections:
-        if section.get("rope_type") == "longrope" and longest is not None:
-            longest = min(longest, section.get("original_max_position_embeddings") or longest)
-    return longest
-
-
-@dataclass(slots=True)
-class _LayerRun:
-    """One pass through the model: which layers compute, and what is seen on the way."""
-
-    first: int
-    last: int
-    hidden: torch.Tensor | None = None  # what the first of them is given
-    final: torch.Tensor | None = None  # what is given to what comes behind the layers
-    attention: LayerAttentionStep | None = None
-    layer: int = 0
-    embedded: torch.Tensor | None = None
-    result: torch.Tensor | None = None
-    seen: dict[int, LayerKind] | None = None  # of a probe
-
-
-_running = threading.local()  # `.decoder`: whose forward this thread is in
-
-
-class Decoder:
-    """A model of `transformers` whose layers run in ranges."""
-
-    def __init__(
-        self,
-        config: Any,
-        dtype: torch.dtype,
-        gives_tuples: bool = False,
-        packed: Mapping[str, PackedParameter] | None = None,
-    ) -> None:
-        """On the meta device: without memory. `packed` parameters stay quantised.
-
-        Raises:
-            ConfigError: it cannot be made, or its layers are not found.
-        """
-        self.config = copy.deepcopy(config)
-        try:
-            with torch.device("meta"):
-                made: Any = AutoModelForCausalLM.from_config(self.config, dtype=dtype, attn_implementation="eager")
-        except Exception as error:  # a configuration that its class does not check
-            raise ConfigError("config.json", f"transformers cannot make the model: {error}") from error
-        self.model, self.config = made.eval(), made.config
-        if packed:
-            self.config._experts_implementation = "eager"  # one after the other: only those that are needed are made
-            pack(self.model, packed, dtype)
-        self.layers_name, self.layers = _layers(self.model, self.config.num_hidden_layers)
-        self._gives_tuples = gives_tuples
-        self._run: _LayerRun | None = None
-        for index, layer in enumerate(self.layers):
-            layer.forward = self._in_range(index, layer.forward)
-
-    def _in_range(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        last = len(self.layers) - 1
-
-        def layer(*args: Any, **named: Any) -> Any:
-            run = self._run
-            if run is None:
-                return forward(*args, **named)
-            hidden = args[0] if args else named.pop("hidden_states")
-            if not index:
-                run.embedded = hidden
-            if not run.first <= index < run.last:
-                if index == last and run.final is not None:
-                    hidden = run.final
-                return (hidden,) if self._gives_tuples else hidden
-            if index == run.first and run.hidden is not None:
-                hidden = run.hidden
-            run.layer = index
-            try:
-                given = forward(hidden, *args[1:], **named)
-            except ConfigError:
-                raise
-            except Exception:  # experts are chosen by numbers that a probe has not: attention has been seen by then
-                if run.seen is None or index not in run.seen:
-                    raise
-                return (hidden,) if self._gives_tuples else hidden
-            if index == run.last - 1:
-                run.result = given[0] if isinstance(given, tuple) else given
-            return given
-
-        return layer
-
-    @contextmanager
-    def _running(self, run: _LayerRun | None, attention: str) -> Generator[None]:
-        before = getattr(_running, "decoder", None)
-        _running.decoder, self._run = self, run
-        if self.config._attn_implementation != attention:
-            self.config._attn_implementation = attention
-        try:
-            yield
-        finally:
-            _running.decoder, self._run = before, None
-
-    @property
-    def run(self) -> _LayerRun:
-        assert self._run is not None
-        return self._run
-
-    def pass_through(self, run: _LayerRun, *, with_head: bool, **inputs: torch.Tensor) -> Any:
-        """The forward of the model, or of what is below its head."""
-        with self._running(run, _PAGED):
-            return (self.model if with_head else self.model.base_model)(**inputs, use_cache=False)
-
-    def reference(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """logits_TV of one sequence by `transformers` alone: its own attention, all at once."""
-        with self._running(None, "eager"):
-            return self.model(input_ids=token_ids[None], use_cache=False).logits[0]
-
-    def probe(self) -> list[LayerKind]:
-        """What attention is in each layer, found by a forward without memory.
-
-        Raises:
-            ConfigError: a layer has another kind of state than keys and values, or cannot be run on packed rows.
-        """
-        for gives_tuples in (False, True):
-            self._gives_tuples = gives_tuples
-            run = _LayerRun(0, len(self.layers), seen={})
-            ids = torch.ones(1, _PROBE_ROWS, dtype=torch.int64, device="meta")
-            try:
-                with self._running(run, _PROBE), torch.inference_mode():
-                    out = self.model.base_model(input_ids=ids, attention_mask=ids, use_cache=False)
-            except ConfigError:
-                raise
-            except Exception as error:  # whatever the modelling code does with what it is not used to
-                if gives_tuples:
-                    why = f"{type(self.model).__name__} does not run on packed rows: {error}"
-                    raise ConfigError("config.json", why) from error
-                continue
-            if out[0].dim() == 3 and out[0].shape[:2] == ids.shape:
-                break
-        assert run.seen is not None
-        missing = [i for i in range(len(self.layers)) if i not in run.seen]
-        if missing:
-            why = f"layer {missing[0]} of {type(self.model).__name__} keeps other state than keys and values"
-            raise ConfigError("config.json", f"{why}, or does not say how it attends")
-        return [run.seen[i] for i in range(len(self.layers))]
-
-
-def _layers(model: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
-    found = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count
-    ]
-    if not found:
-        raise ConfigError("config.json", f"{type(model).__name__} has no list of {count} layers")
-    depths = [name.count(".") for name, _ in found]
-    return found[depths.index(min(depths))]
-
-
-def _attend_paged(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    s_aux: torch.Tensor | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """`AttentionInterface`: heads before rows in, rows before heads out."""
-    decoder: TransformersDecoder = _running.decoder
-    run = decoder.run
-    assert run.attention is not None
-    q_TNH, k_TKH, v_TKL = (heads[0].transpose(0, 1) for heads in (query, key, value))
-    out_TNL = q_TNH.new_empty(q_TNH.shape[0], q_TNH.shape[1], v_TKL.shape[2])
-    run.attention.attend(run.layer, decoder.kv.layer(run.layer), q_TNH, k_TKH, v_TKL, out_TNL, s_aux)
-    return out_TNL[None], None
-
-
-def _attend_probe(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    sees = (None, None) if attention_mask is None else getattr(attention_mask, "sees", None)
-    if sees is None:
-        why = "is neither causal nor a window nor a chunk"
-        raise ConfigError("config.json", f"which tokens a token sees in {type(module).__name__} {why}")
-    if key.shape[2] != query.shape[2]:
-        raise ConfigError("config.json", f"{type(module).__name__} attends to other rows than its own")
-    run: _LayerRun = _running.decoder.run
-    assert run.seen is not None
-    if run.layer in run.seen:
-        raise ConfigError("config.json", f"{type(module).__name__} attends more than once in a layer")
-    run.seen[run.layer] = LayerKind(
-        heads=query.shape[1],
-        kv_heads=key.shape[1],
-        key_dim=key.shape[3],
-        value_dim=value.shape[3],
-        scale=float(scaling if scaling is not None else query.shape[3] ** -0.5),
-        window=sees[0],
-        chunk=sees[1],
-        soft_cap=softcap,
-        has_sinks=s_aux is not None,
-    )
-    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
-
-
-def _probe_mask(
-    *given: Any,
-    q_length: int,
-    kv_length: int,
-    mask_function: Callable[..., Any],
-    config: Any,
-    local_size: int | None = None,
-    **_: Any,
-) -> torch.Tensor:
-    """`AttentionMaskInterface`: a mask without contents that knows which tokens are seen, if that is known here."""
-    mask: Any = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device="meta")
-    mask.sees = None
-    size = local_size or 8
-    ends = sorted({0, 1, size - 1, size, size + 1, 2 * size, 3 * size + 1})
-    points = [(q, k) for q in ends for k in sorted({*ends, q - size, q - size + 1, q - 1, q}) if k >= 0]
-    try:
-        seen = [bool(mask_function(*(torch.tensor(i) for i in (0, 0, q, k)))) for q, k in points]
-    except NotImplementedError:  # chunks count from the first token behind padding, a number on the meta device
-        if local_size and local_size == getattr(config, "attention_chunk_size", None):
-            mask.sees = (None, local_size)
-        return mask
-    for window, chunk in ((None, None), (local_size, None), (None, local_size)):
-        first = [q // chunk * chunk if chunk else q + 1 - window if window else 0 for q, _ in points]
-        if seen == [low <= k <= q for low, (q, k) in zip(first, points, strict=True)]:
-            mask.sees = (window, chunk)
-            break
-    return mask
-
-
-AttentionInterface.register(_PAGED, _attend_paged)
-AttentionInterface.register(_PROBE, _attend_probe)
-AttentionMaskInterface.register(_PROBE, _probe_mask)
-
-
 class TransformersDecoder(Decoder):
     """A `StageModel`: its parameters are views of our memory, made once."""
 
@@ -353,10 +100,11 @@ class TransformersDecoder(Decoder):
         dtype: torch.dtype,
         parameters: ParameterStore,
         kv: KvCache,
-        gives_tuples: bool,
-        packed: Mapping[str, PackedParameter],
+        like: Decoder,
+        division: Division,
     ) -> None:
-        super().__init__(config, dtype, gives_tuples, packed)
+        """Divided and packed as another one without memory; `division`: with the sum over its ranks."""
+        super().__init__(config, dtype, like.packed, like.cuts, division, gives_tuples=like.gives_tuples)
         self.kv = kv
         self._bind(parameters, dtype)
 
@@ -368,7 +116,7 @@ class TransformersDecoder(Decoder):
         """Nothing to do: torch's allocator keeps what a step took."""
 
     def embed(self, token_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        run = _LayerRun(0, 0)
+        run = LayerRun(0, 0)
         self.pass_through(run, with_head=False, input_ids=token_ids_T[None], position_ids=positions_T[None])
         assert run.embedded is not None
         return run.embedded[0].clone()
@@ -385,7 +133,7 @@ class TransformersDecoder(Decoder):
         assert isinstance(attention, LayerAttentionStep)
         if first_layer == last_layer:
             return hidden_TD
-        run = _LayerRun(first_layer, last_layer, hidden=hidden_TD[None], attention=attention)
+        run = LayerRun(first_layer, last_layer, hidden=hidden_TD[None], attention=attention)
         self.pass_through(run, with_head=False, inputs_embeds=hidden_TD[None], position_ids=positions_T[None])
         assert run.result is not None
         return run.result[0]
@@ -393,8 +141,12 @@ class TransformersDecoder(Decoder):
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         hidden = hidden_RD[None]
         positions = torch.zeros(1, hidden_RD.shape[0], dtype=torch.int64, device=hidden_RD.device)
-        run = _LayerRun(0, 0, final=hidden)
+        run = LayerRun(0, 0, final=hidden)
         return self.pass_through(run, with_head=True, inputs_embeds=hidden, position_ids=positions).logits[0]
+
+    def adapt(self, lora: Lora) -> None:
+        """Whose rows are those of each step from now on."""
+        lora.adapt(self.model)
 
     def _bind(self, parameters: ParameterStore, dtype: torch.dtype) -> None:
         """Parameters and buffers of the checkpoint lie in our memory; other buffers are made as `transformers` does."""
@@ -433,29 +185,60 @@ class TransformersModel:
     name = "transformers"
 
     def __init__(
-        self, model_dir: Path, facts: ModelFacts, config: Any, dtype: torch.dtype, device: torch.device
+        self,
+        model_dir: Path,
+        facts: ModelFacts,
+        config: Any,
+        dtype: torch.dtype,
+        device: torch.device,
+        division: Division = WHOLE,
     ) -> None:
         """
         Raises:
-            ConfigError: the model does not run on packed rows over paged KV.
+            ConfigError: the model does not run on packed rows over paged KV, or cannot be divided among the ranks.
         """
-        self.config = facts
+        self.config = replace(facts, rank=division.rank, rank_count=division.count)
         self.pipelines = True
         self._model_dir, self._hf_config, self._dtype, self._device = model_dir, config, dtype, device
-        self._skeleton = Decoder(config, dtype)
+        self._division = division
+        self._whole = Decoder(config, dtype)
         self._packed = self._stay_packed()
         if self._packed:
-            self._skeleton = Decoder(config, dtype, packed=self._packed)
-        self.kinds = self._skeleton.probe()
-        self._parts = parts_of(self._skeleton.model, self._skeleton.layers_name, facts.layer_count, dtype)
+            self._whole = Decoder(config, dtype, self._packed)
+        self.kinds = self._whole.probe()
+        self._skeleton = self._whole
+        if division.count > 1:
+            self._skeleton = self._divided()
+        self._parts, self._whole_parts = (
+            parts_of(one.model, one.layers_name, facts.layer_count, dtype) for one in (self._skeleton, self._whole)
+        )
         self._lock = threading.Lock()
+
+    def _divided(self) -> Decoder:
+        """This rank's share; the kinds of attention are its own then."""
+        if self._packed:
+            why = "a quantised checkpoint is computed on one device: 1 is the most"
+            raise ConfigError("tensor_parallel_size", why)
+        cuts = cuts_of(self._whole.model, self._whole.layers_name, self._division)
+        divided = Decoder(self._hf_config, self._dtype, None, cuts, replace(self._division, sum=WHOLE.sum))
+        count, whole = self._division.count, self.kinds
+        try:
+            self.kinds = divided.probe()
+        except ConfigError as error:
+            raise ConfigError("tensor_parallel_size", f"{count} does not divide the heads: {error.why}") from error
+        for layer, (all_of, own) in enumerate(zip(whole, self.kinds, strict=True)):
+            shares = {(all_of.heads // share, all_of.kv_heads / share) for share in (1, count)}
+            if (own.heads, own.kv_heads) not in shares or own.key_dim != all_of.key_dim:
+                heads = f"{all_of.heads} attention heads and {all_of.kv_heads} KV heads"
+                raise ConfigError("tensor_parallel_size", f"{count} does not divide the {heads} of layer {layer}")
+        return divided
 
     def _stay_packed(self) -> dict[str, PackedParameter]:
         config = quantisation_of(self._model_dir, read_json(self._model_dir / "config.json"))
         if config is None or not any(self._model_dir.glob("*.safetensors")):
             return {}
-        model = self._skeleton.model
-        parts = parts_of(model, self._skeleton.layers_name, self.config.layer_count, self._dtype)
+        model = self._whole.model
+        parts = parts_of(model, self._whole.layers_name, self.config.layer_count, self._dtype)
         with TransformersCheckpoint(self._model_dir, model, parts, self._dtype) as checkpoint:
             return checkpoint.packed_parameters()
 
@@ -467,11 +250,15 @@ class TransformersModel:
 
     @property
     def parameter_count(self) -> int:
-        parts = [*self._parts.layers, *self._parts.others.values()]
+        parts = [*self._whole_parts.layers, *self._whole_parts.others.values()]
         packed = [(name, parameter.packing) for name, parameter in self._packed.items()]
         theirs = {part_name(name, part) for name, packing in packed for part in packing.specs}
         dense = sum(tensor.numel() for part in parts for name, tensor in part.items() if name not in theirs)
         return dense + sum(math.prod(packing.shape) for _, packing in packed)
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        return linears_of(self._whole.model, self._whole.layers_name)
 
     @property
     def token_elements(self) -> int:
@@ -506,17 +293,27 @@ class TransformersModel:
             fill_layers(store, lambda layer: opened.fill(layer, store.layer(layer)), compute_here)
 
     def read_layer(self, store: ParameterStore, layer: int) -> None:
-        with self._lock, self._open() as opened:
-            opened.fill(layer, store.layer(layer))
+        first = self._division.rank
+        for at, one in enumerate(store.of_ranks):
+            with self._lock, self._open(at if one is not store else first) as opened:
+                opened.fill(layer, one.layer(layer))
 
-    def _open(self) -> TransformersCheckpoint:
-        return TransformersCheckpoint(self._model_dir, self._skeleton.model, self._parts, self._dtype, self._packed)
+    def _open(self, rank: int | None = None) -> TransformersCheckpoint:
+        division = self._division if rank is None else replace(self._division, rank=rank)
+        cuts = self._skeleton.cuts
+
+        def cut(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            return cuts[name].of(name, tensor, division) if name in cuts else tensor
+
+        whole = self._whole
+        return TransformersCheckpoint(self._model_dir, whole.model, self._whole_parts, self._dtype, self._packed, cut)
 
     def assemble(
         self, memory: DeviceMemory, kernels: Kernels | None, longest: int
     ) -> tuple[StageModel, AttentionBackend]:
-        tuples = self._skeleton._gives_tuples
-        model = TransformersDecoder(self._hf_config, self._dtype, memory.parameters, memory.kv, tuples, self._packed)
+        model = TransformersDecoder(
+            self._hf_config, self._dtype, memory.parameters, memory.kv, self._skeleton, self._division
+        )
         slot = 2 * memory.kv.shape.kv_heads * memory.kv.shape.head_dim
         return model, LayerAttention(self.kinds, slot, self._fast(kernels))
 

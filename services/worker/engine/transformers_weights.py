@@ -7,7 +7,7 @@ read by this thread: each thread of a pool would keep what it has read in an are
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -80,8 +80,10 @@ class TransformersCheckpoint:
         parts: Parts,
         dtype: torch.dtype,
         packed: Mapping[str, PackedParameter] | None = None,
+        cut: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, tensor: tensor,
     ) -> None:
-        """`packed` are those of the model's parameters that stay quantised.
+        """`packed` are those of the model's parameters that stay quantised; `cut` gives the part of one, by its name,
+        that is kept in memory.
 
         Raises:
             ConfigError: there are no tensors in the folder, or not those that its index names.
@@ -92,7 +94,7 @@ class TransformersCheckpoint:
         self._files: dict[Path, Any] = {}
         self._mapping: list[Any] = get_model_conversion_mapping(model)
         self._plan = model._get_dtype_plan(dtype)
-        self._packed = packed or {}
+        self._packed, self._cut = packed or {}, cut
         self._matrices: dict[str, QuantisedMatrix] = {}
         quantisation = quantisation_of(model_dir, read_json(model_dir / "config.json"))
         if quantisation is not None:
@@ -215,7 +217,7 @@ class TransformersCheckpoint:
                 if tensor.device.type == "meta":
                     continue
                 with torch.no_grad():
-                    stored[name].copy_(tensor)
+                    stored[name].copy_(self._cut(name, tensor))
                 nothing = torch.empty_like(left[name], device="meta")
                 if leaf in module._parameters:
                     setattr(module, leaf, nn.Parameter(nothing, requires_grad=False))

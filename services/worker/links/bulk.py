@@ -1,4 +1,4 @@
-"""Bulk transfers out of a link: one chunk after the other, whichever the schedule names, urgent traffic first."""
+"""Sends a link's bulk transfers chunk by chunk, in the order of the schedule, after urgent traffic."""
 
 import time
 from collections import deque
@@ -23,12 +23,12 @@ from services.worker.links.ports import Pending
 from services.worker.links.traffic import TrafficClass, TrafficCounts
 from services.worker.links.transfer import Outcome, Transfer, TransferReport
 
-_LEAST_ON_WIRE_BYTES = 16 * 1024  # its speed is known, and a chunk costs nothing but its time
+_LEAST_ON_WIRE_BYTES = 16 * 1024  # on an emulated wire, where a chunk has no fixed cost
 
 
 @dataclass(slots=True)
 class _Outgoing:
-    """A transfer until its future is done: queued, then opened, then wholly sent, then acknowledged."""
+    """A transfer until its future completes: queued, opened, completely sent, acknowledged."""
 
     peer: str
     epoch: int
@@ -43,7 +43,7 @@ class _Outgoing:
     computed: Mark | None = None  # to wait for before the pieces are read
     opened: bool = False
     sent_bytes: int = 0
-    in_flight: int = 0  # frames of it that may still be read from memory
+    in_flight: int = 0  # frames that may still be read from memory
     verdict: Outcome | None = None
     why: str = ""
 
@@ -62,11 +62,11 @@ class _State:
     transfers: dict[int, _Outgoing] = field(default_factory=dict[int, _Outgoing])
     notices: deque[tuple[FrameKind, _Outgoing | None]] = field(
         default_factory=deque[tuple[FrameKind, "_Outgoing | None"]]
-    )  # go before any chunk
+    )  # sent before any chunk
     in_flight: deque[_Posted] = field(default_factory=deque[_Posted])
     last_number: int = 0
-    promised: bool = False  # the last frame said that another one follows
-    refusal: str | None = None  # why nothing is accepted any more
+    promised: bool = False  # the last frame announced another one
+    refusal: str | None = None  # why new transfers are refused
     broken: bool = False
 
 
@@ -101,10 +101,10 @@ class BulkSender:
             min(config.most_chunk_bytes, config.max_message_bytes),
             config.bandwidth_bytes_per_s if wire is None else config.rate_bytes_per_s,
         )
-        self._free_since_s = 0.0  # since then nothing has kept bulk from sending but the link's speed
+        self._free_since_s = 0.0  # since when only the link's speed limits bulk
         self._last_end_s = 0.0  # of a chunk
-        self._share = 1.0  # of the time, for chunks like the last one: see `_share_of`
-        self._in_background = False  # the last one was of parameters
+        self._share = 1.0  # fraction of time for chunks like the last one: see `_share_of`
+        self._in_background = False  # the last chunk was of parameters
         self._changed = Condition()
         self._reading = Lock()  # held while the callers' memory is read outside of _changed
         self._state = _State()
@@ -127,7 +127,7 @@ class BulkSender:
         source = Pieces(pieces, "pieces")
         self._refuse_bad(traffic, meta, source.total_bytes)
         done: Future[TransferReport] = Future()
-        done.set_running_or_notify_cancel()  # Transfer.cancel is the way to take it back
+        done.set_running_or_notify_cancel()  # cancelled by Transfer.cancel only
         with self._changed:
             if self._state.refusal is not None:
                 raise Unavailable(self._peer, self._state.refusal)
@@ -170,7 +170,7 @@ class BulkSender:
 
     @property
     def in_flight_bytes(self) -> int:
-        """Beside activations at most, with chunks as large as they are now."""
+        """Maximum beside activations, at the present chunk size."""
         window = self._chunks.window_for(activations_flow=True)
         return self._chunks.bytes_for(self._pace.stage_s) * window
 
@@ -179,12 +179,12 @@ class BulkSender:
             return self._schedule.queued_bytes
 
     def acknowledged(self, number: int, outcome: Outcome, why: str) -> None:
-        """The peer has the transfer in place, or does not want it."""
+        """The peer has received or refused the transfer."""
         with self._changed:
             outgoing = self._state.transfers.get(number)
             if outgoing is None or outgoing.verdict is not None:
                 return
-            if self._schedule.remove(number):  # refused with chunks left: tell it where the transfer ends
+            if self._schedule.remove(number):  # refused with chunks left: send where the transfer ends
                 finished = self._withdraw(outgoing, outcome, why)
             else:
                 outgoing.verdict, outgoing.why = outcome, why
@@ -192,7 +192,7 @@ class BulkSender:
         _settle(finished)
 
     def end(self, epoch: int, why: str) -> None:
-        """Whatever of that epoch is unfinished fails, and the peer is told that the rest will not come."""
+        """Fail the unfinished transfers of that epoch, and tell the peer."""
         finished = list[_Outgoing | None]()
         with self._changed:
             for outgoing in list(self._state.transfers.values()):
@@ -207,7 +207,7 @@ class BulkSender:
             _settle(outgoing)
 
     def close(self) -> None:
-        """Whatever is unfinished fails; CLOSE goes out as the last frame."""
+        """Fail unfinished transfers; CLOSE is the last frame."""
         with self._changed:
             if self._state.refusal is not None:
                 return
@@ -219,7 +219,7 @@ class BulkSender:
             _settle(finished)
 
     def fail(self, why: str) -> None:
-        """The channel is aborted: nothing reads the callers' memory any more, everything unfinished fails."""
+        """The channel is aborted: nothing reads the callers' memory any more; fail all unfinished transfers."""
         with self._changed:
             self._state.refusal, self._state.broken = why, True
             failed = list(self._state.transfers.values())
@@ -227,14 +227,14 @@ class BulkSender:
             self._changed.notify_all()
         if self._wire is not None:
             self._wire.end()
-        with self._reading:  # a chunk that is being gathered right now
+        with self._reading:  # a chunk that is being gathered
             pass
         for outgoing in failed:
             outgoing.verdict, outgoing.why = Outcome.BROKEN, why
             _settle(outgoing)
 
     def release(self) -> None:
-        """Drop the posted sends, as each holds on to the channel; it must be aborted, and `run` have ended."""
+        """Drop the posted sends, each of which references the channel; it must be aborted, and `run` have ended."""
         self._state.in_flight.clear()
 
     # ------------------------------------------------------------ the thread
@@ -266,19 +266,19 @@ class BulkSender:
                     pass
 
     def _share_of(self, traffic: TrafficClass, now_s: float) -> float:
-        """Share of the time for chunks of that class. Less than all for parameters, for which nothing waits and whose
-        moving takes time from batches; unless requests wait until there is as much memory again as without a restore.
-        Not on a link that is made slow: that leaves the processor alone as it is.
+        """Fraction of link time for this class; parameters are throttled, as moving them takes time from batches,
+        unless requests are queued for the memory that the restore holds. No throttling on an emulated slow link, which
+        leaves the processor idle anyway.
         """
         if self._wire is not None or traffic is not TrafficClass.PARAMETERS or self._pace.memory_is_awaited:
             return 1.0
         return self._config.background_share
 
     def _rest(self, began_s: float) -> bool:
-        """So long that only its share of the time is spent on the last chunk's class, unless something comes that is
-        waited for more.
+        """Pause until the last chunk's class has used no more than its fraction of time, or until traffic of a higher
+        class.
 
-        True if the lane has come to its end.
+        True if the lane has ended.
         """
         while self._state.in_flight:
             if self._complete_oldest():
@@ -311,7 +311,7 @@ class BulkSender:
         self._share = 1.0
         with self._changed:
             outgoing = self._state.transfers.get(grant.transfer)
-            if outgoing is None or grant.transfer not in self._schedule:  # cancelled since
+            if outgoing is None or grant.transfer not in self._schedule:  # cancelled meanwhile
                 return
             size = self._writer.chunk_bytes(outgoing.pieces, grant.offset_bytes, grant.limit_bytes)
         if self._wire is not None and not self._wire.cross(size, self._free_since_s, self._config.keepalive_s):
@@ -341,9 +341,9 @@ class BulkSender:
             self._state.in_flight.append(_Posted(pending, outgoing, FrameKind.CHUNK, size, posted_at_s))
 
     def _post_chunk(self, outgoing: _Outgoing, offset: int, size: int, *, more: bool) -> list[Pending] | None:
-        """Without _changed: copying and writing to a socket take their time, and nobody else posts on this lane."""
+        """Without _changed, as copying and writing to a socket take time; no other thread posts on this lane."""
         with self._reading:
-            if self._state.broken:  # its owner has been told and may have unmapped the memory
+            if self._state.broken:  # its owner has been notified and may have unmapped the memory
                 return None
             if outgoing.computed is not None:
                 outgoing.computed.wait()
@@ -376,13 +376,13 @@ class BulkSender:
 
     def _note_speed(self, posted: _Posted) -> None:
         began_s, self._last_end_s = max(posted.posted_at_s, self._last_end_s), time.monotonic()
-        if self._free_since_s <= began_s:  # otherwise the thread was elsewhere when it ended
+        if self._free_since_s <= began_s:  # otherwise the completion was noticed late
             self._chunks.moved(posted.size_bytes, self._last_end_s - began_s)
 
     # ------------------------------------------------------------ below: called with _changed held
 
     def _decide(self, now_s: float) -> Grant | Hold | None:
-        """A chunk that is through before the activation that the stage is computing, or else a small one."""
+        """The next chunk, small enough to end before the activation that the stage is computing."""
         size, rate = self._chunks.bytes_for(self._pace.stage_s), self._chunks.rate_bytes_per_s
         if rate is not None and self._pace.due_at_s is not None and not self._pace.is_late(now_s):
             room_bytes = int((self._pace.due_at_s - now_s) * rate)
@@ -397,7 +397,7 @@ class BulkSender:
         return decision
 
     def _post_notice(self) -> bool | None:
-        """True when one was posted; None when there is none, so that the schedule is asked."""
+        """True if a frame was posted; None if there is none, so that the schedule is consulted."""
         if not self._state.notices:
             return None
         kind, outgoing = self._state.notices.popleft()
@@ -431,7 +431,7 @@ class BulkSender:
             self._state.notices.append((FrameKind.KEEPALIVE, None))
 
     def _withdraw(self, outgoing: _Outgoing, outcome: Outcome, why: str) -> _Outgoing | None:
-        """It left the schedule early; the receiver is told if it knows of it."""
+        """It left the schedule early; the receiver is told if it has been opened."""
         outgoing.verdict, outgoing.why = outcome, why
         if not outgoing.opened:
             return self._finish_if_quiet(outgoing)
@@ -446,7 +446,7 @@ class BulkSender:
         return outgoing
 
     def _end(self, outgoing: _Outgoing) -> _Outgoing | None:
-        """The link is closing: no further chunk of it."""
+        """The link is closing: send no further chunk of it."""
         self._schedule.remove(outgoing.number)
         outgoing.verdict = outgoing.verdict or Outcome.BROKEN
         outgoing.why = outgoing.why or "the link is closed"
@@ -470,7 +470,9 @@ class BulkSender:
 
 
 def _settle(outgoing: _Outgoing | None) -> None:
-    """Tell the caller, who may touch or unmap the source from here on. Without the lock: callbacks run in here."""
+    """Complete the caller's future, after which the source may be modified or unmapped. Without the lock, as callbacks
+    run here.
+    """
     if outgoing is None or outgoing.verdict is None or outgoing.done.done():
         return
     if outgoing.verdict is Outcome.BROKEN:

@@ -185,12 +185,12 @@ class ChannelConnection(Connection):
             thread.join(timeout_s)
         return not any(thread.is_alive() for thread in self._threads)
 
-    # ------------------------------------------------------------ the threads' side
+    # ------------------------------------------------------------ called by the threads
 
     def _run(self, body: Callable[[], None]) -> None:
         try:
             body()
-        except Exception as error:  # noqa: BLE001 whatever goes wrong, a receiver's bug included, ends this alone
+        except Exception as error:  # noqa: BLE001 any error, a receiver's included, ends only this connection
             self._break(f"{type(error).__name__}: {error}")
         finally:
             with self._changed:
@@ -200,7 +200,7 @@ class ChannelConnection(Connection):
                 self._finish()
 
     def _break(self, why: str) -> None:
-        """Both lanes end at once. While closing this is how the slower side sees the faster one go."""
+        """End both lanes at once. While closing, the slower side notices the faster one's end here."""
         with self._changed:
             if self._state not in (LinkState.UP, LinkState.CLOSING) or self._channels is None:
                 return
@@ -209,7 +209,7 @@ class ChannelConnection(Connection):
             links = self._take_links() if was_up else []
             self._changed.notify_all()
             channels = self._channels
-        channels.urgent.abort()  # before anyone is told: until then the channels may touch the callers' memory
+        channels.urgent.abort()  # before any callback: until then the channels may touch the callers' memory
         channels.bulk.abort()
         self._urgent.fail(why)
         self._bulk.fail(why)
@@ -231,7 +231,7 @@ class ChannelConnection(Connection):
         finally:
             if channels is not None:
                 self._dispose(partial(self._destroy, channels))
-            self._ended.set()  # whoever has waited for it may end what disposes
+            self._ended.set()  # waiters may end the thread that disposes
 
     def _destroy(self, channels: Channels) -> None:
         with self._changed:

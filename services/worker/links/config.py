@@ -1,4 +1,4 @@
-"""How links behave. One value for all links of a worker."""
+"""Settings of links. One value for all links of a worker."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -13,22 +13,22 @@ _BACKGROUND_SHARE_ON_DEVICE = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportConfig:
-    port: int = 0  # where peers find this worker, and all that comes from them; 0: any free one
+    port: int = 0  # of the rendezvous; 0: any free one
     # Bulk.
-    chunk_bytes: int = 512 * 1024  # until the speed of the link and of the stage are known, see `pace`
+    chunk_bytes: int = 512 * 1024  # initial; then by the measured speed of link and stage, see `pace`
     least_chunk_bytes: int = 256 * 1024
     most_chunk_bytes: int = 8 * 1024 * 1024
-    window_chunks: int = 4  # bulk chunks in flight on a link, while no activations flow
-    calm_s: float = 0.2  # without activations, until they are taken not to flow
-    bandwidth_bytes_per_s: float | None = None  # of a link's bulk, from a profile; measured while it is used
-    hold_s: float = 0.005  # longest time bulk stands back for urgent traffic before one chunk goes anyway
+    window_chunks: int = 4  # bulk chunks in flight without activations
+    calm_s: float = 0.2  # without activations, until the larger window is used
+    bandwidth_bytes_per_s: float | None = None  # bulk bandwidth of a link, from a profile; refined by measurement
+    hold_s: float = 0.005  # maximum time for which urgent traffic holds back one chunk
     patience_chunks: int = 64  # chunks of higher classes after which a waiting lower class gets one
-    background_share: float = 0.15  # of the time in which parameters are sent; a processor that does it is not serving
-    background_chunk_bytes: int = 2 * 1024 * 1024  # of parameters, at most; smaller ones wake threads up too often
-    rate_bytes_per_s: float | None = None  # emulates a slower link, both lanes together; None: as fast as it goes
-    sized_by_device: bool = True  # a GPU's bulk in chunks of a slot, whatever is said above
-    urgent_first: bool = True  # False: over an emulated link in order of arrival, to measure against
-    # Frames: a header, then meta and, if it fits, the payload, in one message whose receive is posted in advance.
+    background_share: float = 0.15  # fraction of time for sending parameters, which takes processor time from serving
+    background_chunk_bytes: int = 2 * 1024 * 1024  # maximum chunk of parameters; smaller ones wake threads too often
+    rate_bytes_per_s: float | None = None  # emulates a slower link, both lanes together; None: unlimited
+    sized_by_device: bool = True  # for a GPU, chunks of one slot, whatever is set above
+    urgent_first: bool = True  # False: order of arrival on an emulated link, as a baseline
+    # Frames: a header, meta and, if it fits, the payload, in one message whose receive is posted in advance.
     urgent_inline_bytes: int = 64 * 1024
     bulk_inline_bytes: int = 4 * 1024
     posted_frames: int = 4  # receives posted in advance on each lane
@@ -40,11 +40,11 @@ class TransportConfig:
     max_transfers: int = 1024  # unfinished, in each direction
     urgent_window: int = 8  # urgent messages in flight
     # Waits.
-    connect_timeout_s: float = 10.0  # for a peer to come
-    open_timeout_s: float = 5.0  # for both, once they have met, to open their channels
+    connect_timeout_s: float = 10.0  # for a peer to connect
+    open_timeout_s: float = 5.0  # for both to open their channels after the rendezvous
     send_timeout_s: float = 10.0  # for one message or chunk, from posting to completion
     keepalive_s: float = 1.0
-    silence_timeout_s: float = 10.0  # a peer that sends nothing for so long is gone
+    silence_timeout_s: float = 10.0  # a peer without traffic for that long counts as lost
     close_timeout_s: float = 2.0
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class TransportConfig:
             raise ConfigError("transport.urgent_inline_bytes", "and bulk_inline_bytes must not be negative")
 
     def naive(self) -> Self:
-        """To measure against: bulk in whole pieces, in the order in which things come, behind nothing."""
+        """A baseline: bulk in one piece, in order of arrival, without priorities."""
         whole = self.max_message_bytes
         return replace(
             self,
@@ -83,8 +83,8 @@ class TransportConfig:
         )
 
     def on_device(self) -> Self:
-        """The same for memory of a GPU: chunks of a slot, as each costs it a copy, an event and a message. Sending does
-        not take the processors that serve.
+        """The same for GPU memory: chunks of one slot, as each costs a copy, an event and a message. Sending takes no
+        time from the processors that serve.
         """
         if not self.sized_by_device:
             return self
@@ -98,5 +98,5 @@ class TransportConfig:
         )
 
     def frame_bytes(self, *, urgent: bool) -> int:
-        """Size of a posted receive; the largest frame that may be sent to us."""
+        """Size of a posted receive: the largest frame that the peer may send."""
         return HEADER_BYTES + (self.urgent_inline_bytes if urgent else self.bulk_inline_bytes)

@@ -1,8 +1,9 @@
-"""A connection: two lives of workers, and the epochs that both take part in. How bytes travel is a subclass's business.
+"""A connection between two incarnations of workers, with the epochs that both take part in. Subclasses transport the
+bytes.
 
-One is made when the first epoch needs it and goes on with the next: the same two share a group again and again. An
-epoch begins with a word of each side that it takes part (`join`), whichever comes first, and ends with one (`leave`).
-Messages carry their epoch, and what belongs to none of this side's is refused.
+A connection is made when the first epoch needs it and reused by later ones: the same two workers share groups
+repeatedly. An epoch begins with a `join` of each side, in either order, and ends with a `leave`. Messages carry their
+epoch; those of an epoch that this side has not joined are refused.
 """
 
 from __future__ import annotations
@@ -25,51 +26,51 @@ from services.worker.links.transfer import Opening, Outcome, Refusal, Transfer
 if TYPE_CHECKING:
     import torch
 
-_IDLE_S = 60.0  # without an epoch: who has shared a group lately is likely to do so again
-_MAX_EPOCHS = 64  # that the peer alone takes part in; the oldest are forgotten
-_LOOK_S = 0.1  # between two looks whether the peer has given this connection up
+_IDLE_S = 60.0  # without an epoch: workers that shared a group are likely to do so again
+_MAX_EPOCHS = 64  # joined by the peer only; the oldest are dropped
+_LOOK_S = 0.1  # between two checks whether the peer has ended this connection
 
 
 class Receiver(Protocol):
-    """Where a link brings what comes in.
+    """Receives a link's messages and transfers.
 
-    Called on the connection's own threads, for one connection at most once at a time per lane. It must return at once
-    and must not wait for anything of the link; sending is fine. An exception breaks the connection.
+    Called on the connection's threads, at most once at a time per lane. Must return at once and not wait for the link;
+    sending is allowed. An exception breaks the connection.
     """
 
     def device_of(self, topic: int) -> torch.device | str:
-        """Where messages of that topic shall lie when they are delivered: on the host what is read there."""
+        """Where messages of that topic are delivered: on the host if they are read there."""
         ...
 
     def on_message(self, link: Link, message: Message) -> None: ...
 
     def on_opening(self, link: Link, opening: Opening) -> Sequence[torch.Tensor] | Refusal:
-        """Where the bytes shall go: contiguous tensors that together have exactly `total_bytes`.
+        """Returns the destination: contiguous tensors of exactly `total_bytes` together.
 
-        They are written to until `on_transfer_end`; before that they must be neither freed nor unmapped.
+        They are written to until `on_transfer_end`, and must not be freed or unmapped before.
         """
         ...
 
     def on_transfer_end(self, link: Link, opening: Opening, outcome: Outcome) -> None:
-        """Once for every opening that was not refused."""
+        """Once for every opening that was accepted."""
         ...
 
     def on_link_end(self, link: Link, ending: LinkEnding) -> None:
-        """Once. A broken link is reported at once; transfers it cut off end right after. One that this side retires is
-        reported on the thread that retires it.
+        """Once. A broken link is reported at once, followed by the ends of its transfers. A link retired by this side
+        is reported on the retiring thread.
         """
         ...
 
 
 class Link:
-    """What two workers say to each other in one epoch. Safe for use from any thread."""
+    """One epoch of a connection. Safe for use from any thread."""
 
     def __init__(self, connection: Connection, epoch: int) -> None:
         self.connection = connection
         self.peer_id = connection.peer_id
         self.epoch = epoch
-        self.retired = False  # by this side: nothing more is sent, what still comes is refused and counted
-        self.met = False  # the peer has taken part too, be it for a moment
+        self.retired = False  # by this side: nothing is sent, arriving messages are refused and counted
+        self.met = False  # the peer has joined the epoch at some time
         self.ended: LinkState | None = None  # set by the connection, before the receiver is told
 
     @property
@@ -78,7 +79,7 @@ class Link:
 
     @property
     def is_up(self) -> bool:
-        """Both sides take part in the epoch, as far as this one knows."""
+        """True if both sides take part in the epoch, as far as this side knows."""
         return self.ended is None and self.connection.is_shared(self)
 
     @property
@@ -88,7 +89,7 @@ class Link:
 
     @property
     def packed_below_bytes(self) -> int:
-        """Bulk that is less, and for which somebody waits, goes along with a message: it is there sooner."""
+        """Smaller transfers that somebody waits for are sent within a message, which is faster."""
         return self.connection.packed_below_bytes
 
     def send(
@@ -101,9 +102,10 @@ class Link:
         stream: int = 0,
         timeout_s: float = 0.0,
     ) -> Future[None]:
-        """Send an urgent message. The tensor must stay as it is until the future is done.
+        """Send an urgent message. The tensor must not change until the future completes.
 
-        Done means that it has left our memory, not that the peer has acted on it. Messages of a class stay in order.
+        Completion means that it has left this process's memory, not that the peer has handled it. Messages of a class
+        are ordered.
 
         Raises:
             Overloaded: no room in the queue within `timeout_s`.
@@ -124,7 +126,7 @@ class Link:
         stream: int = 0,
         rank: int = 0,
     ) -> Transfer:
-        """Send bulk bytes from where they lie. Inside a class the smaller `rank` goes first; equals share the link.
+        """Send bulk bytes in place. Within a class smaller `rank` goes first; equal ranks share the link.
 
         Raises: as `send`.
         """
@@ -132,27 +134,27 @@ class Link:
         return self.connection.transfer(self.epoch, traffic, pieces, topic, meta, stream, rank)
 
     def as_tensor(self, data: bytes) -> torch.Tensor:
-        """What is too long to be meta, to be sent as a tensor of bytes."""
+        """Bytes too long for meta, as a tensor."""
         return self.connection.as_tensor(data)
 
     def pack(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A copy of what lies in `pieces`, to be sent as one message. See `packed_below_bytes`."""
+        """A contiguous copy of `pieces`, to be sent as one message. See `packed_below_bytes`."""
         return self.connection.pack(pieces)
 
     def unpack(self, packed: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
-        """Into `pieces`, which take as many bytes, what `pack` took from others."""
+        """Copy the output of `pack` into `pieces` of the same total size."""
         self.connection.unpack(packed, pieces)
 
     def urgent(self) -> AbstractContextManager[None]:
-        """While inside, an activation is due: bulk stands back, for `hold_s` between two chunks at most."""
+        """Context manager: an activation is due, bulk is held back, for at most `hold_s` between two chunks."""
         return self.connection.urgent()
 
     def retire(self) -> None:
-        """The epoch is over: nothing more is sent, and what still comes is refused. The peer is told."""
+        """End the epoch: nothing more is sent, arriving messages are refused. The peer is notified."""
         self.connection.leave(self)
 
     def give_up(self, why: str) -> None:
-        """What had to be sent cannot be. The connection breaks, here and at the peer; nothing if it has ended."""
+        """A required message cannot be sent: break the connection, here and at the peer; no effect if it has ended."""
         self.connection.give_up(why)
 
     def _refuse_ended(self) -> None:
@@ -172,8 +174,8 @@ class Connection(ABC):
         self._receiver = receiver
         self._changed = Condition()  # notified when the state changes, or an epoch's
         self._state = LinkState.UP
-        self._links: dict[int, Link] = {}  # by epoch that this side takes part in
-        self._peer_epochs: set[int] = set()  # that the peer takes part in
+        self._links: dict[int, Link] = {}  # by epoch, joined by this side
+        self._peer_epochs: set[int] = set()  # joined by the peer
         self._idle_since_s = time.monotonic()
 
     @property
@@ -200,9 +202,9 @@ class Connection(ABC):
     # ------------------------------------------------------------ epochs
 
     def join(self, epoch: int, deadline_s: float, is_given_up: Callable[[], bool]) -> Link | None:
-        """Take part in an epoch, and wait until the peer does too.
+        """Join an epoch, and wait until the peer has joined.
 
-        None: it has not come, or the connection has ended; or the peer makes a new one, so that this one is of no use.
+        None: it has not, or the connection has ended; or the peer makes a new one.
         """
         link = self.begin_join(epoch)
         if link is None:
@@ -210,7 +212,7 @@ class Connection(ABC):
         while not self._await_peer(link, deadline_s):
             if is_given_up():
                 self.give_up("the peer has made a new one")
-            if self._state in (LinkState.CLOSED, LinkState.BROKEN):  # while it closes the peer's word may still come
+            if self._state in (LinkState.CLOSED, LinkState.BROKEN):  # while closing, the peer's join may still arrive
                 return None
             if time.monotonic() >= deadline_s:
                 self.leave(link)
@@ -218,7 +220,7 @@ class Connection(ABC):
         return link
 
     def begin_join(self, epoch: int) -> Link | None:
-        """The half of `join` that does not wait."""
+        """The non-blocking half of `join`."""
         with self._changed:
             if not self.is_up:
                 return None
@@ -228,7 +230,7 @@ class Connection(ABC):
         return link
 
     def _await_peer(self, link: Link, deadline_s: float) -> bool:
-        """Waits a moment for the peer, or until the end. Returns whether it has come."""
+        """Wait briefly for the peer, or until the end. Returns True if it has joined."""
         with self._changed:
             self._changed.wait_for(
                 lambda: link.met or self._state in (LinkState.CLOSED, LinkState.BROKEN),
@@ -251,7 +253,7 @@ class Connection(ABC):
         self._end(link, LinkEnding(LinkState.CLOSED, "its epoch is over"), tell=was_shared)
 
     def link_of(self, epoch: int) -> Link | None:
-        """Where a message of that epoch belongs; None, and counted: nowhere."""
+        """The link of that epoch; None, and counted: there is none."""
         with self._changed:
             link = self._links.get(epoch)
         self.counts.stale_frames += link is None
@@ -276,7 +278,7 @@ class Connection(ABC):
             self._end(link, LinkEnding(LinkState.CLOSED, "the peer takes part in its epoch no more"))
 
     def close_if_idle(self) -> None:
-        """Called now and then. Whichever side comes first; one that wants to join meanwhile makes a new connection."""
+        """Called periodically, by both sides. A side that joins meanwhile makes a new connection."""
         with self._changed:
             is_idle = not self._links and time.monotonic() - self._idle_since_s > _IDLE_S
         if is_idle:
@@ -289,7 +291,9 @@ class Connection(ABC):
             self._receiver.on_link_end(link, ending)
 
     def _take_links(self) -> list[Link]:
-        """Takes the links of a connection that ends; gives those whose receivers must be told. Called with the lock."""
+        """Detach the links of a connection that ends; returns those whose receivers must be notified. Called with the
+        lock.
+        """
         shared = [link for _, link in sorted(self._links.items()) if link.met]
         for link in self._links.values():
             link.ended = self._state
@@ -299,7 +303,7 @@ class Connection(ABC):
     def refuse(self, why: str) -> NoReturn:
         raise Unavailable(self.peer_id, why)
 
-    # ------------------------------------------------------------ what a way to carry bytes adds
+    # ------------------------------------------------------------ for subclasses
 
     @property
     @abstractmethod
@@ -307,7 +311,7 @@ class Connection(ABC):
 
     @abstractmethod
     def tell(self, kind: FrameKind, epoch: int) -> None:
-        """Say that this side joins or leaves an epoch: before all, and behind all that is sent in it."""
+        """Send that this side joins or leaves an epoch: before, or after, all its messages."""
 
     @abstractmethod
     def send(
@@ -347,18 +351,17 @@ class Connection(ABC):
         yield
 
     def bulk_bytes(self) -> tuple[int, int]:
-        """Queued; in flight at most."""
+        """Queued; maximum in flight."""
         return 0, 0
 
     @abstractmethod
     def end_transfers(self, epoch: int, why: str) -> None:
-        """What is sent in that epoch and unfinished fails."""
+        """Fail the unfinished outgoing transfers of that epoch."""
 
     @abstractmethod
     def check(self) -> None:
-        """
-        Raises:
-            InvariantViolation: what is queued does not add up.
+        """Raises:
+        InvariantViolation: the sums of queued bytes are wrong.
         """
 
     @abstractmethod
@@ -366,12 +369,12 @@ class Connection(ABC):
 
     @abstractmethod
     def begin_close(self) -> None:
-        """Accept nothing more, let urgent messages out, end transfers. What the peer still sends is received."""
+        """Refuse new messages, send queued urgent ones, end transfers. Reception goes on."""
 
     @abstractmethod
     def close(self, timeout_s: float | None = None) -> None:
-        """`begin_close`, then wait for the peer to do the same. Not from one of its own threads."""
+        """`begin_close`, then wait for the peer to close, too. Not from one of its own threads."""
 
     @abstractmethod
     def wait_ended(self, timeout_s: float) -> bool:
-        """True: nothing of it is left."""
+        """Returns True when it has ended completely."""

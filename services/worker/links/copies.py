@@ -1,8 +1,7 @@
-"""Copies between a device and the host, beside what the device computes.
+"""Copies between a device and the host, concurrent with computation.
 
-On the host there is nothing to do: memory is as the last instruction left it, and a copy is over when it returns. A GPU
-has streams: what was handed over is there once the stream that computes it has come so far, and a copy is over once its
-own has.
+On the host they are trivial: memory is as the last instruction left it, and a copy has ended when it returns. On a GPU
+data is valid once the computing stream has reached it, and a copy has ended once its own stream has.
 """
 
 from __future__ import annotations
@@ -19,8 +18,9 @@ HOST = torch.device("cpu")
 
 
 def carried_on(payload: torch.device, channel: torch.device) -> torch.device:
-    """Where a payload must lie for a channel to move it: where it is, if the channel reaches that memory, or the
-    host."""
+    """Where a payload must be for a channel to send it: in place, if the channel reaches that memory, otherwise the
+    host.
+    """
     return payload if payload == channel else HOST
 
 
@@ -28,21 +28,21 @@ class Copies(Protocol):
     """Safe for use from any thread."""
 
     def empty(self, size_bytes: int, device: torch.device) -> torch.Tensor:
-        """Flat bytes to receive into or send from. On the host they are such that the device copies them fast."""
+        """Flat bytes to receive into or send from. On the host they are pinned if the device needs that."""
         ...
 
     def warm(self) -> None:
-        """Pins the slots of a link that sends and receives, and compiles what copies: later it would stop the GPU."""
+        """Allocate the pinned slots of a link and compile the copy kernels: doing so later would stall the GPU."""
         ...
 
     def mark(self) -> Mark | None:
-        """What the calling thread has given its device to do by now. None: there is nothing to wait for."""
+        """What the calling thread has launched so far. None: there is nothing to wait for."""
         ...
 
     def copying(self) -> AbstractContextManager[None]:
-        """Copies made inside wait for nothing that is computed, and are over at the end of the block.
+        """Context manager: copies inside wait for no computation, and have ended at the end of the block.
 
-        It blocks, and leaves the interpreter to others meanwhile.
+        It blocks, without the GIL.
         """
         ...
 
@@ -51,34 +51,34 @@ class Copies(Protocol):
         ...
 
     def scatter(self, pieces: Pieces, offset: int, slot: torch.Tensor) -> None:
-        """Copy all of `slot` to where the bytes of `pieces` from `offset` on lie, as inside of `copying`."""
+        """Copy all of `slot` into `pieces` from `offset` on, as inside of `copying`."""
         ...
 
     def fetch(self, payload: torch.Tensor, device: torch.device, then: Callable[[torch.Tensor | None], None]) -> None:
-        """Bring there what the calling thread's device computes, and say so from another thread. None: it failed."""
+        """Copy there what the calling thread's device computes, and call back from another thread. None: it failed."""
         ...
 
     def close(self) -> None:
-        """Nothing is fetched any more. What has been is told first."""
+        """Stop fetching, after the callbacks of completed fetches."""
         ...
 
 
 class Mark(Protocol):
-    """A place in what a device has been given to do."""
+    """A position in a device's work."""
 
     def wait(self) -> None:
-        """Until it has come so far. Leaves the interpreter to others."""
+        """Block until the device has reached it, without the GIL."""
         ...
 
 
 class HostCopies:
-    """Of a worker whose memory is the host's."""
+    """For a worker in host memory."""
 
     def empty(self, size_bytes: int, device: torch.device) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=device)
 
     def warm(self) -> None:
-        """Nothing is pinned or compiled."""
+        """Nothing to pin or compile."""
 
     def mark(self) -> None:
         return None
@@ -96,4 +96,4 @@ class HostCopies:
         then(payload.to(device))
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Nothing to close."""

@@ -1,10 +1,10 @@
 """Copies on a GPU's side streams: see `copies`.
 
-What lies in many pieces is gathered by one kernel, and crosses the bus in one copy; and the other way round.
+Many pieces are gathered by one kernel and cross the bus in one copy, and vice versa.
 
-The engine's stream is whatever is current where something is handed over (see `memory.streams`). Each thread that
-copies has a stream of its own here, so that a copy waits for the kernels it needs and for no others. One thread waits
-for all fetches of a worker; it sleeps in the driver, without the interpreter, until the event has come.
+The engine's stream is the current one of the calling thread (see `memory.streams`). Each copying thread has a stream of
+its own, so a copy waits only for the kernels it needs. One thread waits for all fetches of a worker; it sleeps in the
+driver, without the GIL, until the event.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CudaMark:
 
 
 class CudaCopies:
-    """Of a worker on one GPU."""
+    """For a worker on one GPU."""
 
     def __init__(self, device: torch.device) -> None:
         """
@@ -53,19 +53,19 @@ class CudaCopies:
         self._teller: threading.Thread | None = None
 
     def empty(self, size_bytes: int, device: torch.device) -> torch.Tensor:
-        """What is large is of whole slots, so that torch has one at hand: pinning a new one stops the device."""
+        """Large buffers consist of whole slots that torch caches: pinning a new one stalls the device."""
         whole_bytes = size_bytes if size_bytes < _LARGE_BYTES else -(-size_bytes // SLOT_BYTES) * SLOT_BYTES
         whole = torch.empty(whole_bytes, dtype=torch.uint8, device=device, pin_memory=device == HOST)
         return whole[:size_bytes]
 
     def warm(self) -> None:
-        with ThreadPoolExecutor(1) as thread:  # whose stream and memory end with it
+        with ThreadPoolExecutor(1) as thread:  # its stream and memory end with it
             thread.submit(self._warm).result()
 
     def _warm(self) -> None:
         slots = [self.empty(SLOT_BYTES, HOST) for _ in range(_WARM_SLOTS)]
         memory = torch.zeros(2 * _WIDE_BYTES, dtype=torch.uint8, device=self._device)
-        for first in (0, 1):  # aligned, and not
+        for first in (0, 1):  # aligned, and unaligned
             pieces = Pieces([memory[first : first + _WIDE_BYTES]], "memory")
             self.gather(pieces, 0, slots[0][:_WIDE_BYTES])
             self.scatter(pieces, 0, slots[0][:_WIDE_BYTES])
@@ -97,8 +97,8 @@ class CudaCopies:
                 self._kernel.scatter(pieces.lies(offset + at, part.numel()), part if staged is None else staged)
 
     def _parts(self, slot: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
-        """A slot on the device as a whole. One on the host by parts, each with memory on the device for as much. All
-        parts may have the same: one stream copies one after the other.
+        """A device slot as a whole; a host slot in parts, each with a staging buffer on the device. All parts may share
+        it, as one stream copies them in order.
         """
         if slot.device != HOST:
             yield 0, slot, None
@@ -141,12 +141,12 @@ class CudaCopies:
             mark, there, then = fetched
             try:
                 mark.wait()
-            except RuntimeError as error:  # the device's, which every later call has too
+            except RuntimeError as error:  # the device's error, which every later call raises, too
                 get_logger().error("what was to be sent could not be computed or copied", why=str(error))
                 then(None)
             else:
                 then(there)
-            del fetched, mark, there, then  # not kept while it waits for the next
+            del fetched, mark, there, then  # not kept while waiting for the next
 
 
 def copies_for(device: torch.device) -> Copies:

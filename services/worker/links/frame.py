@@ -1,7 +1,7 @@
-"""What stands in front of every message on a link: 64 bytes, little-endian, always the same layout.
+"""Header of every message on a link: 64 bytes, little-endian, fixed layout.
 
-A receiver whose buffer is smaller than the message dies in C++, so nothing is received whose size has not been
-announced: frames are bounded by what both sides agreed on when the link came up, payloads by the frame before them.
+A receive into a buffer smaller than the message aborts the process in C++, so the size of everything received is known
+before: frames are bounded by the handshake, payloads by the frame before them.
 """
 
 import struct
@@ -47,20 +47,20 @@ SUPPORTED_DTYPES = frozenset(_DTYPES)
 class Header:
     kind: FrameKind
     traffic: TrafficClass
-    epoch: int = 0  # 0: of the link itself
-    sequence: int = 0  # rises by one per frame of a lane and direction, modulo 2**32
-    stream: int = 0  # the caller's
-    topic: int = 0  # the caller's
-    transfer: int = 0  # the sender's number of a transfer
+    epoch: int = 0  # 0: about the link itself
+    sequence: int = 0  # incremented per frame of a lane and direction, modulo 2**32
+    stream: int = 0  # chosen by the caller
+    topic: int = 0  # chosen by the caller
+    transfer: int = 0  # number given by the sender
     meta_bytes: int = 0
     payload_bytes: int = 0
     total_bytes: int = 0  # OPENING
     offset_bytes: int = 0  # CHUNK
     dtype: torch.dtype = torch.uint8  # MESSAGE
     shape: tuple[int, ...] = ()  # MESSAGE
-    inline: bool = False  # the payload stands in the frame behind the meta
-    more: bool = False  # another frame follows, whatever the receiver does
-    on_device: bool = False  # the payload comes from a device's memory into that of the peer's, not from host to host
+    inline: bool = False  # the payload follows the meta within the frame
+    more: bool = False  # another frame follows in any case
+    on_device: bool = False  # the payload goes from device memory to the peer's device memory, not from host to host
 
     def pack(self) -> bytes:
         if self.kind is FrameKind.MESSAGE:
@@ -88,7 +88,7 @@ class Header:
 
 
 def unpack(data: bytes, peer: str) -> Header:
-    """Raises PeerViolation when the bytes are not a header of this version."""
+    """Raises PeerViolation if the bytes are not a header of this version."""
     magic, version, kind, traffic, flags, dtype, ndim, epoch, stream, first, second, *rest = _LAYOUT.unpack(data)
     transfer, sequence, topic, meta_bytes, payload_bytes = rest
     if magic != MAGIC or version != VERSION:
@@ -123,7 +123,7 @@ def unpack(data: bytes, peer: str) -> Header:
 
 
 def _check_shape(header: Header, peer: str) -> None:
-    """A message is a tensor of its announced shape, or nothing."""
+    """The payload of a message is a tensor of the announced shape, or empty."""
     if header.kind is not FrameKind.MESSAGE:
         return
     elements = 1

@@ -1,4 +1,4 @@
-"""What a frame on a link is."""
+"""Types of frames on a link."""
 
 from enum import IntEnum
 
@@ -9,8 +9,8 @@ class FrameKind(IntEnum):
     CHUNK = 3  # bulk: bytes [offset, offset + payload) of a transfer
     CANCEL = 4  # bulk: no more chunks of this transfer
     DELIVERED = 5  # urgent, backwards: every byte of the transfer is in place
-    REFUSED = 6  # urgent, backwards: the transfer is not wanted; meta says why
+    REFUSED = 6  # urgent, backwards: the transfer is refused; meta has the reason
     KEEPALIVE = 7
     CLOSE = 8  # the last frame on its lane
-    JOIN = 9  # urgent: the sender takes part in this epoch over this link from now on
-    LEAVE = 10  # urgent: it does not any more
+    JOIN = 9  # urgent: the sender takes part in this epoch from now on
+    LEAVE = 10  # urgent: the sender takes part no longer

@@ -1,4 +1,4 @@
-"""What the two lanes of a link share: whether urgent traffic is due, and the wire that is emulated."""
+"""State shared by the two lanes of a link: whether urgent traffic is due, and the emulated wire."""
 
 import time
 from threading import Condition, Event
@@ -7,12 +7,12 @@ from services.worker.links.pacing import Wire
 
 
 class UrgentGate:
-    """Counts reasons for bulk to stand back: urgent messages not yet sent, and callers who know that one is due."""
+    """Counts the reasons to hold back bulk: urgent messages not yet sent, and callers that announce one."""
 
     def __init__(self) -> None:
         self._changed = Condition()
         self._reasons = 0
-        self.activation_at_s = float("-inf")  # when the last one was handed over
+        self.activation_at_s = float("-inf")  # when the last one was queued
 
     @property
     def is_due(self) -> bool:
@@ -29,13 +29,13 @@ class UrgentGate:
                 self._changed.notify_all()
 
     def wait_clear(self, until_s: float) -> None:
-        """Return when nothing urgent is due, at `until_s` at the latest."""
+        """Return when no urgent message is due, at `until_s` at the latest."""
         with self._changed:
             self._changed.wait_for(lambda: not self._reasons, timeout=max(until_s - time.monotonic(), 0))
 
 
 class SharedWire:
-    """One wire for both lanes. The urgent lane asks and comes back, the bulk lane waits in `cross`."""
+    """One wire for both lanes. The urgent lane polls, the bulk lane blocks in `cross`."""
 
     def __init__(self, rate_bytes_per_s: float, *, urgent_first: bool = True) -> None:
         self._wire = Wire(rate_bytes_per_s, urgent_first=urgent_first)
@@ -51,7 +51,7 @@ class SharedWire:
             self._wire.urgent_comes()
 
     def urgent_goes(self) -> None:
-        """It will not be sent."""
+        """An announced urgent message is cancelled."""
         with self._changed:
             self._wire.urgent_goes()
             self._changed.notify_all()
@@ -64,7 +64,9 @@ class SharedWire:
             return crossed_at_s
 
     def cross(self, size_bytes: int, since_s: float, timeout_s: float) -> bool:
-        """Wait for bulk's turn, then until it has crossed. False: the link has ended, or urgent ones never let up."""
+        """Wait for bulk's turn, then until it has crossed. False: the link has ended, or urgent
+        traffic never paused.
+        """
         give_up_at_s = time.monotonic() + timeout_s
         with self._changed:
             while (now_s := time.monotonic()) < give_up_at_s and not self._ended.is_set():
@@ -78,7 +80,7 @@ class SharedWire:
         return not self._ended.wait(max(crossed_at_s - time.monotonic(), 0))
 
     def end(self) -> None:
-        """Nobody waits here any more."""
+        """Wake all waiting threads."""
         with self._changed:
             self._ended.set()
             self._changed.notify_all()

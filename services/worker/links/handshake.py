@@ -1,14 +1,14 @@
-"""What two workers say to each other before anything else on a connection, and how each proves that it may.
+"""The first messages between two workers on a new connection, and mutual authentication.
 
-    caller  hello      who calls whom, in which life, for which lane; what it can take; a nonce
+    caller  hello      from, to, incarnation, lane; its limits; a nonce
     host    challenge  a nonce
     caller  proof
-    host    hello      the same of the host, with its proof          (when it wants that link, which may be later)
-    caller  "!"        it is still there
+    host    hello      the host's, with its proof                    (when it wants that link, which may be later)
+    caller  "!"        it still waits
 
-Where the cluster has a secret, a proof is an HMAC over all that has been said so far and who says it, so it is worth
-nothing on another connection, for another worker, life or lane, or in the other direction. Where it has none, proofs
-are empty and nobody looks at them.
+With a cluster secret, a proof is an HMAC over all lines so far and the sender's role, so it is invalid on another
+connection, for another worker, incarnation or lane, or in the other direction. Without one, proofs are empty and
+ignored.
 """
 
 import hmac
@@ -31,8 +31,8 @@ class Terms:
     """What each side must know of the other before the first frame."""
 
     version: int
-    transport: str  # how what follows is carried
-    urgent_frame_bytes: int  # the largest frame that side has receives posted for
+    transport: str  # how the following frames are transported
+    urgent_frame_bytes: int  # the largest frame for which that side posts receives
     bulk_frame_bytes: int
     max_message_bytes: int
     max_transfer_bytes: int
@@ -41,8 +41,8 @@ class Terms:
 @dataclass(frozen=True, slots=True)
 class Hello:
     worker_id: str
-    incarnation: int  # of its life; 0: not known yet
-    to: str  # whom it is said to
+    incarnation: int  # 0: not known yet
+    to: str  # the addressee
     lane: str  # what the connection is for
     terms: Terms
 
@@ -67,7 +67,7 @@ def refusal_line(why: str) -> bytes:
 
 
 def proof_of(secret: bytes | None, role: str, *said: bytes) -> str:
-    """`role`: "caller" or "host"; `said`: all lines up to here, as they were sent."""
+    """`role`: "caller" or "host"; `said`: all lines so far, as sent."""
     if secret is None:
         return ""
     lengths = b"".join(len(line).to_bytes(4, "little") for line in said)
@@ -75,14 +75,13 @@ def proof_of(secret: bytes | None, role: str, *said: bytes) -> str:
 
 
 def is_proof(given: str, secret: bytes | None, role: str, *said: bytes) -> bool:
-    """Everything is where no secret is asked for."""
+    """True without a secret."""
     return secret is None or hmac.compare_digest(given.encode(), proof_of(secret, role, *said).encode())
 
 
 def parse_line(line: bytes) -> Mapping[str, object]:
-    """
-    Raises:
-        ValueError: this is no line of ours.
+    """Raises:
+    ValueError: not a line of this protocol.
     """
     try:
         said = json.loads(line)
@@ -94,9 +93,8 @@ def parse_line(line: bytes) -> Mapping[str, object]:
 
 
 def parse_hello(line: bytes) -> Hello:
-    """
-    Raises:
-        ValueError: this is no hello.
+    """Raises:
+    ValueError: not a hello.
     """
     said = parse_line(line)
     terms = said.get("terms")
@@ -114,9 +112,8 @@ def parse_hello(line: bytes) -> Hello:
 
 
 def parse_proof(line: bytes) -> str:
-    """
-    Raises:
-        ValueError: this is no proof.
+    """Raises:
+    ValueError: not a proof.
     """
     proof = parse_line(line).get("proof")
     if not isinstance(proof, str):
@@ -151,16 +148,16 @@ def _str(said: Mapping[str, object], name: str) -> str:
     return value
 
 
-# ------------------------------------------------------------ over a socket that blocks
+# ------------------------------------------------------------ on a blocking socket
 
 
 def read_line(connection: socket.socket, deadline_s: float) -> bytes:
-    """Reads a line and nothing beyond. Not byte by byte: after each the GIL would have to be had from the engine."""
+    """Read exactly one line. Not byte by byte: each call needs the GIL, which the engine holds."""
     line = b""
     while not line.endswith(b"\n"):
         connection.settimeout(left_s(deadline_s))
         there = connection.recv(MAX_LINE_BYTES - len(line), socket.MSG_PEEK)
-        if not there:  # or it says too much
+        if not there:  # or it sends too much
             raise ConnectionResetError("it hung up")
         line += connection.recv(there.find(b"\n") + 1 or len(there))
     return line
@@ -178,5 +175,5 @@ def read_exactly(connection: socket.socket, size: int, deadline_s: float) -> byt
 
 
 def left_s(deadline_s: float) -> float:
-    """Seconds left, never zero: to a socket that would mean not to wait at all."""
+    """Seconds left, never zero, which would make a socket non-blocking."""
     return max(deadline_s - time.monotonic(), 0.001)

@@ -1,4 +1,4 @@
-"""One direction of one channel: frames out, frames in."""
+"""One direction of one channel: writes or reads frames."""
 
 from collections import deque
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from services.worker.links.pieces import Pieces
 from services.worker.links.ports import Channel, Pending
 
 _SEQUENCE_MODULUS = 1 << 32
-_LEAST_DIRECT_BYTES = 256 << 10  # copying less costs a processor less than a message does
-_LEAST_DIRECT_DEVICE_BYTES = 1 << 20  # a kernel gathers faster than messages go
+_LEAST_DIRECT_BYTES = 256 << 10  # copying less costs a processor less than a message
+_LEAST_DIRECT_DEVICE_BYTES = 1 << 20  # a kernel gathers faster than messages are sent
 
 
 class FrameWriter:
@@ -33,7 +33,7 @@ class FrameWriter:
     def post(self, header: Header, meta: bytes = b"", payload: torch.Tensor | None = None) -> list[Pending]:
         """Post a frame and its payload (flat bytes), which is copied into the frame if the peer's receive has room.
 
-        The payload lies where `fetch` or `gathered` have brought it.
+        The payload is where `fetch` or `gathered` have put it.
         """
         payload_bytes = 0 if payload is None else payload.numel()
         inline = 0 < payload_bytes <= self._max_frame_bytes - HEADER_BYTES - len(meta)
@@ -58,21 +58,21 @@ class FrameWriter:
         return [self._channel.send_frame(frame), self._channel.send_payload(payload)]
 
     def is_ready(self, payload: torch.Tensor) -> bool:
-        """It can be posted as it is, whichever thread looks."""
+        """True if it can be posted in place, from any thread."""
         return payload.device == HOST
 
     def fetch(self, payload: torch.Tensor, then: Callable[[torch.Tensor | None], None]) -> None:
-        """Bring it to where it can be posted, once it is computed. `then` is told from another thread, or at once;
+        """Copy it to where it can be posted, once it is computed. `then` is called from another thread, or at once;
         None: it failed.
         """
         self._copies.fetch(payload, self._carried(payload.device, payload.numel()), then)
 
     def mark(self, pieces: Pieces) -> Mark | None:
-        """What must be done before the pieces are what the calling thread takes them for."""
+        """What must have completed before the pieces have the contents seen by the calling thread."""
         return None if pieces.device == HOST else self._copies.mark()
 
     def gathered(self, pieces: Pieces, offset: int, size: int) -> tuple[torch.Tensor, bool]:
-        """That range of the pieces to be posted, and whether it is a copy. Blocks while it is copied."""
+        """That range of the pieces, ready to be posted, and whether it is a copy. Blocks while it is copied."""
         carried = self._carried(pieces.device, size)
         view = pieces.view(offset, size)
         if view is not None and view.device == carried:
@@ -82,15 +82,15 @@ class FrameWriter:
         return payload, True
 
     def chunk_bytes(self, pieces: Pieces, offset: int, limit: int) -> int:
-        """How much of the next `limit` bytes to send at once. What lies in one piece is not copied, if it goes from
-        where it is: a large one is worth a message of its own.
+        """How many of the next `limit` bytes to send at once. A large contiguous piece is sent without a copy, as a
+        message of its own.
         """
         carried = self._carried(pieces.device, limit)
         least_bytes = _LEAST_DIRECT_BYTES if carried == HOST else _LEAST_DIRECT_DEVICE_BYTES
         return pieces.chunk_bytes(offset, limit, least_bytes if carried == pieces.device else limit + 1)
 
     def _carried(self, lies_on: torch.device, size: int) -> torch.device:
-        """What may go within its frame goes from the host."""
+        """Payloads that may be inlined in their frame are sent from the host."""
         is_small = size <= self._max_frame_bytes - HEADER_BYTES
         return HOST if is_small else carried_on(lies_on, self._channel.device)
 
@@ -99,7 +99,7 @@ class FrameWriter:
 class Frame:
     header: Header
     meta: bytes
-    inline: torch.Tensor | None  # flat bytes; lies in the posted buffer and is gone with the next `FrameReader.next`
+    inline: torch.Tensor | None  # flat bytes inside of the receive buffer, valid until the next `FrameReader.next`
 
 
 class FrameReader:
@@ -116,7 +116,7 @@ class FrameReader:
             self._post(bytearray(frame_bytes))
 
     def next(self, timeout_s: float) -> Frame:
-        """Raises ChannelBroken when none comes in time, PeerViolation when it is not what it should be."""
+        """Raises ChannelBroken on a timeout, PeerViolation for an invalid frame."""
         if self._in_use is not None:
             self._post(self._in_use)
             self._in_use = None

@@ -1,4 +1,6 @@
-"""The links of a worker, as its member sees them. No threads, no sockets: there are several implementations."""
+"""The interface of a worker's links for its member. Free of threads and sockets, as there are
+several implementations.
+"""
 
 from collections.abc import Collection
 from concurrent.futures import Future
@@ -9,11 +11,11 @@ from services.worker.links.pace import StagePace
 
 
 class Plane(Protocol):
-    """All links of a worker, as its member sees them."""
+    """All links of a worker, for its member."""
 
     @property
     def pace(self) -> StagePace:
-        """Where the engine tells what the stage does."""
+        """Updated by the engine."""
         ...
 
     def link(self, peer_id: str, epoch: int) -> Link | None:
@@ -23,11 +25,11 @@ class Plane(Protocol):
     def warm(
         self, peer_id: str, address: str, epoch: int, timeout_s: float | None = None, incarnation: int = 0
     ) -> Future[Link]:
-        """Make one, in the background. The peer has to do the same."""
+        """Connect in the background. The peer has to do the same."""
         ...
 
     def retire(self, before_epoch: int, peers: Collection[str] | None = None) -> None:
-        """Links of older epochs (to these peers, or all) refuse what they still bring; the peers are told."""
+        """Links of older epochs (to these peers, or all) refuse what still arrives; the peers are notified."""
         ...
 
     def close(self, timeout_s: float | None = None) -> None:

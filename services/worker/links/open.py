@@ -1,4 +1,4 @@
-"""Opens the data plane of a worker that has tensors."""
+"""Opens the data plane of a worker with real tensors."""
 
 import socket
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from services.worker.links.reaper import Reaper
 from services.worker.links.rendezvous import resolve_host
 from services.worker.memory.backend import SLOT_BYTES
 
-_MOST_LINKS = 8  # to other members of a group, and to those that sequences move from and to
+_MOST_LINKS = 8  # to other members of a group, and to sources and targets of migrations
 
 
 def open_plane(
@@ -32,10 +32,10 @@ def open_plane(
     secret: bytes | None = None,
     device: torch.device = HOST,
 ) -> DataPlane:
-    """See `DataPlane`. `transport`: one, or the name of one. `device`: where the tensors are that links move.
+    """See `DataPlane`. `transport`: an object or a name. `device`: of the tensors that links move.
 
     Raises:
-        ConfigError: there is no such transport or host.
+        ConfigError: unknown transport or host.
     """
     host, pace, copies = resolve_host(advertise_host), StagePace(), copies_for(device)
     if device != HOST:
@@ -49,15 +49,15 @@ def open_plane(
 
 
 def carrier_of(name: str, device_type: str) -> str:
-    """The one place that decides what carries links: by where the memory is, if nobody has said it."""
+    """The only place that chooses the transport: by the memory's device, unless configured."""
     if name != "auto":
         return name
     return "nccl" if device_type == "cuda" and torch.distributed.is_nccl_available() else "tcp"
 
 
 def device_bytes(name: str, device: str) -> int:
-    """What links take of the device's memory at most, about: to be left out of what parameters and KV may have.
-    `device` as it is said to a worker: cpu, cuda, cuda:1, cuda:auto.
+    """Estimated maximum of device memory used by links, to be reserved beside parameters and KV. `device`: as in the
+    setting: cpu, cuda, cuda:1, cuda:auto.
     """
     device_type = device.partition(":")[0]
     carrier = carrier_of(name, device_type)

@@ -1,9 +1,9 @@
-"""How fast a stage and its links are, and how large chunks should be for that. No threads, no clock."""
+"""Measured speed of a stage and its links, and the resulting chunk sizes. No threads, no clock."""
 
 from collections import deque
 from dataclasses import dataclass
 
-_STAGE_SHARE = 1 / 8  # of a new measurement in the mean: some ten steps are remembered
+_STAGE_SHARE = 1 / 8  # weight of a new measurement in the mean: some ten steps are remembered
 _LATE_SHARE = 0.25  # of a stage's time
 _BESIDE_ACTIVATIONS = 2  # chunks in flight
 _MEASURED_CHUNKS = 16
@@ -12,17 +12,17 @@ _MEASUREMENTS = 8
 
 @dataclass(slots=True)
 class StagePace:
-    """What links need to know of the stage that sends activations over them. One per worker.
+    """What links need to know about the stage that sends activations over them. One per worker.
 
-    Written by the engine thread, read by the links' threads, which may see a moment in between.
+    Written by the engine thread, read by link threads, which may see an intermediate state.
     """
 
-    stage_s: float | None = None  # what it takes lately; None: this worker is not a stage, or has not executed yet
-    due_at_s: float | None = None  # when the activation of the batch that is executed is expected; None: of no batch
-    memory_is_awaited: bool = False  # requests have not been let in: parameters that come end that
+    stage_s: float | None = None  # recent duration; None: no stage, or nothing executed yet
+    due_at_s: float | None = None  # when the activation of the running batch is expected; None: none is
+    memory_is_awaited: bool = False  # requests wait for memory: loading parameters ends that
 
     def is_late(self, at_s: float) -> bool:
-        """The activation that was expected is so late that nobody knows when it will come."""
+        """True if the expected activation is so late that its time is unknown."""
         return self.due_at_s is None or self.stage_s is None or at_s > self.due_at_s + _LATE_SHARE * self.stage_s
 
     def begins(self, at_s: float) -> None:
@@ -35,37 +35,36 @@ class StagePace:
 
 
 class ChunkSize:
-    """Chunks of one link: two of them take about as long as the stage executes (EuroSys '26, section 4.2).
+    """Chunk size of one link: two chunks take about as long as the stage executes (EuroSys '26, section 4.2).
 
-    Two are in flight while activations flow, as one alone would leave the link idle between its end and the next. So an
-    activation finds at most a stage's time of bulk before it. While none flow, more are in flight. There is a least
-    size: below it chunks cost wake-ups and not bandwidth, and a link that seems slow because of them would get smaller
-    ones still.
+    Two are in flight while activations flow, as one would leave the link idle in between. So an activation waits for at
+    most a stage's time of bulk. Otherwise more are in flight. The minimum size avoids a feedback: small chunks cost
+    wake-ups, the link then seems slow and would get smaller chunks still.
     """
 
     def __init__(
         self, start_bytes: int, window_chunks: int, least_bytes: int, most_bytes: int, rate_bytes_per_s: float | None
     ) -> None:
-        """`start_bytes` until speed and stage are known; `rate_bytes_per_s` is what a profile knows of the link."""
+        """`start_bytes` until speed and stage are known; `rate_bytes_per_s`: the link's profile."""
         self._start_bytes = start_bytes
         self._window_chunks = window_chunks
         self._beside_activations = min(_BESIDE_ACTIVATIONS, window_chunks)
         self._least_bytes = least_bytes
         self._most_bytes = most_bytes
         self._rates: deque[float] = deque([] if rate_bytes_per_s is None else [rate_bytes_per_s], _MEASUREMENTS)
-        self._chunks, self._bytes, self._seconds = 0, 0, 0.0  # of the measurement under way
+        self._chunks, self._bytes, self._seconds = 0, 0, 0.0  # of the current measurement
 
     @property
     def rate_bytes_per_s(self) -> float | None:
-        """Rate of bulk that waits for nothing: the best of some measurements, as what else runs only adds time."""
+        """Rate of bulk that is not held back: the best of some measurements, as other load only adds time."""
         return max(self._rates, default=None)
 
     def moved(self, size_bytes: int, took_s: float) -> None:
-        """A chunk has left, so long after the one before it or after it was posted, without standing back between."""
+        """A chunk has left, `seconds` after the previous one or after it was posted, without a hold between."""
         self._chunks += 1
         self._bytes += size_bytes
         self._seconds += took_s
-        if self._chunks >= _MEASURED_CHUNKS and self._seconds > 0:  # they end in bursts: one alone says little
+        if self._chunks >= _MEASURED_CHUNKS and self._seconds > 0:  # completions come in bursts
             self._rates.append(self._bytes / self._seconds)
             self._chunks, self._bytes, self._seconds = 0, 0, 0.0
 

@@ -1,8 +1,8 @@
-"""Which chunk of which transfer goes next, or how long bulk stands back. No threads, no clock, no tensors.
+"""Decides which chunk of which transfer goes next, or how long bulk is held back. No threads, clock or tensors.
 
-Order: class first; inside a class the smaller rank first; among equals the transfer that has been served fewest bytes.
-Two bounds keep this from starving anyone: a class that waits gets one chunk after `patience_chunks` chunks of higher
-classes, and bulk as a whole gets one after standing back for urgent traffic for `hold_s`.
+Order: class; inside a class smaller rank; among equals the transfer with the fewest bytes sent. Two bounds exclude
+starvation: a waiting class gets one chunk after `patience_chunks` chunks of higher classes, and bulk as a whole gets
+one after being held back for `hold_s`.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ CATCH_UP_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Send the bytes from `offset_bytes` on, at most `limit_bytes` of them, and report with `sent`."""
+    """Send at most `limit_bytes` from `offset_bytes` on, and report with `sent`."""
 
     transfer: int
     offset_bytes: int
@@ -24,13 +24,13 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Ask again at `until_s`, or earlier when the urgent traffic is through."""
+    """Ask again at `until_s`, or when urgent traffic has been sent."""
 
     until_s: float
 
 
 class Wire:
-    """A link of `rate_bytes_per_s`, emulated: one message crosses at a time, and urgent ones go before bulk.
+    """An emulated link of `rate_bytes_per_s`: one message crosses at a time, urgent ones before bulk.
 
     No threads and no clock: `gate.SharedWire` is for the two lanes of a link.
     """
@@ -38,11 +38,11 @@ class Wire:
     def __init__(self, rate_bytes_per_s: float, *, urgent_first: bool = True) -> None:
         self.rate_bytes_per_s = rate_bytes_per_s
         self.free_at_s = 0.0
-        self._urgent_first = urgent_first  # False: whoever asks first when it is free
+        self._urgent_first = urgent_first  # False: in order of requests
         self._urgent_waiting = 0
 
     def urgent_comes(self) -> None:
-        """An urgent message waits from now on, until it has taken the wire or `urgent_goes`."""
+        """An urgent message waits, until it has taken the wire or `urgent_goes`."""
         self._urgent_waiting += 1
 
     def urgent_goes(self) -> None:
@@ -51,10 +51,10 @@ class Wire:
             raise InvariantViolation("more urgent messages left a wire than came")
 
     def take(self, size_bytes: int, *, urgent: bool, since_s: float, at_s: float) -> float | None:
-        """When it will have crossed; None: it is not its turn. An urgent one counts as waiting no more.
+        """When it will have crossed; None: another message is first. Ends the waiting of an urgent one.
 
-        Whoever has been ready `since_s` follows without a gap, however late its thread looks: a link with a queue does
-        not pause. Not for longer than `CATCH_UP_S`, as the machine's pauses are not the link's bandwidth.
+        A message that has been ready `since_s` follows without a gap, however late its thread asks: a link with a queue
+        does not pause. For at most `CATCH_UP_S`, as the machine's pauses are not the link's.
         """
         if at_s < self.free_at_s or (self._urgent_first and self._urgent_waiting and not urgent):
             return None
@@ -72,7 +72,7 @@ class _Entry:
     rank: int
     total_bytes: int
     sent_bytes: int
-    served_bytes: int  # sent bytes plus the head start at joining, so that a newcomer does not take everything
+    served_bytes: int  # sent bytes plus the head start at joining, so that a new transfer does not take the whole link
 
 
 class BulkSchedule:
@@ -83,7 +83,7 @@ class BulkSchedule:
         self._hold_s = hold_s
         self._patience_chunks = patience_chunks
         self._entries: dict[int, _Entry] = {}
-        self._passed_over: dict[TrafficClass, int] = {}  # class with waiting transfers -> chunks sent past it
+        self._passed_over: dict[TrafficClass, int] = {}  # waiting class -> chunks of higher classes since
         self._holding_since_s: float | None = None
 
     def __len__(self) -> int:
@@ -107,14 +107,14 @@ class BulkSchedule:
         self._passed_over.setdefault(traffic, 0)
 
     def remove(self, transfer: int) -> bool:
-        """Forget it; False when it has no bytes left to send or is not known."""
+        """False if it has no bytes left to send or is unknown."""
         entry = self._entries.pop(transfer, None)
         if entry is not None:
             self._forget_empty_class(entry.traffic)
         return entry is not None
 
     def reprioritise(self, transfer: int, traffic: TrafficClass, rank: int = 0) -> bool:
-        """Go on in another class; what was sent stays sent. False when it is not here any more."""
+        """Change the class; what was sent stays sent. False if it is not here any more."""
         entry = self._entries.pop(transfer, None)
         if entry is None:
             return False
@@ -125,7 +125,7 @@ class BulkSchedule:
         return True
 
     def next(self, at_s: float, *, urgent: bool) -> Grant | Hold | None:
-        """None: nothing to send. Asking changes nothing but the time at which standing back began."""
+        """None: nothing to send. The only side effect is the start time of a hold."""
         if not self._entries:
             self._holding_since_s = None
             return None
@@ -144,13 +144,13 @@ class BulkSchedule:
         return Grant(entry.transfer, entry.sent_bytes, min(self.chunk_bytes, entry.total_bytes - entry.sent_bytes))
 
     def sent(self, transfer: int, size_bytes: int) -> bool:
-        """A grant was used, in whole or in part. True: that was the last byte, the transfer is forgotten."""
+        """A grant was used, in whole or in part. True: it was the last byte, the transfer is removed."""
         entry = self._entries[transfer]
         if not 0 < size_bytes <= entry.total_bytes - entry.sent_bytes:
             raise InvariantViolation(f"transfer {transfer}: sent {size_bytes} bytes after {entry.sent_bytes}")
         entry.sent_bytes += size_bytes
         entry.served_bytes += size_bytes
-        self._holding_since_s = None  # the next hold, if any, is a new one
+        self._holding_since_s = None  # the next hold is a new one
         for traffic in self._passed_over:
             if traffic > entry.traffic:
                 self._passed_over[traffic] += 1

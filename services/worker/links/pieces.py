@@ -1,4 +1,4 @@
-"""A transfer's bytes as they lie in memory: a list of contiguous tensors, read or written as one run of bytes."""
+"""A transfer's bytes in memory: a list of contiguous tensors, read or written as one run of bytes."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ import torch
 from ballast.common.errors import InvalidRequest
 from services.worker.memory.runs import Runs
 
-_WHOLE_BYTES = 4096  # that chunks which are gathered are a multiple of, so that what they are made of stays aligned
+_WHOLE_BYTES = 4096  # gathered chunks are multiples of it, which keeps alignment
 
 
 def as_bytes(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -25,7 +25,7 @@ class Pieces:
     def __init__(self, tensors: Sequence[torch.Tensor], name: str) -> None:
         for index, tensor in enumerate(tensors):
             if not tensor.is_contiguous():
-                as_bytes(tensor, f"{name}[{index}]")  # which says so
+                as_bytes(tensor, f"{name}[{index}]")  # which reports errors
         self._pieces = [tensor for tensor in tensors if tensor.nbytes]
         self._ends = list(accumulate(piece.nbytes for piece in self._pieces))
 
@@ -38,7 +38,9 @@ class Pieces:
         return self._pieces[0].device if self._pieces else torch.device("cpu")
 
     def chunk_bytes(self, offset: int, limit: int, least_bytes: int) -> int:
-        """How much of the next `limit` bytes to send at once: up to a piece border if that is `least_bytes`."""
+        """How many of the next `limit` bytes to send at once: up to the end of a piece if that is at least
+        `least_bytes`.
+        """
         run = min(self._ends[bisect_right(self._ends, offset)] - offset, limit)
         if run >= least_bytes or offset + limit >= self.total_bytes:
             return run if run >= least_bytes else limit
@@ -52,14 +54,14 @@ class Pieces:
         return self._part(index, offset - self._start(index), size)
 
     def gather(self, offset: int, target: torch.Tensor) -> None:
-        """Copy the bytes from `offset` on into all of `target`. Between devices it is over when the stream says so."""
+        """Copy the bytes from `offset` on into all of `target`. On a device asynchronously, in stream order."""
         at = 0
         for piece in self.runs(offset, target.numel()):
             target[at : at + piece.numel()].copy_(piece, non_blocking=True)
             at += piece.numel()
 
     def scatter(self, offset: int, source: torch.Tensor) -> None:
-        """Copy all of `source` to where the bytes from `offset` on lie, as `gather` does."""
+        """Copy all of `source` to the bytes from `offset` on, as `gather`."""
         at = 0
         for piece in self.runs(offset, source.numel()):
             piece.copy_(source[at : at + piece.numel()], non_blocking=True)
@@ -74,7 +76,7 @@ class Pieces:
             offset, size, index = offset + run, size - run, index + 1
 
     def lies(self, offset: int, size: int) -> Runs:
-        """Where these bytes are."""
+        """The memory of a range."""
         first, last = bisect_right(self._ends, offset), bisect_right(self._ends, offset + size - 1)
         runs = Runs.of(self._pieces[first : last + 1])
         ahead = offset - self._start(first)

@@ -1,4 +1,4 @@
-"""All links of one worker, whatever carries them."""
+"""All links of one worker, for any transport."""
 
 import socket
 import time
@@ -15,12 +15,12 @@ from services.worker.links.pace import StagePace
 from services.worker.links.ports import ChannelBroken, ConnectionFacts
 from services.worker.links.rendezvous import Meeting, Rendezvous, call
 
-_WARMING_THREADS = 16  # those that wait for somebody who never comes must not keep the others waiting
+_WARMING_THREADS = 16  # threads waiting for absent peers must not block the others
 _CLOSE_TIMEOUT_S = 4.0
 
 
 class Opener(Protocol):
-    """Makes connections of what two workers have met on."""
+    """Makes connections of the sockets of a rendezvous."""
 
     @property
     def lanes(self) -> tuple[str, ...]:
@@ -31,7 +31,7 @@ class Opener(Protocol):
     def terms(self) -> Terms: ...
 
     def open(self, peer: Hello, sockets: Sequence[socket.socket], *, is_host: bool, name: str) -> Connection:
-        """Blocks until both sides have opened it. Takes the sockets over.
+        """Blocks until both sides have opened it. Takes over the sockets.
 
         Raises:
             ChannelBroken: the peer did not come, or came too late.
@@ -39,7 +39,7 @@ class Opener(Protocol):
         ...
 
     def close(self, timeout_s: float) -> bool:
-        """Nothing is opened any more. False: something has not ended in time."""
+        """Refuse to open connections. False: a part has not ended in time."""
         ...
 
 
@@ -60,19 +60,18 @@ class DataPlane:
         timeout_s: float = 10.0,
         port: int = 0,
     ) -> None:
-        """Peers come to `host` and `port`; 0: any free one. `secret` is the cluster's: links are made only with those
-        who prove that they have it. None: with anybody. `timeout_s` is for a peer to come, unless `connect` is told
-        otherwise.
+        """Peers connect to `host` and `port`; 0: any free one. `secret`: only peers that prove that they have it are
+        accepted; None: any peer. `timeout_s`: default wait for a peer.
         """
         self.worker_id = worker_id
-        self.incarnation = 0  # of this life, once it is known
-        self.pace = pace  # for the engine thread to tell what the stage does
+        self.incarnation = 0  # of this process, once it is known
+        self.pace = pace  # updated by the engine thread
         self._opener = opener
         self._secret = secret
         self._timeout_s = timeout_s
         self._rendezvous = Rendezvous(host, worker_id, secret, port)
         self.store_address = self._rendezvous.address
-        self._changed = Condition()  # notified when a connection has been made, or could not be
+        self._changed = Condition()  # notified when a connection has been made, or has failed
         self._connections: dict[str, Connection] = {}  # by peer; ended ones until they are replaced
         self._making: set[str] = set()
         self._connecting: dict[tuple[str, int], Future[Link]] = {}
@@ -82,7 +81,7 @@ class DataPlane:
 
     @property
     def refused(self) -> Mapping[str, int]:
-        """Callers that were not let in, by reason."""
+        """Refused callers, by reason."""
         return dict(self._rendezvous.refused)
 
     def link(self, peer_id: str, epoch: int) -> Link | None:
@@ -95,14 +94,14 @@ class DataPlane:
     def connect(
         self, peer_id: str, address: str, epoch: int, timeout_s: float | None = None, incarnation: int = 0
     ) -> Link:
-        """The link to a peer for an epoch. Takes until the peer has called this too, which may be for `timeout_s`, and
-        some milliseconds if there is no connection to it yet. `incarnation` is the peer's, if it is known.
+        """The link to a peer for an epoch. Blocks until the peer has called this, too, at most `timeout_s`;
+        establishing a connection takes some milliseconds. `incarnation`: the peer's, if known.
 
         Raises:
             DeadlineExceeded: the peer did not come.
-            Unavailable: it cannot be reached, is gone or too late after all, or this plane is closing.
+            Unavailable: it is unreachable, lost or too late, or this plane is closing.
             StaleEpoch: the epoch is retired.
-            PeerViolation: it is not what it should be, or refuses this worker.
+            PeerViolation: it is another worker than expected, or refuses this one.
         """
         if peer_id == self.worker_id:
             raise InvalidRequest("peer_id", f"{peer_id} is this worker")
@@ -128,7 +127,7 @@ class DataPlane:
             with self._changed:
                 del self._connecting[key]
             mine.set_exception(error)
-            del mine  # the error knows this frame, and all that was made for the link would wait for the collector
+            del mine  # the error references this frame, and would keep the link's objects until a garbage collection
             raise
         with self._changed:
             del self._connecting[key]
@@ -142,11 +141,11 @@ class DataPlane:
     def warm(
         self, peer_id: str, address: str, epoch: int, timeout_s: float | None = None, incarnation: int = 0
     ) -> Future[Link]:
-        """`connect` in the background, so that the link is there when it is needed."""
+        """`connect` in the background."""
         return self._warmers.submit(self.connect, peer_id, address, epoch, timeout_s, incarnation)
 
     def retire(self, before_epoch: int, peers: Collection[str] | None = None) -> None:
-        """Links of older epochs (to these peers, or all) refuse what they still bring; the peers are told."""
+        """Links of older epochs (to these peers, or all) refuse what still arrives; the peers are notified."""
         with self._changed:
             if peers is None:
                 self._oldest_epoch = max(self._oldest_epoch, before_epoch)
@@ -163,7 +162,7 @@ class DataPlane:
         return [connection.facts() for _, connection in connections]
 
     def close(self, timeout_s: float | None = None) -> None:
-        """End everything; nothing of it is left when this returns, or DeadlineExceeded says what is."""
+        """Close everything, or raise DeadlineExceeded with what is left."""
         deadline_s = time.monotonic() + (_CLOSE_TIMEOUT_S if timeout_s is None else timeout_s)
         with self._changed:
             self._closing = True
@@ -183,10 +182,10 @@ class DataPlane:
         if not self._opener.close(max(deadline_s - time.monotonic(), 1.0)) or left:
             raise DeadlineExceeded(f"links of {self.worker_id} to {left} have not ended")
 
-    # ------------------------------------------------------------ making them
+    # ------------------------------------------------------------ connecting
 
     def _join(self, peer_id: str, address: str, incarnation: int, epoch: int, deadline_s: float) -> Link:
-        """Over the connection that there is, or one that is made; once more if it ends meanwhile."""
+        """Over the existing connection, or a new one; once more if it ends meanwhile."""
         while True:
             connection = self._connection(peer_id, address, incarnation, epoch, deadline_s)
             link = connection.join(epoch, deadline_s, lambda: self._rendezvous.has_called(peer_id))
@@ -214,7 +213,7 @@ class DataPlane:
         return connection
 
     def _one_that_is_up(self, peer_id: str, epoch: int, deadline_s: float) -> Connection | None:
-        """None: it is the caller's turn to make one."""
+        """None: the caller has to make one."""
         with self._changed:
             while True:
                 self._refuse_retired(epoch)

@@ -1,10 +1,10 @@
-"""What links need of others, and others of links. Nothing here needs torch: emulated workers have none.
+"""Interfaces of links, above and below. No torch needed: emulated workers have none.
 
 DataPlane   all links of a worker: see `plane`
-Connection  two lives of workers, kept while both may need it: see `connection`
-Link        one epoch that both take part in, over their connection: see `link`
-Receiver    where what comes in is brought
-Opener      makes a connection of the sockets on which two workers have met
+Connection  between two incarnations of workers, kept while both may need it: see `connection`
+Link        one epoch of a connection that both take part in: see `connection`
+Receiver    gets a link's messages and transfers
+Opener      makes a connection of the sockets of a rendezvous
 Transport   makes the two channels of a real connection
 Channel     messages and memory between two processes
 """
@@ -43,15 +43,15 @@ class ConnectionFacts:
     epochs: tuple[int, ...]  # that both sides take part in
     state: LinkState
     queued_bulk_bytes: int
-    in_flight_bulk_bytes: int  # at most: what an activation may find before it
+    in_flight_bulk_bytes: int  # maximum: what an activation may have to wait for
     counts: TrafficCounts
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """An urgent message. The tensor has the dtype and shape it was sent with and belongs to whoever gets it.
+    """An urgent message. The tensor has the sender's dtype and shape and belongs to the receiver.
 
-    It lies on the device on which the receiver wants that topic, whatever it was sent from and came through.
+    It is on the device that the receiver wants for that topic, whatever the route.
     """
 
     traffic: TrafficClass
@@ -63,7 +63,7 @@ class Message:
 
 
 class ChannelBroken(Exception):
-    """The connection is gone, or the wait's time was up, which breaks it too."""
+    """The connection is lost, or a wait has timed out, which breaks it, too."""
 
 
 class Pending(Protocol):
@@ -79,28 +79,28 @@ class Pending(Protocol):
 
 
 class Broken:
-    """Stands for a message that could not even be posted."""
+    """A message that could not even be posted."""
 
     def __init__(self, why: str) -> None:
-        self._why = why  # an error would know the frames that know this, and keep what they hold
+        self._why = why  # not an exception, which would keep the frames that reference it
 
     def wait(self, timeout_s: float) -> None:
         raise ChannelBroken(self._why)
 
 
 class Channel(Protocol):
-    """Two processes, messages in order in each direction: a frame, then the payload that it announces, if any.
+    """Ordered messages between two processes in each direction: a frame, then the payload that it announces, if any.
 
-    Posting is safe from several threads and does not wait for the peer. Receives are waited for by one thread. A frame
-    may be shorter than the receive that was posted for it, a payload may not.
+    Posting is thread-safe and does not wait for the peer. One thread waits for receives. A frame may be shorter than
+    the receive posted for it, a payload may not.
 
-    A payload goes from one device's memory into the other's, or from host to host, as its frame says. Frames are always
-    on the host.
+    A payload goes from device memory to device memory, or from host to host, as its frame says. Frames are always on
+    the host.
     """
 
     @property
     def device(self) -> torch.device:
-        """Whose memory it moves, beside the host's; the host: nothing else."""
+        """The device whose memory it moves beside the host's; the host: no other."""
         ...
 
     def send_frame(self, frame: torch.Tensor) -> Pending: ...
@@ -112,14 +112,14 @@ class Channel(Protocol):
     def post_payload(self, buffer: torch.Tensor) -> Pending: ...
 
     def abort(self) -> None:
-        """Every wait, present and future, here and at the peer, ends with ChannelBroken. Safe from any thread.
+        """Ends every wait, present and future, on both sides with ChannelBroken. Safe from any thread.
 
-        When it has returned, nothing touches memory that was posted.
+        Afterwards nothing touches memory that was posted.
         """
         ...
 
     def destroy(self) -> None:
-        """Give everything back, after `abort` and after the last Pending is dropped. Takes up to 0.2 s."""
+        """Release all resources, after `abort` and after the last Pending is dropped. Takes up to 0.2 s."""
         ...
 
 
@@ -127,11 +127,11 @@ class Channel(Protocol):
 class Channels:
     urgent: Channel
     bulk: Channel
-    close: Callable[[], None]  # what both have in common, when both are destroyed
+    close: Callable[[], None]  # of what both share, when both are destroyed
 
 
 class Transport(Protocol):
-    """How a real connection is carried."""
+    """The transport of real connections."""
 
     @property
     def name(self) -> str: ...
@@ -140,7 +140,7 @@ class Transport(Protocol):
     def lanes(self) -> tuple[str, ...]: ...
 
     def open(self, sockets: Sequence[socket.socket], name: str, rank: int, within_s: float) -> Channels:
-        """Blocks until the peer has called it with the same name and the other rank. Takes the sockets over.
+        """Blocks until the peer has called it with the same name and the other rank. Takes over the sockets.
 
         Raises:
             ChannelBroken: the peer did not come.
@@ -148,5 +148,5 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing is opened any more. What channels share is given back when the last of them is destroyed."""
+        """Refuse to open channels. Shared resources are released when the last channel is destroyed."""
         ...

@@ -1,4 +1,4 @@
-"""A thread for what takes long and nobody waits for: destroying process groups, closing links of old epochs."""
+"""A thread for slow clean-up: destroying process groups, closing links of old epochs."""
 
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -16,7 +16,7 @@ class Reaper:
         self._thread.start()
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Once the reaper is closed, the caller does it itself: a link of an old epoch may end last of all."""
+        """Once the reaper is closed, the caller executes it itself: a link of an old epoch may end last of all."""
         with self._lock:
             if not self._closed:
                 self._work.put(work)
@@ -24,7 +24,7 @@ class Reaper:
         _do(work)
 
     def close(self, timeout_s: float) -> bool:
-        """Do what is queued, then end. False: not done in time."""
+        """Finish the queue and end. False: not done in time."""
         with self._lock:
             self._closed = True
             self._work.put(None)
@@ -34,11 +34,11 @@ class Reaper:
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             _do(work)
-            del work  # else it keeps the last link while it waits for the next
+            del work  # a reference would keep the last link alive
 
 
 def _do(work: Callable[[], None]) -> None:
-    """What goes wrong with one link must not keep the others from being closed."""
+    """An error with one link must not keep the others from being closed."""
     try:
         work()
     except Exception as error:  # noqa: BLE001 - as above

@@ -1,4 +1,4 @@
-"""What comes in on a link: urgent messages, and bulk transfers straight into the memory they are meant for."""
+"""Receives a link's urgent messages, and its bulk transfers directly into their destinations."""
 
 import time
 from collections import deque
@@ -23,9 +23,9 @@ from services.worker.links.transfer import Opening, Outcome, Refusal
 @dataclass(frozen=True, slots=True)
 class UrgentHandlers:
     link_of: Callable[[Header], Link | None]  # None: this worker takes no part in that epoch
-    device_of: Callable[[int], torch.device | str]  # where the tensors of a topic are wanted
+    device_of: Callable[[int], torch.device | str]  # where tensors of a topic are delivered
     on_message: Callable[[Link, Message], None]
-    on_answer: Callable[[int, Outcome, str], None]  # to one of our transfers
+    on_answer: Callable[[int, Outcome, str], None]  # to one of this side's transfers
     on_join: Callable[[int], None]
     on_leave: Callable[[int], None]
     on_close: Callable[[], None]
@@ -112,7 +112,7 @@ class UrgentReceiver:
 
 
 def _arrives_on(header: Header, channel: Channel, peer: str) -> torch.device:
-    """The memory that a channel brings a payload into."""
+    """The memory into which a channel receives a payload."""
     if not header.on_device:
         return HOST
     if channel.device == HOST:
@@ -171,7 +171,7 @@ class BulkReceiver:
         self._arriving: deque[_Arriving] = deque()
 
     def run(self) -> None:
-        promised = False  # another frame comes, so completions can wait until the window is full
+        promised = False  # another frame follows, so completions can wait until the window is full
         while True:
             while self._arriving and (not promised or len(self._arriving) >= self._config.window_chunks):
                 self._complete(self._arriving.popleft())
@@ -295,7 +295,7 @@ class BulkReceiver:
             self._end(incoming, Outcome.CANCELLED)
 
     def _end(self, incoming: _Incoming, outcome: Outcome) -> None:
-        """One that was refused has nobody who wants to hear of it."""
+        """A refused transfer has no receiver to notify."""
         if incoming.link is not None and incoming.pieces is not None:
             self._handlers.on_transfer_end(incoming.link, incoming.opening, outcome)
 

@@ -1,7 +1,7 @@
-"""How two workers meet: the one with the higher id connects to the other one's rendezvous, once for each lane.
+"""How two workers connect: the one with the higher id connects to the other one's rendezvous, once per lane.
 
-A stranger may reach this port. Whatever it says, or does not say, costs one of a bounded number of places for a
-bounded time, and nobody else waits for it.
+Unauthenticated callers may reach this port: each costs one of a bounded number of places for a bounded time, and delays
+no other.
 """
 
 import contextlib
@@ -32,10 +32,10 @@ from services.worker.links.handshake import (
     refusal_line,
 )
 
-_HELLO_TIMEOUT_S = 5.0  # from the connection to the end of its proof
-_ANSWER_TIMEOUT_S = 5.0  # for a caller that is met to say that it is still there
-_MAX_STRANGERS = 64  # connections that have not proven who they are; the oldest goes for another one
-_MAX_PARKED = 256  # callers nobody waits for yet; the oldest goes for another one
+_HELLO_TIMEOUT_S = 5.0  # from accepting to the end of its proof
+_ANSWER_TIMEOUT_S = 5.0  # for a caller to confirm that it still waits
+_MAX_STRANGERS = 64  # unauthenticated connections; a new one replaces the oldest
+_MAX_PARKED = 256  # authenticated callers without a request here; a new one replaces the oldest
 _PAUSE_S = 0.05  # when no connection can be accepted
 
 
@@ -47,13 +47,13 @@ class Meeting:
 
 @dataclass(slots=True)
 class _Stranger:
-    """A connection that has not said its hello, or not proven it."""
+    """An unauthenticated connection."""
 
     connection: socket.socket
     until_s: float
-    line: bytes = b""  # as far as it has come
+    line: bytes = b""  # received so far
     hello: Hello | None = None
-    said: tuple[bytes, ...] = ()  # the lines of both
+    said: tuple[bytes, ...] = ()  # lines of both sides
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,9 @@ class _Caller:
 
 
 class Rendezvous:
-    """Where peers with higher ids come to. A caller nobody waits for yet is parked.
+    """Accepts peers with higher ids. A caller that is not expected yet is parked.
 
-    One thread listens to all who have not proven who they are, so that none of them can keep it.
+    One thread serves all unauthenticated connections, without blocking on any.
     """
 
     def __init__(
@@ -88,18 +88,18 @@ class Rendezvous:
         self._parked: dict[tuple[str, str], _Caller] = {}  # by peer and lane; the latest of each
         self._closed = False
         self.refused: Counter[str] = Counter()  # connections, by reason
-        self._strangers: dict[int, _Stranger] = {}  # by file descriptor, the oldest first; of the rendezvous's thread
+        self._strangers: dict[int, _Stranger] = {}  # by file descriptor, oldest first; used by the rendezvous's thread
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._thread = Thread(target=self._run, name=f"links-rendezvous-{worker_id}", daemon=True)
         self._thread.start()
 
     def meet(self, mine: Hello, deadline_s: float) -> Meeting:
-        """Wait for the peer that `mine` is said to, to call for the same lane.
+        """Wait for the peer that `mine` is addressed to, on the same lane.
 
         Raises:
             DeadlineExceeded: it did not come.
-            PeerViolation: it speaks another version, or its links are carried in another way.
+            PeerViolation: it has another version or transport.
         """
         while (caller := self._take((mine.to, mine.lane), deadline_s)) is not None:
             try:
@@ -112,7 +112,7 @@ class Rendezvous:
                     check_terms(mine, caller.hello)
                     return Meeting(caller.hello, caller.connection)
             except OSError:
-                pass  # it had given up before we came; it may call again
+                pass  # it had timed out before; it may call again
             except PeerViolation:
                 caller.connection.close()
                 raise
@@ -120,7 +120,7 @@ class Rendezvous:
         raise DeadlineExceeded(f"{mine.to} did not come")
 
     def has_called(self, peer_id: str) -> bool:
-        """That peer waits here."""
+        """True if that peer's call is parked here."""
         with self._changed:
             return any(who == peer_id for who, _ in self._parked)
 
@@ -143,13 +143,13 @@ class Rendezvous:
             )
             return self._parked.pop(key, None)
 
-    # ------------------------------------------------------------ the rendezvous's thread
+    # ------------------------------------------------------------ thread of the rendezvous
 
     def _run(self) -> None:
         while not self._closed:
             try:
                 self._turn()
-            except Exception:  # noqa: BLE001 no stranger ends this thread, whatever it has found
+            except Exception:  # noqa: BLE001 no caller may end this thread
                 get_logger().exception("a caller of the data plane could not be greeted")
                 time.sleep(_PAUSE_S)
         for stranger in list(self._strangers.values()):
@@ -172,7 +172,7 @@ class Rendezvous:
         try:
             connection, _ = self._listener.accept()
         except OSError:
-            if not self._closed:  # it has gone again, or there are no more file descriptors
+            if not self._closed:  # it has disconnected, or there are no file descriptors left
                 self._refuse_oldest()
                 time.sleep(_PAUSE_S)
             return
@@ -183,7 +183,7 @@ class Rendezvous:
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _listen_to(self, stranger: _Stranger) -> None:
-        """A caller says one line, and nothing more before it is answered."""
+        """A caller sends one line, and no more before it is answered."""
         try:
             part = stranger.connection.recv(MAX_LINE_BYTES - len(stranger.line))
         except BlockingIOError:
@@ -194,7 +194,7 @@ class Rendezvous:
         if stranger.line.endswith(b"\n"):
             try:
                 self._take_line(stranger)
-            except (ValueError, OSError):  # a port scanner, or nothing of ours; or it is gone
+            except (ValueError, OSError):  # a port scanner, or disconnected
                 self._refuse(stranger, "no handshake")
         elif not part or len(stranger.line) >= MAX_LINE_BYTES:
             self._refuse(stranger, "no handshake")
@@ -237,13 +237,13 @@ class Rendezvous:
             self._refuse(next(iter(self._strangers.values())), "too many at once")
 
     def _refuse(self, stranger: _Stranger, why: str) -> None:
-        """Counted by reason; the log has each reason once."""
+        """Counted by reason; each reason is logged once."""
         self.refused[why] += 1
         if self.refused[why] == 1:
             said_by = None if stranger.hello is None else stranger.hello.worker_id[:64]
             get_logger().warning("a caller of the data plane is refused", why=why, says_it_is=said_by)
         self._forget(stranger)
-        with contextlib.suppress(OSError):  # it is gone, or reads nothing
+        with contextlib.suppress(OSError):  # disconnected, or not reading
             stranger.connection.send(refusal_line(why))
         stranger.connection.close()
 
@@ -253,12 +253,12 @@ class Rendezvous:
 
 
 def call(mine: Hello, address: str, deadline_s: float, secret: bytes | None = None) -> Meeting:
-    """Go to the rendezvous of the peer, with a lower id, that `mine` is said to.
+    """Connect to the rendezvous of the peer, with a lower id, that `mine` is addressed to.
 
     Raises:
         Unavailable: nobody listens there, or it hung up.
         DeadlineExceeded: it does not want a link in time.
-        PeerViolation: it speaks another version, refuses this caller, or cannot prove that it is of this cluster.
+        PeerViolation: it has another version, refuses this caller, or is not of this cluster.
     """
     peer_id = mine.to
     host, _, port = address.rpartition(":")
@@ -308,7 +308,7 @@ def _heard(connection: socket.socket, peer_id: str, deadline_s: float) -> bytes:
 
 
 def resolve_host(advertise_host: str | None) -> str:
-    """An address of this machine. Without advice: the one its route to the outside leaves from, else loopback."""
+    """An address of this machine. By default that of its route to the outside, else loopback."""
     if advertise_host is None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:

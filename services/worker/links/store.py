@@ -1,7 +1,7 @@
-"""What two processes share while they open channels: each other's addresses.
+"""Key-value store that two processes share while they open channels, for each other's addresses.
 
-torch's own TCPStore is not used: every client of it asks the name service for the name behind the address, which takes
-five seconds whenever an answer is lost.
+torch's own TCPStore resolves the name of its address in every client, which takes five seconds whenever an answer is
+lost.
 """
 
 import socket
@@ -16,8 +16,8 @@ from torch.distributed import Store
 
 from services.worker.links.handshake import read_exactly
 
-_TIMEOUT_S = 5.0  # for what is asked for when the link has been opened
-_MAX_BYTES = 1 << 20  # of all that the other side sets
+_TIMEOUT_S = 5.0  # for keys requested after the link has been opened
+_MAX_BYTES = 1 << 20  # of all entries of the other side
 _ENTRY = struct.Struct("<II")  # bytes of key, bytes of value
 
 
@@ -26,7 +26,7 @@ class PairStore(Store):
 
     def __init__(self, connection: socket.socket) -> None:
         super().__init__()
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # many small entries, each side in turn
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # many small entries, alternating
         self._connection = connection
         self._deadline_s: float | None = None
         self._values: dict[str, bytes] = {}
@@ -42,7 +42,7 @@ class PairStore(Store):
 
     @contextmanager
     def expiring(self, deadline_s: float) -> Generator[None]:
-        """While inside, nothing is to be had after the deadline, even if it is there."""
+        """Context manager: `get` fails after the deadline, even if the entry is there."""
         self._deadline_s = deadline_s
         try:
             yield
@@ -50,7 +50,7 @@ class PairStore(Store):
             self._deadline_s = None
 
     def get(self, key: str) -> bytes:
-        """Raises OSError when the other side does not set it before the deadline, or is gone."""
+        """Raises OSError if the other side does not set it before the deadline, or is lost."""
         with self._reading:
             deadline_s = self._deadline_s or time.monotonic() + _TIMEOUT_S
             while key not in self._values:

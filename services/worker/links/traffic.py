@@ -1,4 +1,4 @@
-"""Traffic classes and what is counted for each."""
+"""Traffic classes and their counters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class TrafficClass(IntEnum):
-    """What a message is for. The smaller, the more urgent."""
+    """Purpose of a message. Smaller values are more urgent."""
 
     CONTROL = 0
     ACTIVATION = 1
@@ -16,7 +16,7 @@ class TrafficClass(IntEnum):
 
     @property
     def is_urgent(self) -> bool:
-        """Urgent traffic has a group of its own; the rest is bulk and travels in chunks."""
+        """Urgent traffic has a lane of its own; the rest is bulk and sent in chunks."""
         return self <= TrafficClass.ACTIVATION
 
 
@@ -26,19 +26,19 @@ class ClassCounts:
 
     messages: int = 0
     total_bytes: int = 0  # of payload
-    waited_s: float = 0.0  # between being handed over and being posted; 0 for what was received
+    waited_s: float = 0.0  # between queueing and posting; 0 for received traffic
 
 
 @dataclass(slots=True)
 class TrafficCounts:
-    """All a link counts. Each field is written by one thread; readers may see a moment in between."""
+    """All counters of a link. Each field is written by one thread; readers may see an intermediate state."""
 
     sent: Mapping[TrafficClass, ClassCounts] = field(default_factory=lambda: {c: ClassCounts() for c in TrafficClass})
     received: Mapping[TrafficClass, ClassCounts] = field(
         default_factory=lambda: {c: ClassCounts() for c in TrafficClass}
     )
-    stale_frames: int = 0  # refused, because they carry another epoch or the link is retired
-    discarded_bytes: int = 0  # arrived for a transfer that was refused
-    copied_bytes: int = 0  # went through a staging buffer because of piece borders
-    holds: int = 0  # times bulk stood back for urgent traffic
+    stale_frames: int = 0  # refused: of another epoch, or the link is retired
+    discarded_bytes: int = 0  # received for a transfer that was refused
+    copied_bytes: int = 0  # through a staging buffer because of piece borders
+    holds: int = 0  # times bulk was held back for urgent traffic
     held_s: float = 0.0

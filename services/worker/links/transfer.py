@@ -1,4 +1,4 @@
-"""A bulk transfer as its two ends see it."""
+"""A bulk transfer at its two ends."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Outcome(Enum):
     DELIVERED = "delivered"  # every byte is in its place at the receiver
     CANCELLED = "cancelled"  # by the sender, before the last chunk
     REFUSED = "refused"  # by the receiver
-    BROKEN = "broken"  # the link ended first; only told to the receiver, a sender gets an exception
+    BROKEN = "broken"  # the link ended first; reported to the receiver only, a sender gets an exception
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a receiver learns of a transfer before its first byte."""
+    """Announcement of a transfer to its receiver, before its first byte."""
 
     transfer: int
     traffic: TrafficClass
@@ -38,7 +38,7 @@ class Refusal:
 class TransferReport:
     outcome: Outcome
     sent_bytes: int  # up to the end; less than the total unless delivered
-    duration_s: float  # from handing it over
+    duration_s: float  # from queueing it
     why: str = ""
 
 
@@ -49,16 +49,16 @@ class _Sender(Protocol):
 
 
 class Transfer:
-    """The sender's handle. The source tensors must stay as they are until `done` is."""
+    """The sender's handle. The source tensors must not change until `done` completes."""
 
     def __init__(self, number: int, total_bytes: int, sender: _Sender, done: Future[TransferReport]) -> None:
         self.number = number
         self.total_bytes = total_bytes
-        self.done = done  # fails with Unavailable when the link ends first
+        self.done = done  # fails with Unavailable if the link ends first
         self._sender = sender
 
     def cancel(self) -> bool:
-        """Send no further chunk. False: too late, all chunks are under way; `done` will tell how it ended."""
+        """Send no further chunk. False: all chunks have been posted; `done` has the result."""
         return self._sender.cancel(self.number)
 
     def reprioritise(self, traffic: TrafficClass, rank: int = 0) -> bool:

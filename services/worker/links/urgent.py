@@ -26,20 +26,20 @@ _LAST = max(TrafficClass) + 1  # sorts behind every class
 
 @dataclass(slots=True, order=True)
 class _Outgoing:
-    order: tuple[int, int]  # class, number of arrival
+    order: tuple[int, int]  # class, sequence number
     header: Header = field(compare=False)
     meta: bytes = field(compare=False)
     payload: torch.Tensor | None = field(compare=False)  # flat bytes; the caller's memory
     size_bytes: int = field(compare=False)
     queued_at_s: float = field(compare=False)
     done: Future[None] = field(compare=False)
-    is_ready: bool = field(compare=False, default=True)  # its payload lies where it can be posted
-    failure: str = field(compare=False, default="")  # why it never will
+    is_ready: bool = field(compare=False, default=True)  # its payload can be posted in place
+    failure: str = field(compare=False, default="")  # why it cannot be sent
     pending: list[Pending] = field(compare=False, default_factory=list[Pending])
 
 
 class UrgentSender:
-    """`run` is the body of the thread that waits for completions; posting happens in it or in the caller's thread."""
+    """`run` is the body of the thread that waits for completions; posting happens there or in the caller's thread."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class UrgentSender:
         wire: SharedWire | None,
         on_quiet: Callable[[], None],
     ) -> None:
-        """`on_quiet` is called now and then while there is nothing to send."""
+        """`on_quiet` is called periodically while there is nothing to send."""
         self._on_quiet = on_quiet
         self._peer = peer
         self._config = config
@@ -65,9 +65,9 @@ class UrgentSender:
         self._queue: list[_Outgoing] = []  # heap
         self._crossing: tuple[_Outgoing, float] | None = None  # on the emulated wire, and until when
         self._in_flight: deque[_Outgoing] = deque()
-        self._unsent_bytes = 0  # of all that is not sent
+        self._unsent_bytes = 0  # queued and in flight
         self._arrivals = 0
-        self._refusal: str | None = None  # why nothing is accepted any more
+        self._refusal: str | None = None  # why new messages are refused
         self._broken = False
 
     def send(
@@ -97,13 +97,15 @@ class UrgentSender:
             return self._accept(header, meta, payload, size_bytes)
 
     def tell(self, header: Header, meta: bytes = b"") -> None:
-        """A frame of the link's own, outside of the bounds: their number is bounded by what they answer."""
+        """Send a frame of the link itself, outside of the bounds: there are no more of these than
+        of what they answer.
+        """
         with self._changed:
             if self._refusal is None:
                 self._accept(header, meta, None, len(meta))
 
     def close(self) -> None:
-        """What is queued goes, then CLOSE; nothing more is accepted."""
+        """Send what is queued, then CLOSE; refuse new messages."""
         with self._changed:
             if self._refusal is not None:
                 return
@@ -112,7 +114,7 @@ class UrgentSender:
             self._accept(closing, b"", None, 0, order_class=_LAST)
 
     def fail(self, why: str) -> None:
-        """The channel is gone: everything unfinished fails."""
+        """The channel is lost: fail everything unfinished."""
         with self._changed:
             self._refusal, self._broken = why, True
             failed = [*self._in_flight, *([self._crossing[0]] if self._crossing else []), *self._queue]
@@ -123,7 +125,7 @@ class UrgentSender:
             _settle(outgoing.done, Unavailable(self._peer, why))
 
     def release(self) -> None:
-        """Drop the posted sends, as each holds on to the channel; it must be aborted, and `run` have ended."""
+        """Drop the posted sends, each of which references the channel; it must be aborted, and `run` have ended."""
         self._in_flight.clear()
 
     def run(self) -> None:
@@ -142,7 +144,7 @@ class UrgentSender:
     # ------------------------------------------------------------ below: called with _changed held, but for _complete
 
     def _oldest_in_flight(self) -> _Outgoing | None:
-        """Post what may be posted; None when nothing is in flight after waiting a little."""
+        """Post what may be posted; None if nothing is in flight after a short wait."""
         with self._changed:
             self._post_ready()
             if self._in_flight:
@@ -168,7 +170,7 @@ class UrgentSender:
         self, header: Header, meta: bytes, payload: torch.Tensor | None, size_bytes: int, order_class: int | None = None
     ) -> Future[None]:
         done: Future[None] = Future()
-        done.set_running_or_notify_cancel()  # a message that was handed over cannot be taken back
+        done.set_running_or_notify_cancel()  # a queued message cannot be cancelled
         self._arrivals += 1
         order = (header.traffic if order_class is None else order_class, self._arrivals)
         outgoing = _Outgoing(order, header, meta, payload, size_bytes, time.monotonic(), done)
@@ -178,7 +180,7 @@ class UrgentSender:
                 self._gate.activation_at_s = outgoing.queued_at_s
             if self._wire is None:
                 self._gate.enter()
-        if self._wire is not None:  # which lets no bulk go before it
+        if self._wire is not None:  # which lets no bulk pass before it
             self._wire.urgent_comes()
         self._unsent_bytes += size_bytes
         if payload is not None and not self._writer.is_ready(payload):
@@ -189,7 +191,7 @@ class UrgentSender:
         return done
 
     def _fetched(self, outgoing: _Outgoing, payload: torch.Tensor | None) -> None:
-        """Any thread. It keeps its place in the line: what is behind it in its class has waited."""
+        """Any thread. It keeps its place in its class."""
         with self._changed:
             outgoing.payload, outgoing.is_ready = payload, True
             outgoing.failure = "" if payload is not None else "its tensor could not be read from the device"
@@ -207,7 +209,7 @@ class UrgentSender:
                     raise ChannelBroken(outgoing.failure)
                 outgoing.pending = self._writer.post(outgoing.header, outgoing.meta, outgoing.payload)
             except ChannelBroken as error:
-                outgoing.pending = [Broken(str(error))]  # for the thread to find; the caller learns it from the future
+                outgoing.pending = [Broken(str(error))]  # for the thread to find; the caller gets it from the future
             if outgoing.header.kind is FrameKind.MESSAGE:
                 counted = self._counts.sent[outgoing.header.traffic]
                 counted.messages += 1
@@ -215,7 +217,7 @@ class UrgentSender:
                 counted.waited_s += time.monotonic() - outgoing.queued_at_s
 
     def _next_to_post(self) -> _Outgoing | None:
-        """The next in line; over an emulated wire once it has crossed it."""
+        """The next in the queue; on an emulated wire once it has crossed it."""
         if self._wire is None:
             return heapq.heappop(self._queue) if self._has_ready else None
         if self._crossing is None:
@@ -238,11 +240,11 @@ class UrgentSender:
 
     @property
     def _waiting_count(self) -> int:
-        """Accepted and not posted."""
+        """Queued, not posted."""
         return len(self._queue) + (self._crossing is not None)
 
     def _until_next_s(self) -> float:
-        """How long to wait for something to do, if nothing is handed over."""
+        """How long to wait for something to do, if nothing is queued meanwhile."""
         if self._wire is None or not (self._crossing or self._has_ready):
             return self._config.keepalive_s
         at_s = self._wire.free_at_s if self._crossing is None else self._crossing[1]

@@ -1,8 +1,8 @@
-"""What a device must offer so that memory can be moved by mapping instead of copying.
+"""Interface of a device whose memory is reassigned by mapping instead of copying.
 
-An extent is a physical allocation, known by its number. A backend makes all of them at once, equal in size, and maps
-runs of them at addresses inside ranges that were reserved before. It keeps no books: who owns which extent is the
-business of `pool`, and a caller that maps one extent twice gets what it asked for.
+An extent is a physical allocation, identified by its number. A backend creates all of them at once, equal in size, and
+maps runs of them at addresses inside of reserved ranges. It keeps no account of them: `pool` knows the owner of each
+extent, and a caller may map an extent twice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
-SLOT_BYTES = 8 << 20  # of a device's memory, gathered: what one copy over the bus, or one message, is worth
+SLOT_BYTES = 8 << 20  # of device memory, gathered: the size of one copy over the bus, or of one message
 FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 SUPPORTED_DTYPES = (*FLOAT_DTYPES, "int64", "int32", "int8", "uint8")
 
@@ -37,14 +37,14 @@ class ExtentRun:
 
 
 class Algorithm(Enum):
-    """How contents are read for a checksum."""
+    """Algorithm of a checksum."""
 
-    SHA256 = "sha256"  # by a processor, which has instructions for it
-    MIX128 = "mix128"  # by a GPU, see `mixing`
+    SHA256 = "sha256"  # for processors, which have instructions for it
+    MIX128 = "mix128"  # for GPUs, see `mixing`
 
 
 class MemoryBackend(Protocol):
-    """One device's virtual memory. Not safe for use from two threads at once; any one thread at a time will do."""
+    """One device's virtual memory. One thread at a time."""
 
     @property
     def device(self) -> torch.device: ...
@@ -55,7 +55,7 @@ class MemoryBackend(Protocol):
         ...
 
     def create(self, extent_bytes: int, count: int) -> None:
-        """Make the physical extents `0 .. count - 1`. Once in the life of a backend. Fresh extents read as zeros.
+        """Create the physical extents `0 .. count - 1`, once. Fresh extents read as zeros.
 
         Raises:
             ConfigError: the device has not that much memory.
@@ -63,82 +63,82 @@ class MemoryBackend(Protocol):
         ...
 
     def give_up(self, runs: Sequence[ExtentRun]) -> None:
-        """The device gets the memory of these extents, none of which is mapped; their contents are lost."""
+        """Return the memory of these unmapped extents to the device; their contents are lost."""
         ...
 
     def take_back(self, runs: Sequence[ExtentRun]) -> None:
-        """Memory for extents that were given up; they read as zeros.
+        """Allocate memory again for extents that were given up; they read as zeros.
 
         Raises:
-            ConfigError: the device has not that much; none of them has memory then.
+            ConfigError: the device has not that much; then none of them has memory.
         """
         ...
 
     def export(self, first: int, count: int) -> list[int]:
-        """Open files by which another process has the same extents: those numbered `[first, first + count)`, as far as
-        there are so many. They are the caller's to close.
+        """Files by which another process can map the extents `[first, first + count)`, as far as they exist. The caller
+        closes them.
 
         Raises:
-            ConfigError: the extents are this process' alone.
+            ConfigError: the extents cannot be shared.
         """
         ...
 
     def beside(self, files: Iterable[int]) -> MemoryBackend:
-        """A backend of the same device, over the extents of another process, whose `export` has given all these files.
-        They belong to it from here on. Its `create` makes nothing.
+        """A backend of the same device, over the extents of another process whose `export` has made these files. Takes
+        over the files. Its `create` allocates nothing.
 
         Raises:
-            ConfigError: this device does not reach that memory.
+            ConfigError: this device cannot access that memory.
         """
         ...
 
     def reserve(self, size_bytes: int) -> int:
-        """Reserve an address range that takes no memory; touching it before something is mapped is a crash."""
+        """Reserve an address range without memory; access before mapping crashes the process."""
         ...
 
     def release(self, address: int, size_bytes: int) -> None:
-        """Give a reserved range back. Nothing may be mapped in it any more."""
+        """Release a reserved range, in which nothing is mapped."""
         ...
 
     def map(self, address: int, runs: Sequence[ExtentRun]) -> None:
-        """Make extents readable and writable for this device, `runs` one after the other from `address` on.
+        """Map extents for reading and writing, `runs` consecutively from `address` on.
 
-        Either all of them are mapped or an error is raised and none is.
+        Maps all of them, or raises and maps none.
         """
         ...
 
     def unmap(self, address: int, runs: Sequence[ExtentRun]) -> None:
-        """Take away `runs`, which are mapped one after the other from `address` on; the range stays reserved.
+        """Unmap `runs`, which are mapped consecutively from `address` on; the range stays reserved.
 
-        Waits for this device's kernels first, since the driver would pull the memory away under them.
+        Waits for this device's kernels first, as the driver does not.
         """
         ...
 
     def tensor(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor over a reserved range, mapped or not. It does not keep the range alive."""
+        """A contiguous tensor over a reserved range, mapped or not. It does not own the range."""
         ...
 
     def raw(self, address: int, size_bytes: int) -> torch.Tensor:
-        """Memory as from `tensor`, of bytes."""
+        """As `tensor`, of bytes."""
         ...
 
     def scratch(self, size_bytes: int) -> torch.Tensor:
-        """Bytes on the device beside the budget, for a short time."""
+        """Temporary bytes on the device, outside of the budget."""
         ...
 
     def copy_rows(
         self, target: torch.Tensor, to: Sequence[int], source: torch.Tensor, rows: Sequence[int] | None = None
     ) -> None:
-        """`source[rows]` (None: all, in order) to `target[to]`. All are read before one is written."""
+        """Copy `source[rows]` (None: all, in order) to `target[to]`. All are read before one is written."""
         ...
 
     @property
     def checksums_by(self) -> Algorithm:
-        """What reads contents in the least time."""
+        """The fastest checksum algorithm of this device."""
         ...
 
     def contents(self, tensor: torch.Tensor) -> Iterable[memoryview]:
-        """The bytes of a tensor of bytes, a part at a time, for checksums."""
+        """The bytes of a byte tensor, in parts, for checksums."""
         ...
 
     def synchronise(self) -> None:
@@ -146,5 +146,5 @@ class MemoryBackend(Protocol):
         ...
 
     def close(self) -> None:
-        """Return the physical memory to the system. All ranges have been released. May be called again."""
+        """Return the physical memory to the system, after all ranges have been released. Idempotent."""
         ...

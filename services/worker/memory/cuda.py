@@ -1,9 +1,9 @@
-"""Device memory on a GPU, over the driver's virtual memory management. Needs no GPU to be imported.
+"""Device memory of a GPU, by the driver's virtual memory management. Can be imported without a GPU.
 
-`CudaBackend` is the logic, `VmmDriver` the dozen driver calls it needs, `BindingsDriver` those calls through the
-`cuda-bindings` package. What the driver demands and a reader might not expect: every extent is its own mapping and is
-unmapped as a whole; a mapping is not accessible before rights are set, which one call does for a whole run; unmapping
-does not wait for kernels, so it is preceded by a synchronisation.
+`CudaBackend` has the logic, `VmmDriver` the dozen driver calls that it needs, `BindingsDriver` those calls by the
+`cuda-bindings` package. Requirements of the driver: every extent is a mapping of its own and is unmapped as a whole; a
+mapping needs access rights, which one call sets for a whole run; unmapping does not wait for kernels, so a
+synchronisation precedes it.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class VmmDriver(Protocol):
     def release(self, handle: Handle) -> None: ...
 
     def export(self, handle: Handle) -> int:
-        """An open file, for another process."""
+        """A file descriptor for another process."""
         ...
 
     def take(self, file: int) -> Handle:
-        """The memory that another process has exported, to which the device has access. The file is not closed."""
+        """Import memory that another process has exported and this device can access. The file is not closed."""
         ...
 
     def reserve_address(self, size_bytes: int) -> int: ...
@@ -79,13 +79,13 @@ class CudaError(RuntimeError):
 
 
 class CudaBackend(TensorOperations):
-    """`MemoryBackend` over a GPU. A peer that still reads an extent while it is unmapped is not waited for."""
+    """`MemoryBackend` of a GPU. Does not wait for peers that still read an extent when it is unmapped."""
 
     def __init__(self, driver: VmmDriver) -> None:
         self._driver = driver
-        self._handles: list[Handle] = []  # extent -> handle; None: given up
+        self._handles: list[Handle] = []  # by extent; None: given up
         self._extent_bytes = 0
-        self._taken = False  # the extents are another process'
+        self._taken = False  # the extents are another process's
 
     @property
     def device(self) -> torch.device:
@@ -206,7 +206,7 @@ class CudaBackend(TensorOperations):
                 self._driver.release(handle)
 
     def _clear(self, run: ExtentRun) -> None:
-        """Fresh memory of a GPU holds what was there before; the contract says zeros."""
+        """Fresh GPU memory contains old data; the contract says zeros."""
         size_bytes = run.count * self._extent_bytes
         address = self.reserve(size_bytes)
         try:
@@ -235,17 +235,17 @@ def _too_little(device: torch.device, wanted_bytes: int, available_bytes: int) -
 class BindingsDriver:
     """`VmmDriver` through `cuda.bindings.driver`.
 
-    The calls need the device's context on the calling thread, whichever that is. Access is for this device alone, also
-    to memory that lies on another one: a grant concerns this process' kernels on other devices, of which there are
-    none, and costs for each of them.
+    The calls need the device's context on the calling thread. Access is granted to this device only, even for memory of
+    another device: further grants are for this process's kernels on other devices, of which there are none, and cost
+    time for each.
     """
 
     def __init__(self, cuda: ModuleType, index: int) -> None:
         self._cuda = cuda
         self._device = torch.device("cuda", index)
-        self._reached = {index}  # devices whose memory this one may map
-        self._thread = threading.local()  # `entered`: the context is current there
-        # torch has made it and keeps it as long as the process lives, as this does.
+        self._reached = {index}  # devices whose memory this one can map
+        self._thread = threading.local()  # `entered`: the context is current on that thread
+        # torch has created the context and keeps it for the life of the process.
         self._context = self._checked("cuDevicePrimaryCtxRetain", self._checked("cuDeviceGet", index))
         if not self._attribute(index, "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"):
             raise ConfigError(f"device cuda:{index}", "has no virtual memory management, which remapping needs")
@@ -353,8 +353,8 @@ class BindingsDriver:
         return int(self._call("cuDeviceGetAttribute", attribute, self._call("cuDeviceGet", index)))
 
     def _allow_sharing(self, index: int) -> None:
-        """Extents that a network card may read, and that the first rank of an instance, or UCX, may open: both are
-        decided when they are created. Where the driver refuses it, whatever the device says, they do without.
+        """Extents that a network card may read, and that other processes (rank 0, UCX) may open: both must be requested
+        at creation. If the driver refuses, extents are created without.
         """
         kinds = self._cuda.CUmemAllocationHandleType
         handles, none = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, kinds.CU_MEM_HANDLE_TYPE_NONE
@@ -387,5 +387,5 @@ class BindingsDriver:
 
 
 def open_cuda(index: int) -> CudaBackend:
-    """The backend for one GPU; ConfigError says what is missing where there is none."""
+    """The backend of one GPU. Raises ConfigError that names what is missing."""
     return CudaBackend(BindingsDriver.open(index))

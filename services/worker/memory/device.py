@@ -1,4 +1,4 @@
-"""One device's memory as the engine sees it: parameters and KV cache in one budget."""
+"""One device's memory: parameters and KV cache in one budget."""
 
 import contextlib
 import functools
@@ -16,10 +16,10 @@ from services.worker.memory.parameters import ParameterStore, PartLayout, PartSp
 from services.worker.memory.pool import PhysicalPool, Purpose
 
 _Layers = tuple[int, ...]
-# The leaving window, the one in force, layers whose parameters are held, and each window's layers.
+# The draining window, the one in force, held layers of parameters, and each window's layers.
 _Books = tuple[KvWindow | None, KvWindow, _Layers, tuple[tuple[_Layers, _Layers], ...]]
 
-_LEAST_SHARE = 8  # the other window has at least this part of what a layer's KV has at home
+_LEAST_SHARE = 8  # the other window has at least this fraction of a layer's KV when all layers are held
 
 
 M = TypeVar("M", bound="DeviceMemory")
@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 
 def all_or_nothing(change: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
-    """A change that fails is taken back: the driver refuses a call in the middle of it, say."""
+    """Undoes a change that fails half way, for example when the driver refuses a call."""
 
     @functools.wraps(change)
     def whole(memory: M, *args: P.args, **named: P.kwargs) -> R:
@@ -49,10 +49,10 @@ class DeviceMemory:
         self.pool = pool
         self.parameters = parameters
         self.kv = kv
-        self.leaving: KvWindow | None = None  # the other window, while it holds the KV of a group that is dissolved
+        self.leaving: KvWindow | None = None  # the other window, while it holds the KV of a draining group
         self._before = self._books()
         self._clears = parameters.dtypes != {kv.shape.dtype}
-        self._home_extents = 0  # of each layer's KV while all layers are held and one window is all there is
+        self._home_extents = 0  # of each layer's KV, with all layers held and a single window
 
     @classmethod
     def open(
@@ -65,12 +65,12 @@ class DeviceMemory:
         kv_shape: KvShape,
         extent_bytes: int | None = None,
     ) -> Self:
-        """Map all parameters, split what is left evenly over the layers' KV; what cannot be split stays free.
+        """Map all parameters and split the rest evenly over the layers' KV; the remainder stays free.
 
-        Without `extent_bytes` a size is chosen that suits the model. The backend belongs to the result from here on.
+        Without `extent_bytes` a size that suits the model is chosen. Takes over the backend.
 
         Raises:
-            ConfigError: the budget does not hold the parameters and one KV block per layer, or cannot be had.
+            ConfigError: the budget does not hold the parameters and one KV block per layer, or cannot be allocated.
         """
         with contextlib.ExitStack() as undo:
             undo.callback(backend.close)
@@ -93,12 +93,12 @@ class DeviceMemory:
             return memory
 
     def begin(self) -> None:
-        """A change begins."""
+        """Start a change that `undo` can take back."""
         self.pool.begin()
         self._before = self._books()
 
     def undo(self) -> None:
-        """Take the last change back. May be called again. What had been moved stays moved: nothing was in use there."""
+        """Take the last change back. Idempotent. Copied blocks stay copied: their targets were unused."""
         self.pool.undo()
         self.leaving, self.kv.window, held_layers, layers = self._before
         self.parameters.reset(held_layers)
@@ -110,14 +110,14 @@ class DeviceMemory:
         return self.leaving, self.kv.window, self.parameters.held_layers, layers
 
     # ------------------------------------------------------------ dropping and restoring layers
-    # Where parameters and KV have one dtype and finite values, extents that change hands need not be cleared.
+    # Extents that change owner need no clearing where parameters and KV have the same dtype and finite values.
 
     @all_or_nothing
     def drop_layers(self, layers: Sequence[int]) -> int:
-        """Give up layers that another member executes: their parameters make room for the KV of those that are kept.
+        """Give up layers that another member executes: the KV of the remaining layers gets their parameters' memory.
 
-        The KV of the layers given up stays readable until `shrink_retired` or `release_retired`. Returns the new
-        number of blocks.
+        The KV of the layers given up stays readable until `shrink_retired` or `release_retired`. Returns the new number
+        of blocks.
         """
         self.parameters.drop(layers)
         self.kv.window.retire([layer for layer in layers if layer in self.kv.held_layers])
@@ -125,8 +125,8 @@ class DeviceMemory:
 
     @all_or_nothing
     def shrink_retired(self, block_count: int, moves: Sequence[tuple[int, int]] = ()) -> int:
-        """Layers given up need only so many blocks any more, once those in `moves` (from, to) lie in front;
-        nothing reads them at this moment. Returns the number of blocks of the layers that are kept.
+        """Layers given up keep only `block_count` blocks, after those in `moves` (from, to) have been copied down;
+        nothing reads them meanwhile. Returns the number of blocks of the remaining layers.
         """
         self.kv.window.move_retired(moves)
         self.pool.backend.synchronise()
@@ -135,7 +135,9 @@ class DeviceMemory:
 
     @all_or_nothing
     def release_retired(self) -> int:
-        """Nobody needs the KV of layers given up any more: it follows the parameters. Returns the number of blocks."""
+        """The KV of layers given up is not needed any more: give its memory to the others. Returns the number of
+        blocks.
+        """
         for layer in self.kv.retired_layers:
             self.kv.window.drop(layer)
         return self._grow_kv()
@@ -145,7 +147,7 @@ class DeviceMemory:
         return self.kv.window.grow(extents_per_layer, clear=self._clears)
 
     def blocks_after_drop(self, layers: Sequence[int]) -> int:
-        """Blocks that there will be once these layers and their KV have been given up."""
+        """Number of blocks after giving up these layers and their KV."""
         kept = [layer for layer in self.kv.held_layers if layer not in layers]
         freed = sum(self.parameters.extents_of(layer) for layer in layers)
         freed += len([layer for layer in layers if layer in self.kv.held_layers]) * self.kv.extents_per_layer
@@ -157,13 +159,13 @@ class DeviceMemory:
 
     @property
     def home_block_count(self) -> int:
-        """Blocks of a window while all layers are held and it is the only one; the same for both windows."""
+        """Blocks of a single window with all layers held; equal for both windows."""
         return self.blocks_in(self._home_extents)
 
     @property
     def leaving_block_count(self) -> int:
-        """Blocks that the window in force may have at most so that all parameters can be back, and every layer can have
-        a little room in the other window. 0: where a layer has room for one block at home, or hardly more, not both.
+        """Maximum blocks of the window in force such that all parameters can be loaded and every layer gets a minimum
+        in the other window. 0: too small a memory for both.
         """
         layer_count, held_count = self.kv.shape.layer_count, max(1, len(self.kv.held_layers))
         own, one_block = self.kv.extents_per_layer, self.kv.extents_for_blocks(1)
@@ -177,9 +179,9 @@ class DeviceMemory:
 
     @all_or_nothing
     def make_room_for_layers(self, layers: Sequence[int], *, block_count: int) -> int:
-        """Keep so many blocks of KV, and map the parameters of these layers, to be filled.
+        """Shrink the KV to `block_count` blocks and map the parameters of these layers, to be loaded.
 
-        All blocks behind have been moved away before. Returns the number of blocks.
+        Higher blocks have been copied down before. Returns the number of blocks.
         """
         self.pool.backend.synchronise()
         self.kv.window.keep(block_count)
@@ -189,16 +191,16 @@ class DeviceMemory:
 
     # ------------------------------------------------------------ parking
 
-    can_park = True  # this memory is one process' own
+    can_park = True  # not shared with other ranks
 
     @property
     def is_parked(self) -> bool:
-        """The device has back what parameters of layers and KV had."""
+        """True if the memory of layers and KV has been returned to the device."""
         return self.pool.has_given_up
 
     def park(self) -> None:
-        """No request is here, and all layers are kept elsewhere: gives up layers and KV, and the memory to the device.
-        Parts that are no layer stay.
+        """Release layers and KV, and return their memory to the device. There are no requests, and all layers are kept
+        elsewhere. Other parts stay.
         """
         self._empty()
         self.pool.give_up_free()
@@ -210,24 +212,24 @@ class DeviceMemory:
         self.kv.window.keep(0)
 
     def unpark(self) -> None:
-        """Takes the device's memory again, for `make_room_for_layers`.
+        """Allocate the device's memory again, for `make_room_for_layers`.
 
         Raises:
-            ConfigError: the device has not that much any more; everything is as it was.
+            ConfigError: the device has not that much now; nothing has changed.
         """
         self.pool.take_back()
 
     @all_or_nothing
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks (from, to) in every layer that the window in force holds."""
+        """Copy blocks (from, to) in every layer of the window in force."""
         self.kv.window.move(moves)
 
     # ------------------------------------------------------------ two groups at a time
 
     @all_or_nothing
     def open_window(self) -> int:
-        """The window in force becomes the leaving one, as it is. The other one, with all layers, is in force from now
-        on, in the extents that are free. Returns its number of blocks.
+        """The window in force becomes the draining one. The other window, with all layers, is in force from now on,
+        using the free extents. Returns its number of blocks.
         """
         least = self.kv.extents_for_blocks(1) * self.kv.shape.layer_count
         if self.leaving is not None:
@@ -245,13 +247,13 @@ class DeviceMemory:
 
     @all_or_nothing
     def move_leaving(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks (from, to) in every layer that the leaving window holds."""
+        """Copy blocks (from, to) in every layer of the draining window."""
         self._require_leaving().move(moves)
 
     @all_or_nothing
     def shrink_leaving(self, block_count: int) -> int:
-        """The leaving window keeps so many blocks, behind which none is in use; the one in force gets what that sets
-        free. Returns the number of blocks in force.
+        """Shrink the draining window to `block_count` blocks, the only ones in use; the window in force gets the
+        memory. Returns the number of blocks in force.
         """
         leaving = self._require_leaving()
         self.pool.backend.synchronise()
@@ -260,7 +262,7 @@ class DeviceMemory:
 
     @all_or_nothing
     def close_leaving(self) -> int:
-        """The leaving window gives everything back: nobody needs it any more. Returns the number of blocks in force."""
+        """Give all memory of the draining window to the one in force. Returns its number of blocks."""
         leaving = self._require_leaving()
         self.pool.backend.synchronise()
         leaving.drop_all()
@@ -273,7 +275,7 @@ class DeviceMemory:
         return self.leaving
 
     def parameter_bytes_of(self, layers: Sequence[int]) -> int:
-        """What dropping these layers sets free."""
+        """Bytes that dropping these layers frees."""
         return sum(self.parameters.extents_of(layer) for layer in layers) * self.pool.extent_bytes
 
     def report(self) -> MemoryReport:
@@ -297,7 +299,7 @@ class DeviceMemory:
             raise InvariantViolation("a window holds layers and is neither in force nor leaving")
 
     def close(self) -> None:
-        """Return everything to the system. No tensor of this memory may be touched afterwards. Idempotent."""
+        """Return all memory to the system. No tensor of it may be used afterwards. Idempotent."""
         self.pool.close()
 
     def __enter__(self) -> Self:

@@ -1,20 +1,19 @@
-"""The size of the extents that a device's memory is dealt out in."""
+"""The extent size of a device's memory."""
 
 from collections.abc import Sequence
 
-_EXTENTS_PER_LAYER = 16  # how finely a dropped layer can be dealt out, and a layer's KV at home can be cut
-_MAX_DROP_EXTENT_COUNT = 2000  # in half of the layers: mapping one takes a GPU's driver some 60 us
-_MAX_EXTENT_COUNT = 16384  # far below vm.max_map_count even if no two neighbours lie side by side
+_EXTENTS_PER_LAYER = 16  # granularity of a dropped layer, and of a layer's KV with all layers held
+_MAX_DROP_EXTENT_COUNT = 2000  # in half of the layers: a GPU's driver takes some 60 us to map one
+_MAX_EXTENT_COUNT = 16384  # far below vm.max_map_count even without any adjacent extents
 _MIN_EXTENT_BYTES = 16 << 10
-_LARGE_EXTENT_BYTES = 2 << 20  # from here on a multiple of it: the host moves whole page tables then
+_LARGE_EXTENT_BYTES = 2 << 20  # from here on multiples of it, for which the host moves whole page tables
 
 
 def choose_extent_bytes(
     granularity_bytes: int, budget_bytes: int, layer_bytes: Sequence[int], other_bytes: int = 0
 ) -> int:
-    """A sixteenth of the largest layer's parameters, or of a layer's KV while all layers are held, if that is less; or
-    down to half of it, if that leaves more KV, since what is rounded up is lost to it. Not so small that a drop or
-    mapping the whole budget takes long.
+    """A sixteenth of the largest layer's parameters, or of a layer's KV with all layers held, if that is less; down to
+    half of it, if less is then lost to rounding. Large enough that a drop, or mapping the whole budget, is fast.
     """
     kv_bytes = max(0, budget_bytes - sum(layer_bytes) - other_bytes) // max(1, len(layer_bytes))
     fine_bytes = -(-min(max(layer_bytes, default=0), kv_bytes) // _EXTENTS_PER_LAYER)

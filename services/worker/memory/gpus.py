@@ -1,4 +1,4 @@
-"""The GPUs that torch sees."""
+"""The GPUs that torch finds."""
 
 import re
 
@@ -10,7 +10,7 @@ _CUDA = re.compile(r"cuda(?::(\d+))?")
 
 
 def gpu_uuids() -> list[str]:
-    """In the order of their ordinals. Slow the first time."""
+    """UUIDs by ordinal. Slow the first time."""
     return [_uuid(index) for index in range(torch.cuda.device_count())]
 
 
@@ -18,7 +18,7 @@ def gpu_index(device: str) -> int | None:
     """The ordinal in cuda, cuda:0, cuda:1 ...; None: not a GPU.
 
     Raises:
-        ConfigError: it is no device at all.
+        ConfigError: not a device name.
     """
     if device == "cpu":
         return None
@@ -29,7 +29,7 @@ def gpu_index(device: str) -> int | None:
 
 
 def gpu_bytes(device: str) -> int | None:
-    """All memory of the GPU; None: there is no such one, which is told where memory is opened."""
+    """The GPU's total memory; None if it does not exist, which is reported when memory is opened."""
     index = gpu_index(device)
     if index is None or index >= torch.cuda.device_count():
         return None
@@ -37,7 +37,7 @@ def gpu_bytes(device: str) -> int | None:
 
 
 def describe(device: torch.device) -> str:
-    """cpu, or the ordinal of a GPU and what it is called everywhere else."""
+    """cpu, or the ordinal and UUID of a GPU."""
     return device.type if device.type != "cuda" else f"{device} {_uuid(device.index)}"
 
 

@@ -1,11 +1,11 @@
 """Device memory on the CPU: extents are slices of one memfd, mapped with MAP_FIXED into PROT_NONE ranges.
 
-Adjacent extents are adjacent in the file, so a run costs one call and one kernel mapping however long it is.
+Adjacent extents are adjacent in the file, so a run costs one call and one kernel mapping, however long it is.
 
-Dropping a mapping and making another would cost as much as copying the bytes, because the kernel takes down and builds
-up one page table entry per 4 KiB. So page tables are moved instead: an extent that is unmapped goes, with mremap, to
-its place in a mapping of the whole file (the parking), and from there to where it is mapped next. Kernels before 5.13
-do not do that for shared memory: there an extent is unmapped plainly and faulted in again, all at once.
+Unmapping and mapping anew would cost as much as copying the bytes, as the kernel removes and makes one page table entry
+per 4 KiB. So page tables are moved: an unmapped extent is moved by mremap to its place in a mapping of the whole file
+(the parking), and from there to its next mapping. Kernels before 5.13 cannot do that for shared memory: there an extent
+is unmapped plainly and faulted in again, all at once.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class HostBackend(TensorOperations):
-    """`MemoryBackend` over the CPU's own memory."""
+    """`MemoryBackend` of the CPU's own memory."""
 
     def __init__(self, fd: int | None = None) -> None:
-        """`fd`: the file in which another backend has made the extents, instead of a new one. Belongs to this one."""
+        """`fd`: the file with another backend's extents, instead of a new one. Takes it over."""
         if not hasattr(os, "memfd_create"):
             raise ConfigError("device", "the cpu backend needs memfd_create, which only Linux has")
         self._fd = fd
@@ -98,7 +98,7 @@ class HostBackend(TensorOperations):
         for run in runs:
             if _libc.madvise(self._parking_of(run), run.count * self._extent_bytes, _MADV_REMOVE) != 0:
                 raise _os_failure("madvise", run.count * self._extent_bytes)
-            self._parked[run.first : run.end] = bytes(run.count)  # there is nothing that could be moved from there
+            self._parked[run.first : run.end] = bytes(run.count)  # it has no page tables to move
 
     def take_back(self, runs: Sequence[ExtentRun]) -> None:
         size_bytes, available_bytes = sum(run.count for run in runs) * self._extent_bytes, _available_bytes()
@@ -116,7 +116,7 @@ class HostBackend(TensorOperations):
         return HostBackend(fd)
 
     def reserve(self, size_bytes: int) -> int:
-        """Aligned so that page tables can be moved whole."""
+        """Aligned so that page tables can be moved as a whole."""
         raw = _mmap(None, size_bytes + _PAGE_TABLE_BYTES, _PROT_NONE, _RESERVED, -1, 0)
         address = -(-raw // _PAGE_TABLE_BYTES) * _PAGE_TABLE_BYTES
         if address > raw:
@@ -160,7 +160,7 @@ class HostBackend(TensorOperations):
         return torch.frombuffer(memory, dtype=dtype, count=count).view(tuple(shape))
 
     def synchronise(self) -> None:
-        """Nothing to wait for: operations on the CPU have finished when their call returns."""
+        """Nothing to wait for: operations on the CPU are synchronous."""
 
     def close(self) -> None:
         if self._fd is not None:
@@ -188,7 +188,7 @@ class HostBackend(TensorOperations):
         _mmap(address, size_bytes, _PROT_READ_WRITE, _MAP_SHARED | _MAP_FIXED | populate, fd, offset_bytes)
 
     def _kernel_moves_tables(self, fd: int) -> bool:
-        """Tried out before anything hangs on it: an mremap that is refused leaves a hole where its target was."""
+        """Probed in advance: a refused mremap leaves a hole at its target."""
         page_bytes = mmap.PAGESIZE
         source = _mmap(None, page_bytes, _PROT_READ_WRITE, _MAP_SHARED, fd, 0)
         target = _mmap(None, page_bytes, _PROT_NONE, _RESERVED, -1, 0)

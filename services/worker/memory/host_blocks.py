@@ -1,9 +1,8 @@
-"""KV of swapped-out sequences in host memory, and the copies from there and back, beside a running step.
+"""KV of swapped-out sequences in host memory, and its copies, concurrent with a step.
 
-Copies are made by a thread of their own: on a CPU it shares the cores with the step, on a GPU it feeds a stream of its
-own. There all layers of some blocks are gathered by one kernel and cross the bus in one copy, to memory that the GPU
-writes by itself. Which blocks may be copied at all is the core's business (`core.swapping`): none that the
-step touches. A stage copies the layers that it executes.
+Copies are made by a separate thread: on a CPU it shares the cores with the step, on a GPU it uses a stream of its own,
+where one kernel gathers all layers of several blocks and one copy moves them over the bus to pinned memory. The core
+chooses the blocks (`core.swapping`): none that the step touches. A stage copies its own layers.
 
 Shapes: B blocks, L layers, R ranks, T tokens of a block, K KV heads, H head dim.
 """
@@ -24,12 +23,12 @@ from services.worker.memory.runs import Gatherer, RunKernel, Runs
 
 
 class HostBlocks:
-    """`start`, the step, `finish`: all from the engine thread. For a GPU it takes the memory at once, and otherwise as
-    blocks are used for the first time.
+    """Per step: `start`, execute, `finish`, on the engine thread. Allocates at once for a GPU, otherwise on first use
+    of a block.
     """
 
     def __init__(self, kv: KvCache, block_count: int, kernel: Gatherer | None = None) -> None:
-        """`kernel` for a GPU's memory: `RunKernel`, but for tests.
+        """`kernel`: for a GPU's memory, `RunKernel` except in tests.
 
         Raises:
             ConfigError: this machine has not that much memory.
@@ -64,14 +63,14 @@ class HostBlocks:
         self._under_way = self._thread.submit(self._copy, tuple(copies), layers)
 
     def finish(self) -> float:
-        """Waits until all is copied. Returns the seconds that it took, from the start of the first to the last."""
+        """Wait for all copies. Returns the seconds from the start of the first to the end of the last."""
         if self._under_way is None:
             raise InvariantViolation("no copies have been started")
         under_way, self._under_way = self._under_way, None
         return under_way.result()
 
     def close(self) -> None:
-        """Returns the memory. May be called again."""
+        """Return the memory. Idempotent."""
         self._thread.shutdown(wait=True)
         if self._on_gpu and self._layers_B2TKH:
             _unpin(self._host_BLR2TKH)
@@ -109,14 +108,14 @@ class HostBlocks:
                     self._kernel.scatter(self._lie(there, layers), slot)
 
     def _lie(self, blocks: Sequence[int], layers: Sequence[int]) -> Runs:
-        """Where these blocks are on the device: of each one all layers and ranks."""
+        """The memory of these blocks on the device, block by block, in all layers and ranks."""
         bases = [rank_B2TKH.data_ptr() for layer in layers for rank_B2TKH in self._kv.of_ranks(layer)]
         size = self._kv.shape.block_bytes
         addresses = np.add.outer(np.array(blocks, np.int64) * size, np.array(bases, np.int64)).ravel()
         return Runs(addresses, np.full(len(addresses), size, np.int64))
 
     def _parts(self, blocks: Sequence[int], layers: Sequence[int]) -> list[torch.Tensor]:
-        """The same on the host, in that order, as flat bytes: in as many tensors as do not lie side by side."""
+        """The same on the host, in that order, as flat bytes: one tensor per run of adjacent blocks."""
         whole = len(layers) == self._kv.shape.layer_count
         of_blocks = _spans(blocks) if whole else [slice(block, block + 1) for block in blocks]
         spans = _spans(layers)
@@ -135,7 +134,7 @@ class HostBlocks:
 
 
 def _spans(numbers: Sequence[int]) -> list[slice]:
-    """The same numbers, as far as each is the one behind the last."""
+    """The ids, split into runs of consecutive ones."""
     spans: list[slice] = []
     for number in numbers:
         if spans and spans[-1].stop == number:

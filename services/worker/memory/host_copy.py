@@ -1,4 +1,4 @@
-"""Parameters of layers in host memory: they never change, so what was copied once is right for good."""
+"""Parameters of layers in host memory, copied once, as they never change."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class HostCopy:
         copy: Callable[[torch.Tensor, torch.Tensor], None],
         shared: SharedCopy | None = None,
     ) -> None:
-        """`copied` gives a copy in host memory of what is on the device, `copy` brings it back: (to, from). `shared`:
-        what workers of this host have in common; then nothing else is kept.
+        """`copied(tensor)` returns a copy in host memory, `copy(to, from)` copies back. `shared`: one copy for all
+        workers of this host; then no other is kept.
         """
         self._shared = shared
         self._copied = copied
@@ -33,7 +33,7 @@ class HostCopy:
         self._lock = Lock()
 
     def keep(self, parameters: ParameterStore, layer: int) -> None:
-        """Of all ranks. Does nothing if it is kept already."""
+        """Copy a layer of all ranks. Does nothing if it is kept already."""
         with self._lock:
             kept = layer in self._layers or self._shared is not None
         if not kept:

@@ -1,9 +1,9 @@
 """The KV cache: per layer two windows of blocks, each of which grows and shrinks at its tail.
 
-Shapes: B blocks, T tokens of a block, K KV heads, H head dim. A layer's tensor is `kv_B2TKH`: `[:, 0]` are keys,
-`[:, 1]` values. It covers both windows, and each window the largest cache the device could ever hold; from a window's
-`block_count` on its blocks are not there. One window is in force. The other one is empty, but while a worker is a stage
-of two groups: then the old group's KV leaves it.
+Shapes: B blocks, T tokens of a block, K KV heads, H head dim. A layer's tensor is `kv_B2TKH`: `[:, 0]` are keys, `[:,
+1]` values. It covers both windows, each as large as the largest possible cache; blocks from a window's `block_count` on
+are not mapped. One window is in force. The other one is empty unless the worker is a stage of two groups: then it holds
+the draining group's KV.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvShape:
-    """What the model asks of the cache. With tensor parallelism `kv_heads` are those of one rank."""
+    """Dimensions of the model's KV. With tensor parallelism `kv_heads` are those of one rank."""
 
     layer_count: int
     block_tokens: int
@@ -46,17 +46,17 @@ class KvShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvGeometry:
-    """The cache as it is now; a new one after each change."""
+    """A snapshot of the cache's sizes, replaced after each change."""
 
     block_tokens: int
-    block_bytes: int  # of one block in one layer
+    block_bytes: int  # per block in one layer
     block_count: int
-    kv_bytes_per_token: int  # over all layers that this instance holds KV for
+    kv_bytes_per_token: int  # over all layers whose KV is here
 
 
 class KvWindow:
     """Blocks of some layers, with ids from `first_block` on. An id means the same slot in every layer, so the smallest
-    layer counts. Counts of blocks are relative to the window, ids are not.
+    layer counts. Block counts are relative to the window, ids are not.
     """
 
     def __init__(
@@ -77,17 +77,17 @@ class KvWindow:
 
     @property
     def held_layers(self) -> tuple[int, ...]:
-        """Layers whose KV is kept here. They alone decide how many blocks there are."""
+        """Layers whose KV is kept here. They alone determine the number of blocks."""
         return self._held_layers
 
     @property
     def retired_layers(self) -> tuple[int, ...]:
-        """Layers that are executed elsewhere, whose KV is still mapped here because victims' KV is being sent."""
+        """Layers executed elsewhere, whose KV is still mapped here because it is being sent."""
         return tuple(self._retired)
 
     @property
     def extents_per_layer(self) -> int:
-        """Extents mapped in every layer held."""
+        """Extents mapped in each held layer."""
         return min((self._ranges[layer].extent_count for layer in self._held_layers), default=0)
 
     @property
@@ -97,7 +97,7 @@ class KvWindow:
 
     @property
     def block_count(self) -> int:
-        """Blocks that may be used: those mapped in every layer held."""
+        """Usable blocks: those mapped in every held layer."""
         return self.blocks_of(self._held_layers)
 
     def blocks_of(self, layers: Iterable[int]) -> int:
@@ -105,29 +105,29 @@ class KvWindow:
         return self._blocks_in(min((self._ranges[layer].mapped_bytes for layer in layers), default=0))
 
     def extents_for_blocks(self, block_count: int) -> int:
-        """Extents per layer that hold so many blocks."""
+        """Extents per layer for `block_count` blocks."""
         return self._pool.extents_for(block_count * self._shape.block_bytes)
 
     @property
     def layers(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Held, and retired."""
+        """Held and retired layers."""
         return self._held_layers, self.retired_layers
 
     def reset(self, held: tuple[int, ...], retired: tuple[int, ...]) -> None:
-        """A change is taken back: these are the `layers`, as they were."""
+        """Undo: these were the `layers`."""
         self._held_layers, self._retired = held, list(retired)
 
     def hold_all(self) -> None:
-        """An empty window holds every layer from now on."""
+        """Make an empty window hold every layer."""
         if self._held_layers or self._retired:
             raise InvariantViolation(f"a window is not empty; held are {self._held_layers}, retired {self._retired}")
         self._held_layers = tuple(range(len(self._ranges)))
 
     def grow(self, extents_per_layer: int, *, clear: bool = True) -> int:
-        """Map that many more extents in every layer held. Returns the new `block_count`.
+        """Map `extent_count` more extents in every held layer. Returns the new `block_count`.
 
-        Extents that held something else before carry its bytes, and a NaN among them would spread through masked
-        attention (0 x NaN), so they are cleared unless the caller knows better.
+        Reused extents contain old bytes, and a NaN among them would spread through masked attention (0 x NaN), so they
+        are cleared unless the caller excludes that.
         """
         wanted = extents_per_layer * len(self._held_layers)
         if wanted > self._pool.free_count:
@@ -140,9 +140,9 @@ class KvWindow:
         return self.block_count
 
     def shrink(self, extents_per_layer: int, *, used_blocks_end: int) -> int:
-        """Unmap that many extents at the tail of every layer held and free them. Returns the new `block_count`.
+        """Unmap and free that many extents at the tail of every held layer. Returns the new `block_count`.
 
-        No block from `used_blocks_end` on is in use: the caller has moved those down before.
+        No block from `used_blocks_end` on is in use: the caller has copied those down before.
         """
         left = (self.extents_per_layer - extents_per_layer) * self._pool.extent_bytes
         if left < 0 or self._blocks_in(left) < used_blocks_end:
@@ -155,18 +155,18 @@ class KvWindow:
         return self.block_count
 
     def keep(self, block_count: int) -> int:
-        """Layers held keep only the extents of their first `block_count` blocks. Returns the new `block_count`."""
+        """Shrink held layers to the extents of `block_count` blocks. Returns the new `block_count`."""
         surplus = max(0, self.extents_per_layer - self.extents_for_blocks(block_count))
         return self.shrink(surplus, used_blocks_end=min(block_count, self.block_count))
 
     def retire(self, layers: Sequence[int]) -> None:
-        """These layers are executed elsewhere now. They stay mapped until `drop`, and neither grow nor count."""
+        """Mark layers that are executed elsewhere now. They stay mapped until `drop`, and neither grow nor count."""
         for layer in layers:
             self._let_go(layer)
             self._retired.append(layer)
 
     def shrink_retired(self, block_count: int) -> int:
-        """Retired layers keep only their first `block_count` blocks. Returns how many extents became free."""
+        """Shrink retired layers to `block_count` blocks. Returns the number of extents freed."""
         kept, freed = self.extents_for_blocks(block_count), 0
         for layer in self._retired:
             surplus = max(0, self._ranges[layer].extent_count - kept)
@@ -175,7 +175,7 @@ class KvWindow:
         return freed
 
     def drop(self, layer: int) -> int:
-        """Free the KV of a layer that is not executed here. Returns how many extents became free."""
+        """Free the KV of a layer not executed here. Returns the number of extents freed."""
         if layer not in self._retired:
             self.retire([layer])
         freed = self._ranges[layer].extent_count
@@ -184,20 +184,20 @@ class KvWindow:
         return freed
 
     def drop_all(self) -> None:
-        """Give everything back."""
+        """Free everything."""
         for layer in (*self._held_layers, *self._retired):
             self.drop(layer)
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks `from -> to` in every layer held."""
+        """Copy blocks `from -> to` in every held layer."""
         self._copy(moves, self._held_layers)
 
     def move_retired(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks (from, to) of every retired layer; no target is a source."""
+        """Copy blocks (from, to) in every retired layer; no target is a source."""
         self._copy(moves, self._retired)
 
     def check(self) -> None:
-        """Raise InvariantViolation if layers held differ in size, or others have extents."""
+        """Raise InvariantViolation if held layers differ in size, or other layers have extents."""
         if len({owner.extent_count for owner in self._held_ranges()}) > 1:
             raise InvariantViolation(f"layers {self._held_layers} have KV of different sizes")
         for layer, owner in enumerate(self._ranges):
@@ -227,13 +227,13 @@ class KvCache:
     def __init__(self, pool: PhysicalPool, shape: KvShape) -> None:
         self._pool = pool
         self.shape = shape
-        self.mirrors: tuple[KvCache, ...] = ()  # of the other ranks of the instance: the same blocks, their heads
+        self.mirrors: tuple[KvCache, ...] = ()  # of the instance's other ranks: the same blocks of their heads
         if pool.extent_count * pool.extent_bytes < shape.block_bytes:
             raise ConfigError(
                 "device_memory_bytes",
                 f"{pool.budget_bytes} bytes do not hold one KV block of {shape.block_bytes} bytes",
             )
-        whole_bytes = math.lcm(pool.extent_bytes, shape.block_bytes)  # after so many a block and an extent begin
+        whole_bytes = math.lcm(pool.extent_bytes, shape.block_bytes)  # common multiple of both sizes
         window_bytes = -(-pool.extent_count * pool.extent_bytes // whole_bytes) * whole_bytes
         window_extents, window_blocks = window_bytes // pool.extent_bytes, window_bytes // shape.block_bytes
         self._ranges = [
@@ -250,28 +250,28 @@ class KvCache:
 
     @property
     def other_window(self) -> KvWindow:
-        """The one that is not in force."""
+        """The window that is not in force."""
         first, second = self.windows
         return second if self.window is first else first
 
     @property
     def held_layers(self) -> tuple[int, ...]:
-        """Those of the window in force."""
+        """Of the window in force."""
         return self.window.held_layers
 
     @property
     def retired_layers(self) -> tuple[int, ...]:
-        """Those of the window in force."""
+        """Of the window in force."""
         return self.window.retired_layers
 
     @property
     def extents_per_layer(self) -> int:
-        """Those of the window in force."""
+        """Of the window in force."""
         return self.window.extents_per_layer
 
     @property
     def block_count(self) -> int:
-        """That of the window in force."""
+        """Of the window in force."""
         return self.window.block_count
 
     @property
@@ -285,18 +285,18 @@ class KvCache:
         )
 
     def extents_for_blocks(self, block_count: int) -> int:
-        """Extents per layer that hold so many blocks."""
+        """Extents per layer for `block_count` blocks."""
         return self.window.extents_for_blocks(block_count)
 
     def layer(self, layer: int) -> torch.Tensor:
-        """`kv_B2TKH` of a layer, made once: same object, same base pointer, whatever is mapped.
+        """`kv_B2TKH` of a layer: always the same object and base pointer, whatever is mapped.
 
-        Contiguous. Touch only a window's first `block_count` blocks; nothing checks that on the way to the memory.
+        Contiguous. Only a window's first `block_count` blocks may be accessed; nothing checks that.
         """
         return self._tensors[layer]
 
     def of_ranks(self, layer: int) -> list[torch.Tensor]:
-        """`layer` of all ranks of the instance, this one first."""
+        """`layer` on all ranks of the instance, this one first."""
         return [cache._tensors[layer] for cache in (self, *self.mirrors)]
 
     @property
@@ -305,8 +305,8 @@ class KvCache:
         return self.shape.block_bytes * (1 + len(self.mirrors))
 
     def guard(self, blocks_end: int, layers: Iterable[int]) -> None:
-        """Raise InvariantViolation unless all blocks below `blocks_end`, from where their window begins, exist in these
-        layers: to be called before a step, with the highest block id of its tables plus one, since the alternative is
+        """Raise InvariantViolation unless all blocks below `blocks_end`, from their window's first one on, exist in
+        these layers. Called before a step with the highest block id of its tables plus one, as the alternative is a
         SIGSEGV inside a kernel.
         """
         window = self._window_of(blocks_end - 1)
@@ -317,7 +317,7 @@ class KvCache:
             )
 
     def scratch(self, block_count: int) -> torch.Tensor:
-        """Bytes beside the cache for blocks of one layer each, for `put`."""
+        """Temporary bytes for blocks of one layer each, for `put`."""
         return self._pool.backend.scratch(block_count * self.shape.block_bytes)
 
     def put(self, layer: int, blocks: Sequence[int], came: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
-"""A checksum that a GPU computes as fast as it reads, and equals what a processor computes: for parameters.
+"""A checksum of parameters that a GPU computes at memory bandwidth, equal to the CPU's result.
 
-128 bits: two sums, modulo 2**64, of a term for each word of 8 bytes and its place. It tells bytes that are wrong,
-missing or elsewhere from those that are meant; it withstands nobody who looks for others with the same sums.
+128 bits: two sums, modulo 2**64, of a term for each word of 8 bytes and its index. It detects wrong, missing and
+misplaced bytes; it is not cryptographic.
 """
 
 import importlib
@@ -22,16 +22,16 @@ _ADDED, _FIRST, _SECOND, _THIRD = (
     0x94D049BB133111EB,
     0xD6E8FEB86659FD93,
 )
-_AT_ONCE = 1 << 15  # words, on the host: they stay in the cache
+_AT_ONCE = 1 << 15  # words, on the host: they fit the processor's cache
 
 
 def constants() -> dict[str, Any]:
-    """What the kernel is compiled for."""
+    """Compile-time constants of the kernel."""
     return {"ADDED": _ADDED, "FIRST": _FIRST, "SECOND": _SECOND, "THIRD": _THIRD, "SIZE": 1024, "ROUNDS": 8}
 
 
 def mixed(data: torch.Tensor) -> bytes:
-    """16 bytes over flat bytes that lie aligned; `beside` is for those of a GPU."""
+    """16 bytes of checksum over aligned flat bytes; `beside`: context manager for GPU memory."""
     with beside(data.device)():
         return _mixed(data)
 

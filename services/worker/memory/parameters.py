@@ -1,7 +1,7 @@
-"""Model parameters in extents: one range per layer, and one for each part that is no layer (embedding, head ...).
+"""Model parameters in extents: one range per layer, and one for each other part (embedding, head ...).
 
-A layer can be dropped (its extents go to the pool, where the KV cache takes them) and restored (extents come back,
-a loader fills them again, checksums tell whether it did so right). Its tensors are made once and stay valid.
+A layer can be dropped (its extents go to the pool, and to the KV cache) and restored (extents return, a loader fills
+them, checksums verify it). Its tensors are made once and stay valid.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ALIGNMENT_BYTES = 64  # a cache line, and the widest vector load
 CHECKSUM_BYTES = 16
 _LAYOUT_BYTES = 8
-_PIECE_BYTES = 4 << 20  # what is read for a checksum at once: a few milliseconds
+_PIECE_BYTES = 4 << 20  # bytes read at once for a checksum: a few milliseconds
 
 
 class TensorSpec(NamedTuple):
@@ -30,12 +30,12 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype
 
 
-PartSpec = Mapping[str, TensorSpec]  # name of the tensor inside its part -> what it is
+PartSpec = Mapping[str, TensorSpec]  # name of the tensor inside its part -> its shape and dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one tensor lies in its part's range."""
+    """Position of one tensor in its part's range."""
 
     name: str
     spec: TensorSpec
@@ -46,11 +46,11 @@ class Placement:
 @dataclass(frozen=True, slots=True)
 class PartLayout:
     placements: tuple[Placement, ...]
-    size_bytes: int  # with the padding between tensors
+    size_bytes: int  # including padding between tensors
 
 
 def lay_out(part: str, specs: PartSpec) -> PartLayout:
-    """Place a part's tensors one after the other, in the order given."""
+    """Place a part's tensors consecutively, in the given order."""
     placements: list[Placement] = []
     end_bytes = 0
     for name, spec in specs.items():
@@ -67,7 +67,7 @@ def lay_out(part: str, specs: PartSpec) -> PartLayout:
 
 
 class ParameterStore:
-    """Named tensors per part, all mapped at first. Fresh ones are zero; a loader fills them in place."""
+    """Named tensors per part, all mapped at first and zero; a loader fills them in place."""
 
     def __init__(self, pool: PhysicalPool, layers: Sequence[PartSpec], others: Mapping[str, PartSpec]) -> None:
         self._pool = pool
@@ -75,8 +75,8 @@ class ParameterStore:
         self._others = {name: _ParameterPart(pool, name, specs) for name, specs in others.items()}
         self._held = [True] * len(layers)
         self._held_layers = tuple(range(len(layers)))
-        self.mirrors: tuple[ParameterStore, ...] = ()  # of the other ranks of the instance, held and dropped alike
-        self.loaded_checksums: dict[int, bytes] = {}  # layer -> of what a loader has put there, which never changes
+        self.mirrors: tuple[ParameterStore, ...] = ()  # of the instance's other ranks, held and dropped together
+        self.loaded_checksums: dict[int, bytes] = {}  # layer -> checksum as loaded, which never changes
         for part in [*self._layers, *self._others.values()]:
             part.range.grow(part.extent_count)
 
@@ -86,7 +86,7 @@ class ParameterStore:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """Of layers, which give their extents to KV."""
+        """Dtypes of layers, whose extents KV uses."""
         return {spec.dtype for part in self._layers for spec in part.specs.values()}
 
     @property
@@ -99,29 +99,29 @@ class ParameterStore:
         return sum(part.range.extent_count for part in (*self._layers, *self._others.values()))
 
     def size_bytes_of(self, layer: int) -> int:
-        """What the layer's tensors take, whatever extents memory is dealt out in."""
+        """Bytes of the layer's tensors, without rounding to extents."""
         return self._layers[layer].size_bytes
 
     @property
     def other_bytes(self) -> int:
-        """The same of all parts that are no layer."""
+        """Bytes of all parts that are no layer."""
         return sum(part.size_bytes for part in self._others.values())
 
     def extents_of(self, layer: int) -> int:
-        """Extents that dropping this layer sets free, or that restoring it takes."""
+        """Extents that dropping this layer frees, and that restoring it needs."""
         return self._layers[layer].extent_count
 
     @property
     def of_ranks(self) -> tuple[ParameterStore, ...]:
-        """Of all ranks of the instance, this one first."""
+        """On all ranks of the instance, this one first."""
         return (self, *self.mirrors)
 
     def pieces(self, layer: int) -> list[torch.Tensor]:
-        """All memory of a layer that is held, on all ranks."""
+        """All memory of a held layer, on all ranks."""
         return [tensor for store in self.of_ranks for tensor in store.layer(layer).values()]
 
     def layer(self, layer: int) -> Mapping[str, torch.Tensor]:
-        """The tensors of a layer that is held. They are the same objects before a drop and after a restore."""
+        """The tensors of a held layer: the same objects before a drop and after a restore."""
         self._require_held(layer, held=True)
         return self._layers[layer].tensors
 
@@ -131,11 +131,11 @@ class ParameterStore:
 
     @property
     def other_names(self) -> tuple[str, ...]:
-        """Of the parts that are no layer."""
+        """Names of the parts that are no layer."""
         return tuple(self._others)
 
     def other_layout(self, name: str) -> bytes:
-        """As `layout`, of a part that is no layer."""
+        """`layout` of a part that is no layer."""
         return self._others[name].layout_digest
 
     def layout(self, layer: int) -> bytes:
@@ -149,8 +149,8 @@ class ParameterStore:
     def layer_checksum(
         self, layer: int, between: Callable[[], None] | None = None, by: Algorithm | None = None
     ) -> bytes:
-        """16 bytes over names, shapes, dtypes and contents; equal if and only if the parameters are. `by`: if not by
-        `checksums_by`.
+        """16 bytes over names, shapes, dtypes and contents; equal if and only if the parameters are. `by`: the
+        algorithm, by default `checksums_by`.
 
         `between` is called after every piece of about 4 MiB that the host reads, and after each tensor.
         """
@@ -159,13 +159,13 @@ class ParameterStore:
         return combined([store._layers[layer].checksum(chosen, between) for store in self.of_ranks])
 
     def part_checksum(self, name: str) -> bytes:
-        """The same as `layer_checksum`, for a part that is no layer."""
+        """`layer_checksum` of a part that is no layer."""
         return self._others[name].checksum(self.checksums_by)
 
     def drop(self, layers: Iterable[int]) -> int:
-        """Unmap these layers and give their extents to the pool. Returns how many extents became free.
+        """Unmap these layers and return their extents to the pool. Returns the number of extents freed.
 
-        From here on their tensors must not be touched: that would be a crash, not an error.
+        Accessing their tensors afterwards crashes the process.
         """
         chosen = sorted(set(layers))
         for layer in chosen:
@@ -176,9 +176,9 @@ class ParameterStore:
         return sum(self.extents_of(layer) for layer in chosen)
 
     def restore(self, layer: int) -> Mapping[str, torch.Tensor]:
-        """Map extents from the pool under a dropped layer and return its tensors, whose contents are arbitrary.
+        """Map extents from the pool for a dropped layer and return its tensors, whose contents are arbitrary.
 
-        Fill them and compare `layer_checksum` before the layer is executed.
+        Load them and compare `layer_checksum` before the layer is executed.
         """
         self._require_held(layer, held=False)
         self._layers[layer].range.grow(self._layers[layer].extent_count)
@@ -186,7 +186,7 @@ class ParameterStore:
         return self._layers[layer].tensors
 
     def reset(self, held_layers: Sequence[int]) -> None:
-        """A change is taken back: these layers are held, as they were."""
+        """Undo: these layers were held."""
         for layer in range(self.layer_count):
             self._set_held(layer, held=layer in held_layers)
 
@@ -200,7 +200,7 @@ class ParameterStore:
 
 
 def combined(checksums: Sequence[bytes]) -> bytes:
-    """Of a layer, of those of each rank's share of it."""
+    """A layer's checksum from those of all ranks' shards."""
     if len(checksums) == 1:
         return checksums[0]
     return hashlib.sha256(b"".join(checksums)).digest()[:CHECKSUM_BYTES]
@@ -211,7 +211,7 @@ def layer_name(layer: int) -> str:
 
 
 class _ParameterPart:
-    """One range and the tensors in it."""
+    """One range and its tensors."""
 
     def __init__(self, pool: PhysicalPool, name: str, specs: PartSpec) -> None:
         layout = lay_out(name, specs)
@@ -230,11 +230,11 @@ class _ParameterPart:
         return self.range.bytes[placed.offset_bytes : placed.offset_bytes + placed.size_bytes]
 
     def checksum(self, by: Algorithm, between: Callable[[], None] | None = None) -> bytes:
-        digest = hashlib.sha256()  # processors have instructions for it: half of the time of others
+        digest = hashlib.sha256()  # processors have instructions for it: half the time of other algorithms
         for placed in self._layout.placements:
             digest.update(f"{placed.name} {placed.spec.dtype} {tuple(placed.spec.shape)}\n".encode())
             if by is Algorithm.MIX128:
-                from services.worker.memory.mixing import mixed  # which needs torch
+                from services.worker.memory.mixing import mixed  # imports torch
 
                 digest.update(mixed(self._bytes_of(placed)))
                 if between is not None:

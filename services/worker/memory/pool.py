@@ -1,7 +1,7 @@
-"""The books of one device's memory: a budget of equal extents, and the address ranges into which they are mapped.
+"""Account of one device's memory: a budget of equal extents, and the address ranges into which they are mapped.
 
-Every extent is free or belongs to one purpose, and one that belongs to a purpose is mapped in exactly one range of
-that purpose (I3). The pool and its ranges are used by one thread: the one that steps the engine.
+Every extent is free or has one purpose, and is then mapped in exactly one range of that purpose (I3). The pool and its
+ranges are used by the engine thread only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from services.worker.memory.backend import ExtentRun, MemoryBackend
 
 
 class Purpose(IntEnum):
-    """What an extent is used for; the values are what the books hold per extent."""
+    """Use of an extent; the value is stored per extent."""
 
     PARAMETERS = 1
     KV = 2
@@ -27,7 +27,7 @@ _FREE = 0
 
 
 class PhysicalPool:
-    """Owns the budget. Bytes beyond the last whole extent can never be mapped; they count as free."""
+    """Owns the budget. Bytes beyond the last whole extent cannot be mapped; they count as free."""
 
     def __init__(self, backend: MemoryBackend, budget_bytes: int, extent_bytes: int) -> None:
         if extent_bytes <= 0 or extent_bytes % backend.granularity_bytes:
@@ -47,9 +47,9 @@ class PhysicalPool:
         self._ranges: list[VirtualRange] = []
         self._reserved: list[tuple[int, int]] = []  # address, size: released as a whole
         self._closed = False
-        self._given_up: list[ExtentRun] = []  # free ones that the device has back
+        self._given_up: list[ExtentRun] = []  # free extents whose memory the device has
         self._changes: list[_Change] = []
-        self._report: MemoryReport | None = None  # None: something has changed since the last one
+        self._report: MemoryReport | None = None  # None: changed since the last report
 
     @property
     def free_count(self) -> int:
@@ -59,18 +59,18 @@ class PhysicalPool:
         return self._taken[purpose]
 
     def extents_for(self, size_bytes: int) -> int:
-        """How many extents hold so many bytes."""
+        """Extents that hold `size_bytes` bytes."""
         return -(-size_bytes // self.extent_bytes)
 
     def reserve(self, name: str, purpose: Purpose, extent_count: int) -> VirtualRange:
-        """A new range with room for `extent_count` extents, nothing mapped yet. It lives as long as the pool."""
+        """A new range for up to `extent_count` extents, with nothing mapped. It lives as long as the pool."""
         [made] = self.reserve_windows(name, purpose, extent_count, count=1)
         return made
 
     def reserve_windows(
         self, name: str, purpose: Purpose, extent_count: int, count: int = 2
     ) -> tuple[VirtualRange, ...]:
-        """Ranges of the same size, one directly behind the other, so that one tensor may lie over all of them."""
+        """Adjacent ranges of the same size, so that one tensor may cover all of them."""
         size_bytes = max(1, extent_count) * self.extent_bytes
         address = self.backend.reserve(count * size_bytes)
         self._reserved.append((address, count * size_bytes))
@@ -79,7 +79,7 @@ class PhysicalPool:
         return made
 
     def take(self, purpose: Purpose, count: int) -> list[ExtentRun]:
-        """Take free extents in as few runs as possible, the lowest that fits first.
+        """Take free extents in as few runs as possible, the lowest fitting one first.
 
         Raises:
             InvariantViolation: fewer than `count` are free; callers look at `free_count` first.
@@ -99,7 +99,7 @@ class PhysicalPool:
         return sorted(taken)
 
     def give_back(self, purpose: Purpose, runs: Iterable[ExtentRun]) -> None:
-        """Return extents that are no longer mapped anywhere."""
+        """Return extents that are not mapped any more."""
         self._report = None
         for run in runs:
             if self._owners.count(purpose, run.first, run.end) != run.count:
@@ -109,7 +109,7 @@ class PhysicalPool:
             self._insert_free(run)
 
     def give_up_free(self) -> None:
-        """The device gets the memory of all free extents; none can be taken until `take_back`."""
+        """Return the memory of all free extents to the device; none can be taken until `take_back`."""
         if self._given_up:
             raise InvariantViolation("free extents were given up before")
         self.backend.give_up(self._free)
@@ -120,20 +120,19 @@ class PhysicalPool:
         return bool(self._given_up)
 
     def take_back(self) -> None:
-        """
-        Raises:
-            ConfigError: the device has not that much memory any more; everything is as it was.
+        """Raises:
+        ConfigError: the device has not that much memory now; nothing has changed.
         """
         self.backend.take_back(self._given_up)
         self._given_up = []
 
     def begin(self) -> None:
-        """What `undo` would undo starts here."""
+        """Start recording changes for `undo`."""
         self._changes.clear()
 
     def undo(self) -> None:
-        """Take back how ranges have grown and shrunk since `begin`: they have the same extents as then, whose bytes are
-        those they were, where nobody has written.
+        """Undo the growth and shrinkage of ranges since `begin`: they have the same extents, with the same bytes unless
+        written to.
         """
         while self._changes:
             change = self._changes[-1]
@@ -148,7 +147,7 @@ class PhysicalPool:
         self._changes.append(_Change(owner, runs, grown))
 
     def report(self) -> MemoryReport:
-        """The same object until something changes: every step asks."""
+        """The same object until something changes, as every step asks."""
         report = self._report
         if report is None:
             report = self._report = self._make_report()
@@ -166,9 +165,9 @@ class PhysicalPool:
         )
 
     def check(self) -> None:
-        """Raise InvariantViolation unless books, ranges and free list tell the same story (I3).
+        """Raise InvariantViolation unless owners, ranges and free list agree (I3).
 
-        Holds between operations, not inside one: extents that were taken and are not mapped count as leaked.
+        Holds between operations only: extents taken and not yet mapped count as leaked.
         """
         self.report().check()
         expected = bytearray(self.extent_count)
@@ -190,7 +189,7 @@ class PhysicalPool:
         self._check_free_list()
 
     def close(self) -> None:
-        """Unmap everything and return the memory. Tensors made over a range must not be touched afterwards."""
+        """Unmap everything and return the memory. Tensors over a range must not be used afterwards."""
         if self._closed:
             return
         self._closed = True
@@ -201,12 +200,12 @@ class PhysicalPool:
         self.backend.close()
 
     def _retake(self, purpose: Purpose, runs: Iterable[ExtentRun]) -> None:
-        """Take these free extents."""
+        """Take specific free extents."""
         for run in runs:
             self._own(purpose, next(free for free in self._free if free.first <= run.first < free.end), run)
 
     def _own(self, purpose: Purpose, source: ExtentRun, part: ExtentRun) -> None:
-        """A part of a free run is free no longer."""
+        """Remove a part of a free run."""
         at = bisect_left(self._free, source)
         rest = (ExtentRun(source.first, part.first - source.first), ExtentRun(part.end, source.end - part.end))
         self._free[at : at + 1] = [run for run in rest if run.count]
@@ -247,10 +246,11 @@ class _Change(NamedTuple):
 
 
 class VirtualRange:
-    """An address range that the pool reserves once. Extents come and go at its tail; base address and tensor stay.
+    """An address range that the pool reserves once. Extents are added and removed at its tail; base address and tensor
+    stay.
 
-    Only the first `mapped_bytes` of the tensor may be touched. Views, slices and index_select of those are fine;
-    reading past them, and that includes `repr` or `clone` of the whole, ends the process with SIGSEGV.
+    Only the first `mapped_bytes` of the tensor may be accessed, by views, slices and index_select; reading beyond, as
+    `repr` or `clone` of the whole do, ends the process with SIGSEGV.
     """
 
     def __init__(self, pool: PhysicalPool, name: str, purpose: Purpose, address: int, reserved_bytes: int) -> None:
@@ -260,7 +260,7 @@ class VirtualRange:
         self.address = address
         self.reserved_bytes = reserved_bytes
         self.bytes = pool.backend.raw(address, reserved_bytes)
-        self._runs: list[ExtentRun] = []  # in address order from the base on
+        self._runs: list[ExtentRun] = []  # in address order
         self._count = 0
 
     @property
@@ -292,7 +292,7 @@ class VirtualRange:
         self._pool.changed(self, runs, grown=False)
 
     def map_tail(self, runs: Sequence[ExtentRun]) -> None:
-        """Map runs that were taken for this range's purpose. All or, with an error, none."""
+        """Map runs that were taken for this range's purpose. All, or none and an error."""
         added = sum(run.count for run in runs)
         if self.mapped_bytes + added * self._pool.extent_bytes > self.reserved_bytes:
             raise InvariantViolation(
@@ -305,7 +305,7 @@ class VirtualRange:
         self._count += added
 
     def unmap_tail(self, count: int) -> list[ExtentRun]:
-        """Unmap `count` extents at the tail and hand them to the caller."""
+        """Unmap `count` extents at the tail and return them."""
         if not 0 <= count <= self._count:
             raise InvariantViolation(f"{self.name}: {count} extents to unmap of {self._count}")
         if count == 0:
@@ -316,7 +316,7 @@ class VirtualRange:
         return taken
 
     def contents(self, offset_bytes: int, size_bytes: int) -> Iterable[memoryview]:
-        """Mapped bytes, a part at a time."""
+        """Mapped bytes, in parts."""
         return self._pool.backend.contents(self.bytes[offset_bytes : offset_bytes + size_bytes])
 
     def release(self) -> None:
@@ -332,7 +332,7 @@ class VirtualRange:
 
 
 def _split(runs: Sequence[ExtentRun], count: int) -> tuple[list[ExtentRun], list[ExtentRun]]:
-    """The first `count` extents, and the others."""
+    """The first `count` extents, and the rest."""
     head: list[ExtentRun] = []
     tail: list[ExtentRun] = []
     for run in runs:

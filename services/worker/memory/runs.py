@@ -1,6 +1,6 @@
-"""Bytes that lie in many places, as one run of bytes: copied to and from a slot by one launch, however many they are.
+"""Copies scattered bytes to and from a contiguous slot with one kernel launch.
 
-A GPU copies a block of KV at a time no faster than Python asks for it.
+Copied one by one, blocks of KV would be limited by the launches.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import torch
 
 from ballast.common.extras import lacking
 
-_PART_BYTES = {True: 16 << 10, False: 4 << 10}  # that one program copies: 16 bytes at a time, or one
+_PART_BYTES = {True: 16 << 10, False: 4 << 10}  # copied by one program, in units of 16 bytes or of one
 _WIDE_BYTES = 16
 
 
 class Runs(NamedTuple):
-    """Contiguous memory, one run after the other: [n] int64 each."""
+    """Contiguous pieces of memory: [n] int64 each."""
 
     addresses: np.ndarray
     sizes: np.ndarray
 
     @classmethod
     def of(cls, tensors: Iterable[torch.Tensor]) -> Runs:
-        """Of contiguous ones."""
+        """Of contiguous tensors."""
         lies = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
         return cls(*np.array(lies, np.int64).reshape(-1, 2).T)
 
 
 def parts_of(runs: Runs, slot: torch.Tensor) -> tuple[np.ndarray, bool]:
-    """[parts, 3]: address, place in the slot, size; and whether they are counted in 16 bytes, as all are aligned."""
+    """[parts, 3]: address, offset in the slot, size; and whether all are aligned and counted in units of 16 bytes."""
     addresses, sizes = runs
     wide = not (int(np.bitwise_or.reduce(addresses | sizes)) | slot.data_ptr()) % _WIDE_BYTES
     most = _PART_BYTES[wide]
@@ -45,13 +45,13 @@ def parts_of(runs: Runs, slot: torch.Tensor) -> tuple[np.ndarray, bool]:
 
 
 def constants(*, gathers: bool, wide: bool) -> dict[str, Any]:
-    """What the kernel is compiled for."""
+    """Compile-time constants of the kernel."""
     size = _PART_BYTES[wide] // (4 if wide else 1)
     return {"GATHERS": gathers, "SIZE": size, "WIDE": wide}
 
 
 class Gatherer(Protocol):
-    """`RunKernel`, but for tests."""
+    """`RunKernel`, except in tests."""
 
     def gather(self, runs: Runs, slot: torch.Tensor) -> None: ...
 

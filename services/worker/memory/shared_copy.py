@@ -1,15 +1,15 @@
-"""One copy of a model's parameters in the memory of a host, which all its workers map.
+"""One copy of a model's parameters in a host's memory, mapped by all its workers.
 
-    ROOT/<digest>/maker.lock       held by the worker that makes it, while it does
-    ROOT/<digest>/parameters.bin   all parts, one after the other, as they lie on a device
-    ROOT/<digest>/manifest.json    parts with their place, sums and checksums; written last: with it all is there
+    ROOT/<digest>/maker.lock       held by the worker that makes it
+    ROOT/<digest>/parameters.bin   all parts, consecutively, in device layout
+    ROOT/<digest>/manifest.json    parts with offsets, sums and checksums; written last: it marks completeness
 
-Nothing half-made is ever used: the bytes are written under a name that nobody looks for, and get theirs when they are
-complete. A worker that is killed while it makes the copy leaves a lock that the kernel frees and bytes that the next
-one removes. Users hold a shared lock on the bytes; the last one removes the copy.
+An incomplete copy is never used: bytes are written under a temporary name and renamed when complete. If a worker is
+killed meanwhile, the kernel releases its lock and the next one removes the bytes. Users hold a shared lock on the
+bytes; the last one removes the copy.
 
-What is copied out of it is summed on the way, which costs hardly more than the copy; the checksums are those of the
-worker that read the checkpoint (`ParameterStore.layer_checksum`), for what is compared with other workers.
+Bytes copied out of it are summed on the way, which costs hardly more than the copy; the checksums, for comparison with
+other workers, are those of the worker that read the checkpoint (`ParameterStore.layer_checksum`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from ballast.common.errors import ConfigError
 from ballast.service.logs import get_logger
 
 ROOT = Path("/dev/shm/ballast")
-_PIECE_BYTES = 1 << 18  # stays in a processor's cache between the copy and the sum
+_PIECE_BYTES = 1 << 18  # fits a processor's cache between the copy and the sum
 _MASK = (1 << 64) - 1
-_LEFT_FRACTION = 0.1  # of the host's memory stays available
+_LEFT_FRACTION = 0.1  # fraction of the host's memory left available
 _LOCK, _BYTES, _MANIFEST = "maker.lock", "parameters.bin", "manifest.json"
 
 
@@ -44,7 +44,7 @@ class Part(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """What one part of a store becomes."""
+    """One part of a store in the copy."""
 
     name: str
     pieces: Sequence[torch.Tensor]
@@ -52,8 +52,8 @@ class Copied(NamedTuple):
 
 
 def copy_summed(target: torch.Tensor, source: torch.Tensor) -> int:
-    """Copies the bytes of contiguous tensors of the same size, of which one at least is in host memory. Returns their
-    sum, in which the places of pieces count.
+    """Copy the bytes of contiguous tensors of equal size, at least one of them in host memory. Returns their sum, which
+    depends on the order of pieces.
     """
     to, of = (one.reshape(-1).view(torch.uint8) for one in (target, source))
     host = (of if of.device.type == "cpu" else to).numpy()
@@ -74,7 +74,7 @@ class SharedCopy:
     """A complete copy, mapped for reading. Safe for use from several threads."""
 
     def __init__(self, folder: Path, parts: Mapping[str, Part], fd: int) -> None:
-        """`fd` of the bytes, with a shared lock on it."""
+        """`fd`: of the bytes, with a shared lock on it."""
         self._folder, self._fd = folder, fd
         self.parts = parts
         self._map: mmap.mmap | None = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)  # private: torch wants to write
@@ -82,7 +82,7 @@ class SharedCopy:
         self.size_bytes = len(self._bytes)
 
     def fill(self, name: str, pieces: Sequence[torch.Tensor]) -> bool:
-        """Copies a part into its place. False: it is not in the copy, or not what it was when that was made."""
+        """Copy a part to the device. False: it is missing, or has changed since the copy was made."""
         part = self.parts.get(name)
         if part is None or part.size_bytes != sum(piece.nbytes for piece in pieces):
             return False
@@ -96,12 +96,12 @@ class SharedCopy:
         return True
 
     def close(self) -> None:
-        """The last one removes it. May be called again."""
+        """The last user removes it. Idempotent."""
         if self._map is None:
             return
         self._map = None
         self._bytes = torch.empty(0, dtype=torch.uint8)
-        with contextlib.suppress(OSError):  # others hold it, or wait for it
+        with contextlib.suppress(OSError):  # others hold the lock, or wait for it
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             lock_fd = os.open(self._folder / _LOCK, os.O_RDWR)
             try:
@@ -115,7 +115,7 @@ class SharedCopy:
 
 
 class Maker:
-    """The right to make a copy; others that want it wait."""
+    """The exclusive right to make a copy; other workers wait."""
 
     def __init__(self, folder: Path, lock_fd: int) -> None:
         self._folder, self._lock_fd = folder, lock_fd
@@ -124,22 +124,22 @@ class Maker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """It may be tried by others, if this one has not made it."""
+        """Releases the right, if this worker has not made it."""
         self.give_up()
 
     def give_up(self) -> None:
-        """Others need not wait any more. May be called again."""
+        """Stop the others' waiting. Idempotent."""
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
         self._lock_fd = -1
 
     def make(self, parts: Sequence[Copied]) -> SharedCopy | None:
-        """None: the host has not the memory, which is no error."""
+        """None if the host has too little memory, which is no error."""
         size_bytes = sum(piece.nbytes for part in parts for piece in part.pieces)
         under_way = self._folder / f"{_BYTES}.{os.getpid()}"
         fd = os.open(under_way, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            os.posix_fallocate(fd, 0, size_bytes)  # so that no write to it can fail
+            os.posix_fallocate(fd, 0, size_bytes)  # so that no write can fail
             with mmap.mmap(fd, size_bytes) as mapped:
                 found = _write(mapped, parts)
             fcntl.flock(fd, fcntl.LOCK_SH)
@@ -172,10 +172,10 @@ def _mixed(total: int, of_piece: int) -> int:
 
 
 def open_copy(root: Path, digest: str) -> SharedCopy | Maker:
-    """The copy, or the right to make it. Waits while another worker makes it: that one reads the checkpoint just now.
+    """The copy, or the right to make it. Waits while another worker makes it.
 
     Raises:
-        OSError: there can be no such folder.
+        OSError: the folder cannot be created.
     """
     folder = root / digest
     while True:
@@ -190,7 +190,7 @@ def open_copy(root: Path, digest: str) -> SharedCopy | Maker:
             continue
         copy = _mapped(folder)
         if copy is None:
-            for left in folder.glob("*.bin*"):  # by one that was killed, or that does not fit what is known of it
+            for left in folder.glob("*.bin*"):  # of a killed worker, or inconsistent with the manifest
                 left.unlink(missing_ok=True)
             return Maker(folder, lock_fd)
         os.close(lock_fd)
@@ -213,7 +213,7 @@ def _mapped(folder: Path) -> SharedCopy | None:
 
 
 def _is_still(path: Path, fd: int) -> bool:
-    """Whether the open file is the one at that path."""
+    """True if the open file is the one at that path."""
     try:
         there, here = path.stat(), os.fstat(fd)
     except OSError:
@@ -222,7 +222,7 @@ def _is_still(path: Path, fd: int) -> bool:
 
 
 def why_no_room(root: Path, size_bytes: int, budget_bytes: int | None) -> str:
-    """Why a copy of that size is not made; empty: it may be. `budget_bytes` None: what the host can spare."""
+    """Why a copy of that size is not made; empty if it may be. `budget_bytes` None: what the host can spare."""
     if budget_bytes is not None and size_bytes > budget_bytes:
         return f"it takes {size_bytes:,} bytes, more than --host-copy allows ({budget_bytes:,})"
     there = next((folder for folder in (root, *root.parents) if folder.exists()), Path("/"))
@@ -237,14 +237,14 @@ def why_no_room(root: Path, size_bytes: int, budget_bytes: int | None) -> str:
 
 
 def host_memory() -> tuple[int, int]:
-    """Bytes that the host has, and those available."""
+    """Total and available bytes of the host."""
     found = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     total, available = (int(found[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     return total, available
 
 
 def budget_of(setting: str) -> int | None:
-    """Of --host-copy, which is not off. None: auto.
+    """Bytes allowed by --host-copy, which is not off. None: auto.
 
     Raises:
         ConfigError: it is neither auto, off, nor a number of bytes.

@@ -1,8 +1,7 @@
 """The stream on which an engine computes.
 
-On a GPU it is the engine's own, and the current one of every thread that computes, so that what such a thread hands to
-another stream can wait for what it has given the device to do, and for nothing else. It is not the default stream,
-which a library may use, or wait for, without saying so.
+On a GPU it is the engine's own, and the current one of every computing thread, so that work given to another stream
+waits exactly for what that thread has launched. The default stream is avoided, as libraries use it or wait for it.
 """
 
 from collections.abc import Callable
@@ -12,21 +11,21 @@ import torch
 
 
 def own_stream(device: torch.device) -> Callable[[], None]:
-    """Makes one. Every thread that computes calls what is returned, which does nothing on a CPU: from then on its
-    launches go there.
+    """Create one. Every computing thread calls the result once: its launches then go to that stream. Does nothing on a
+    CPU.
     """
-    # Which GPU is missing is told where memory is opened.
+    # A missing GPU is reported when memory is opened.
     if device.type != "cuda" or device.index >= torch.cuda.device_count():
         return _stay
-    # torch deals streams out of a pool for each priority, over and over. Whoever copies, or waits for a peer, has one
-    # of the ordinary priority: never this one. And what is computed goes first.
+    # torch reuses streams of a pool for each priority. Copies and waits for peers use ordinary priority, so they never
+    # share this one, and computation goes first.
     return partial(_go_to, torch.cuda.Stream(device, priority=-1))
 
 
 def _stay() -> None:
-    """On the host there are no streams."""
+    """There are no streams on the host."""
 
 
 def _go_to(stream: torch.cuda.Stream) -> None:
-    torch.cuda.set_device(stream.device)  # on which Triton launches
+    torch.cuda.set_device(stream.device)  # Triton launches on it
     torch.cuda.set_stream(stream)

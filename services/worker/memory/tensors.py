@@ -1,4 +1,4 @@
-"""What backends whose memory torch can touch have in common."""
+"""Shared by backends whose memory torch can access."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,7 +20,7 @@ class _Addressed(Protocol):
 
 
 def beside(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """Inside, a GPU works on a stream of its own, behind what it has been given to do by now, and before nothing."""
+    """Context manager: a GPU works on a side stream, after everything launched so far."""
     if device.type != "cuda":
         return nullcontext
     stream = torch.cuda.Stream(device)
@@ -29,7 +29,7 @@ def beside(device: torch.device) -> Callable[[], AbstractContextManager[object]]
 
 
 class TensorOperations:
-    """Half of a `MemoryBackend`, by the other half."""
+    """The half of a `MemoryBackend` that follows from the other half."""
 
     @property
     def checksums_by(self: _Addressed) -> Algorithm:

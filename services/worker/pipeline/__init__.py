@@ -1,1 +1,1 @@
-"""A worker's place in its group: batches from stage to stage, KV on its way, the carrying out of transitions."""
+"""A worker as a member of its group: batches from stage to stage, KV transfers, execution of transitions."""

@@ -1,8 +1,8 @@
-"""Threads beside the engine's, for checksums and the disk: what nobody waits for rests after every piece.
+"""Threads for checksums and disk reads; a job without urgency pauses after each piece.
 
-A thread of lower priority would not do. The interpreter's lock passes to whoever has asked for it, and the engine waits
-until that thread has been given a processor: on a busy machine tens of milliseconds. For the same reason pieces are
-large: what counts is how often it wakes up.
+Lower thread priority would not do: the interpreter's lock goes to the thread that requested it, and the engine would
+wait until that thread gets a processor, tens of milliseconds on a busy machine. For the same reason pieces are large:
+the number of wake-ups matters.
 """
 
 import time
@@ -14,7 +14,7 @@ from typing import TypeVar, TypeVarTuple
 _THREADS = 2
 _Given = TypeVarTuple("_Given")
 _Result = TypeVar("_Result")
-_SHARE = 0.1  # of one processor's time: two jobs on each of two workers that share two cores take a fifth of them
+_SHARE = 0.1  # of one processor: two jobs on each of two workers on two shared cores take a fifth of them
 _LONGEST_REST_S = 0.05
 
 
@@ -23,14 +23,14 @@ def never() -> bool:
 
 
 class Stopped(Exception):
-    """The work is not wanted any more."""
+    """The job was cancelled."""
 
 
 def unhurried(stopped: Callable[[], bool], hurried: Callable[[], bool] = never) -> Callable[[], None]:
-    """To be called between two pieces, on the thread that does them; one for each job. It raises Stopped if so.
-    `hurried`: somebody waits for it now after all.
+    """A function to be called between two pieces, on the job's thread; one per job. It pauses, and raises Stopped if
+    the job was cancelled. `hurried`: no pauses, as requests wait for the job.
     """
-    worked_s: float | None = None  # of the thread that does the work, which may not be this one
+    worked_s: float | None = None  # CPU time of the working thread, which may be another one
 
     def rest() -> None:
         nonlocal worked_s
@@ -53,7 +53,7 @@ class Threads:
         keep_layer: Callable[[int], None],
         beside: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`beside`: inside of it a device copies beside what it computes; it is through with that at the end."""
+        """`beside`: context manager that runs copies on a side stream and synchronises on exit."""
         self._read_layer = read_layer
         self._keep_layer = keep_layer
         self._beside = beside

@@ -1,4 +1,4 @@
-"""Puts a worker's parts together, so that it can be a member of groups."""
+"""Constructs a worker's parts as a member of groups."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Instance(Protocol):
-    """A loaded model with its memory, which can run any range of its layers."""
+    """A loaded model with its memory, which can execute any range of its layers."""
 
     @property
     def info(self) -> ModelInfo: ...
@@ -52,11 +52,11 @@ class Instance(Protocol):
     def block_count(self) -> int: ...
 
     def read_layer(self, layer: int) -> None:
-        """Fill a layer's parameters again. Any thread; the layer is not executed meanwhile."""
+        """Reload a layer's parameters. Any thread; the layer is not executed meanwhile."""
         ...
 
     def keep_layer(self, layer: int) -> None:
-        """Copy a layer's parameters to host memory, from which they are read from then on. Any thread."""
+        """Copy a layer's parameters to host memory, the source of later loads. Any thread."""
         ...
 
 
@@ -68,7 +68,7 @@ def stage_core(
     target: TokenTarget | None = None,
     harvest: Harvest | None = None,
 ) -> tuple[WorkerCore, BlockBook]:
-    """`ordinal` is unique over the cluster: it makes the ids of sequences so."""
+    """`ordinal` is unique in the cluster and makes sequence ids unique."""
     book = BlockBook(engine.block_count, limits.block_tokens)
     core = WorkerCore(
         limits,
@@ -105,22 +105,21 @@ def join(
     secret: bytes | None = None,
     compile_grammar: CompileGrammar | None = None,
 ) -> Membership:
-    """Opens the data plane. The shell closes it when its engine thread ends. `costs` is told what stages take.
-    `copier`: needed if the core's limits let it swap.
-    `compile_grammar`: for the engine, and it remembers it; None: it follows none.
-    `runner` executes instead of the engine's own, and `open_plane` opens another data plane. `secret`: see
+    """Opens the data plane; the shell closes it when its engine thread ends. `costs` records durations of stages.
+    `copier`: required if the core's limits allow swapping. `compile_grammar`: for the engine, with caching; None:
+    constraints are not applied. `runner` replaces the engine's own, `open_plane` the data plane. `secret`: see
     `links.plane.DataPlane`.
     """
 
     def post(event: MemberEvent) -> None:
         shell.post_member(event)
 
-    device: torch.device | None = None  # an emulated one is none of torch's
+    device: torch.device | None = None  # an emulated device is not a torch device
     if open_plane is None:
         device = engine.memory.pool.backend.device
         hub = Hub(post, device=device)
         plane = _real_plane(me, hub, config, advertise_host, transport, secret, device)
-        from services.worker.links.cuda_copies import copies_for  # torch comes with it
+        from services.worker.links.cuda_copies import copies_for  # imports torch
 
         threads = Threads(engine.read_layer, engine.keep_layer, copies_for(device).copying)
     else:
@@ -129,7 +128,7 @@ def join(
         plane = open_plane(hub, secret)
     own = engine.runner
     if costs is not None:
-        from services.worker.pipeline.timed_runner import TimedRunner  # NumPy comes with it
+        from services.worker.pipeline.timed_runner import TimedRunner  # imports NumPy
 
         watch = watch_for(engine.memory.pool.backend.device, time.perf_counter)
         own = TimedRunner(own, costs, layer_count=engine.info.layer_count, watch=watch)

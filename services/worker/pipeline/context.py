@@ -1,7 +1,7 @@
-"""What an executor gives a member to live in, and what all parts of a member share.
+"""The environment that an executor provides to a member, and the context that the member's parts share.
 
-There are executors for threads and links (a worker) and for virtual time (the simulator, fault campaigns). What a
-member decides does not know which of them it is.
+Executors: threads and links (a worker), or virtual time (the simulator, fault campaigns). A member's decisions do not
+depend on which.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
 
 _Given = TypeVarTuple("_Given")
 _Result = TypeVar("_Result")
-# Of prompts in a batch beside decodes. Layers that come take bandwidth, and time of the processor, from every batch:
-# a long piece of a prompt on top of it would be the longest gap that a request has. In a pipeline a token waits for
-# the pieces in all microbatches that are in flight.
+# Prompt tokens of a batch with decodes. Loading layers takes bandwidth and processor time from every batch: a long
+# chunk in addition would be the longest gap between two tokens. In a pipeline a token waits for the chunks of all
+# microbatches in flight.
 _PROMPT_BLOCKS = 0.5
-Now = Callable[[], float]  # seconds, of a clock that does not jump
+Now = Callable[[], float]  # monotonic seconds
 
 
 class StageEngine(Protocol):
-    """The part of the engine that runs batches."""
+    """The part of the engine that executes batches."""
 
     def run_stage(
         self,
@@ -59,10 +59,10 @@ class StageEngine(Protocol):
         last_layer: int,
         preempted: Callable[[], bool] = never,
     ) -> StepResult | torch.Tensor:
-        """`preempted` is asked at the batch's safepoints.
+        """`preempted` is called at the batch's safepoints.
 
         Raises:
-            Preempted: it said so.
+            Preempted: it returned True.
         """
         ...
 
@@ -70,38 +70,38 @@ class StageEngine(Protocol):
 
 
 class BlockCopier(Protocol):
-    """Copies KV between device and host while a step runs. All calls come from the engine thread."""
+    """Copies KV between device and host during a step. Called from the engine thread only."""
 
     def start(self, copies: Sequence[BlockCopy], layers: Sequence[int]) -> None: ...
 
     def finish(self) -> float:
-        """Waits for the copies. Returns how long they took."""
+        """Wait for the copies. Returns their duration."""
         ...
 
     def close(self) -> None: ...
 
 
 class Background(Protocol):
-    """Where checksums are taken and layers are read, beside the engine."""
+    """Background jobs beside the engine: checksums and loading of layers."""
 
     def submit(self, job: Callable[[*_Given], _Result], /, *given: *_Given) -> Future[_Result]: ...
 
     def fill(self, layer: int) -> Future[None]:
-        """Its parameters come from host memory, if they were kept, else from the checkpoint. The layer is not executed
-        meanwhile.
+        """Load a layer's parameters from host memory, if they were kept there, otherwise from the checkpoint. The layer
+        is not executed meanwhile.
         """
         ...
 
     def keep(self, layer: int) -> Future[None]:
-        """Its parameters are kept in host memory, from now on for good: they never change."""
+        """Keep a layer's parameters in host memory, permanently: they never change."""
         ...
 
     def rest(self, stopped: Callable[[], bool], hurried: Callable[[], bool] = never) -> Callable[[], None] | None:
-        """To be called between two pieces of a job that nobody waits for. See `unhurried`."""
+        """To be called between two pieces of a job without urgency. See `unhurried`."""
         ...
 
     def shutdown(self) -> None:
-        """What has begun ends; nothing else begins."""
+        """Finish the running jobs, start no further one."""
         ...
 
 
@@ -110,25 +110,25 @@ class Environment:
     """What an executor gives a member."""
 
     plane: Plane
-    hub: Hub  # the receiver of its links
+    hub: Hub  # receives from its links
     engine: StageEngine
     background: Background
     now: Now
-    post: Callable[[MemberEvent], None]  # to be handled by the engine thread
+    post: Callable[[MemberEvent], None]  # queue an event for the engine thread
     links: Callable[[Plane, Role, Now, Callable[[MemberEvent], None]], Links]
-    copier: BlockCopier | None = None  # needed if the core's limits let it swap
-    compile_grammar: Callable[[Grammar], Future[Any]] | None = None  # None: none is followed
-    watch: Callable[[], StageWatch] | None = None  # makes one; None: what the engine has run is over
-    preempts: Callable[[], bool] = never  # whether online work has come since the engine thread last took in events
+    copier: BlockCopier | None = None  # required if the core's limits allow swapping
+    compile_grammar: Callable[[Grammar], Future[Any]] | None = None  # None: constraints are not applied
+    watch: Callable[[], StageWatch] | None = None  # makes a stage watch; None: execution is synchronous
+    preempts: Callable[[], bool] = never  # online work has arrived since the engine thread last took events
 
 
 @dataclass(slots=True)
 class MemberContext:
-    """What all parts of a member share."""
+    """Shared by all parts of a member."""
 
     me: WorkerId
-    core: WorkerCore  # only read: `answers` tell it something
-    book: BlockBook  # of the group in force; another one from the commit of a restore on
+    core: WorkerCore  # read only, except that `answers` handles events
+    book: BlockBook  # of the group in force; replaced at the commit of a restore
     memory: DeviceMemory
     role: Role
     links: Links
@@ -138,11 +138,11 @@ class MemberContext:
     now: Now
     post: Callable[[MemberEvent], None]
     room: GroupRoom
-    leaving: bool = False  # of the group that dissolves, if this worker has led it; not of the one in force
+    leaving: bool = False  # True: of the draining group that this worker has led, not of the one in force
 
     @property
     def group_scheduler(self) -> GroupScheduler:
-        """Only read."""
+        """Read only."""
         leaving = self.core.leaving if self.leaving else None
         return self.core.group_scheduler if leaving is None else leaving
 
@@ -150,18 +150,18 @@ class MemberContext:
         self.book.grow(block_count - self.book.block_count)
 
     def begin_room(self, *, before_block_count: int = 0) -> None:
-        """The role is a new one."""
+        """Start the room accounting of a new role."""
         stages = [stage.worker_id for stage in self.role.stages]
         self.room.begin(stages, self.book.block_count, before_block_count=before_block_count)
 
     def tell_room(self, *, ends: bool = False) -> None:
-        """The core hears how many blocks its group has. `ends`: the group is about to end, and its stages are told of
-        all that they are to forget.
+        """Report the group's blocks to the core. `ends`: the group is about to end, and its stages are told of all
+        releases.
         """
         self.answers.tell(self.room.capacity(self.now(), ends=ends))
 
     def room_told(self, event: CapacityTold) -> None:
-        """Leader: what a stage has."""
+        """Leader: record a stage's capacity."""
         role = self.role
         current = event.epoch == role.epoch and role.leads
         if current and self.room.told(event.source, event.block_count, event.sizes, event.withdrawn):
@@ -170,7 +170,7 @@ class MemberContext:
             self.published.stale_total += 1
 
     def report_room(self) -> None:
-        """The leader hears what this member has."""
+        """Report this member's capacity to the leader."""
         role, room, block_count = self.role, self.room, self.book.block_count
         if role.leads:
             self.room_told(CapacityTold(role.epoch, role.me, block_count, room.own(), room.withdrawn))
@@ -179,8 +179,8 @@ class MemberContext:
             self.links.send(role.leader, TrafficClass.CONTROL, Topic.CAPACITY, body)
 
     def limit_prompts(self, *, beside: bool = False) -> None:
-        """In a restore until `lift_limit`. `beside`: of this worker's own requests, while the group that dissolves
-        computes on the same devices.
+        """Limit prompt chunks during a restore, until `lift_limit`. `beside`: of this worker's own group, while the
+        draining one computes on the same devices.
         """
         token_count = max(1, int(_PROMPT_BLOCKS * self.memory.kv.shape.block_tokens))
         self.answers.tell(PrefillLimited(self.now(), token_count, always=beside))
@@ -193,10 +193,10 @@ Answer = Command | StepOutcome
 
 
 class Answers:
-    """The shell hears of every answer: it tells dispatchers, and forgets texts."""
+    """Commands of the core go to the shell, which sends to dispatchers and drops texts."""
 
     def __init__(self, core: WorkerCore, run: Callable[[Removed], StepOutcome | None]) -> None:
-        """`run` tells this member's stages of sequences that have ended."""
+        """`run` executes removals on this member's stages."""
         self._core = core
         self._run = run
         self._answers: list[Answer] = []

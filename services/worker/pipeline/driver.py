@@ -1,7 +1,7 @@
-"""One transition at a time: `core.transition` decides, and its commands are carried out here.
+"""Executes one transition at a time: `core.transition` decides, its commands are executed here.
 
-`drive` is the one loop. Each command has its line in `_execute`, which returns what has come of it as the next event;
-no function that carries out a command drives the transition itself. What is more than a message is done by the parts.
+`drive` is the only loop. Each command has a line in `_execute`, which returns its result as the next event; no function
+that executes a command drives the transition itself. Commands beyond a message are executed by the parts.
 """
 
 import copy
@@ -59,8 +59,8 @@ class TransitionDriver:
         broken: Callable[[Epoch, WorkerId, str], None],
         second: Callable[[MemberContext, Role], tuple[MemberContext, StageRunner]],
     ) -> None:
-        """`broken` hears that the group is lost with a member. `second` makes the context and the stage of a group that
-        goes on in this role, beside the one in force.
+        """`broken` is called when the group is lost with a member. `second` makes the context and stage of a draining
+        group, beside the group in force.
         """
         self._context = context
         self._role = context.role
@@ -76,25 +76,25 @@ class TransitionDriver:
         self._broken = broken
         self._second = second
         self._now = context.now
-        self.transition: Transition | None = None  # under way, or the last
+        self.transition: Transition | None = None  # current or last one
         self._received: PlanReceived | None = None
-        self.leaving: Leaving | None = None  # the group before, which dissolves
-        self._early: list[RosterArrived] = []  # rosters of peers that have the commit of a restore before this worker
+        self.leaving: Leaving | None = None  # the draining group
+        self._early: list[RosterArrived] = []  # rosters that arrived before this worker's Commit
         self._offline_paused = False
 
-    # ------------------------------------------------------------ what it is told
+    # ------------------------------------------------------------ notifications
 
     def receive(self, event: PlanReceived) -> None:
-        """A plan that is to be taken: see `core.transition.reception`."""
+        """Accept a plan that `core.transition.reception` has approved."""
         plan, current = event.plan, self.transition
-        if current is not None and current.phase in BEFORE_COMMIT:  # whoever has planned it has forgotten it
+        if current is not None and current.phase in BEFORE_COMMIT:  # its planner has dropped that one
             why = f"epoch {plan.epoch} is to be prepared"
             self.drive(t.AbortRequested(self._now(), current.epoch, why))
         self._migrations.give_up("the layout changes")
         if self.undoing or not self._migrations.idle:
-            return  # what is read or written for it must not be unmapped
+            return  # memory that is read or written for it must not be unmapped
         if plan.kind is TransitionKind.RESTORE and self._role.leads and self._context.room.sizes is None:
-            return  # stages say how large they are when the transition before is over there: a moment later, perhaps
+            return  # stages report their capacity once the previous transition has ended there
         self._links.retire(self._role.epoch)
         self.transition = Transition(self._role.me, plan)
         self._received = event
@@ -119,8 +119,8 @@ class TransitionDriver:
         self.drive(event)
 
     def drive(self, *events: t.Event | RosterArrived) -> None:
-        """Takes events to commands and their results to events until none is left; then sends KV and publishes, once.
-        A group that is lost takes its transition with it, and what was still to be told to that.
+        """Handle events, execute the resulting commands, handle their results, until none is left; then send KV and
+        publish, once. If the group is lost, its transition and the remaining commands are dropped.
         """
         if not events:
             return
@@ -135,7 +135,7 @@ class TransitionDriver:
         self._stage.run_early()
 
     def _pause_offline(self, *, paused: bool) -> None:
-        """Offline requests leave a group before it changes: none of their KV travels or takes room meanwhile."""
+        """Preempt offline sequences before the group changes: none of their KV is moved or takes room."""
         if paused != self._offline_paused:
             self._offline_paused = paused
             self._answers.tell(OfflinePaused(self._now(), paused))
@@ -152,14 +152,14 @@ class TransitionDriver:
         return self.transition is None or self.transition.may_form
 
     def poll(self) -> None:
-        """Between two batches."""
+        """Called between two batches."""
         transition, group_scheduler = self.transition, self._context.group_scheduler
         if (
             transition is not None
             and transition.quiesces
             and not (group_scheduler.in_flight_count or group_scheduler.suspended_ids)
         ):
-            # What has ended since the last batch, while the stages still follow this leader: it would stay there.
+            # Sequences ended since the last batch, released while the stages still follow this leader.
             self._context.tell_room(ends=True)
             self.drive(t.BoundaryReached(self._now(), transition.epoch))
         if transition is not None and transition.part.dissolves:
@@ -182,7 +182,7 @@ class TransitionDriver:
             self.drive(t.LayersGivenUp(self._now(), epoch))
 
     def link_made(self, event: LinkMade) -> None:
-        if not self.is_current(event.epoch):  # of a plan that was given up: the links of this one may be missing yet
+        if not self.is_current(event.epoch):  # of a cancelled plan: links of this one may be missing
             return
         news = self._links.made(event)
         if news is not None:
@@ -210,11 +210,12 @@ class TransitionDriver:
         self.drive(event)
 
     def _make_room_for(self, event: RosterArrived) -> None:
-        """Blocks of sequences that are recomputed are needed for those that keep their KV."""
+        """Free the blocks of recomputed sequences for those that keep their KV."""
         if event.event.wave:
             roster = replace(event.event, source=self._role.leader)
             self._links.pass_down(Topic.WAVE, roster_to_bytes(roster, event.recomputed))
-            # Blocks that batches before it have freed are taken by KV that comes over links: nothing may touch them.
+            # KV that arrives over links is written into blocks that earlier batches have freed: no kernel may still use
+            # them.
             self._memory.pool.backend.synchronise()
         else:
             for sequence_id in event.recomputed:
@@ -230,7 +231,7 @@ class TransitionDriver:
             self.drive(*self._mover.left(event))
 
     def room_granted(self, epoch: Epoch, block_count: int) -> None:
-        """From the leader, perhaps before the planner asks for this restore."""
+        """From the leader, perhaps before the planner's Prepare."""
         if self.leaving is not None and self._current().epoch == epoch:
             self.leaving.limited(block_count)
             return
@@ -240,18 +241,18 @@ class TransitionDriver:
             self.drive(t.RoomGranted(self._now(), epoch, block_count))
 
     def room_withdrawn(self, epoch: Epoch) -> None:
-        """From the leader. What this follower has from now on, it has for good, and the leader may count on it."""
+        """From the leader. From now on this follower's capacity is final, and the leader may use it."""
         if self._role.leads:
             self._published.stale_total += 1
             return
         self._pass_on_withdrawal(epoch)
         if self.transition is not None and self.transition.epoch == epoch:
             self.drive(t.PreparationFailed(self._now(), epoch, "the leader has given it up"))
-        if not self.undoing:  # else it is said then
+        if not self.undoing:  # otherwise reported after undoing
             self._context.report_room()
 
     def _pass_on_withdrawal(self, epoch: Epoch) -> None:
-        """Down the pipeline, behind the grant of room if there was one."""
+        """Down the pipeline, after the grant of room if there was one."""
         self._links.pass_on(Topic.ROOM_WITHDRAWN, epoch)
         self._context.room.withdraw(epoch)
 
@@ -270,34 +271,34 @@ class TransitionDriver:
         self._published.publish(transition)
 
     def abandon(self) -> None:
-        """The group is no more."""
+        """The group is lost."""
         self._handover.begin()
         self.transition = self.leaving = None
         self._offline_paused = False
 
     def end_leaving(self, why: str) -> None:
-        """Whatever the other members of the group that dissolves do: here it ends now."""
+        """End the draining group here, whatever its other members do."""
         transition = self._current()
         for peer in transition.part.peers:
             self.drive(t.PeerLost(self._now(), peer, why))
-        self._links.retire(Epoch(transition.epoch + 1))  # and so the others hear of it
+        self._links.retire(Epoch(transition.epoch + 1))  # the other members see the links end
 
-    # ------------------------------------------------------------ what others ask
+    # ------------------------------------------------------------ queries
 
     def is_current(self, epoch: Epoch) -> bool:
-        """Whether it is the epoch of the transition under way. What is not is counted."""
+        """True for the epoch of the current transition; others are counted as stale."""
         current = self.transition is not None and self.transition.epoch == epoch
         self._published.stale_total += not current
         return current
 
     @property
     def under_way(self) -> bool:
-        """A transition has begun and is not over."""
+        """True while a transition has begun and not ended."""
         return self.transition is not None and self.transition.phase not in _OVER
 
     @property
     def at_rest(self) -> bool:
-        """Nothing waits for a step boundary, for room, or for a moment to pass."""
+        """True if nothing waits for a step boundary, for room or for time to pass."""
         return not (self.under_way or self.undoing)
 
     @property
@@ -306,7 +307,7 @@ class TransitionDriver:
 
     @property
     def epoch_in_force(self) -> Epoch:
-        """Epoch of the group that this worker is in, or is on its way into."""
+        """Epoch of this worker's group, or of the one that it is changing to."""
         transition = self.transition
         if transition is not None and transition.phase in AFTER_COMMIT:
             return transition.epoch
@@ -325,11 +326,11 @@ class TransitionDriver:
     # ------------------------------------------------------------ commands
 
     def _execute(self, command: t.Command) -> Sequence[t.Event | RosterArrived]:
-        """Returns what has come of it, if that is known at once."""
+        """Execute a command. Returns its result as an event, if known at once."""
         match command:
             case t.ConnectLinks(epoch=epoch, peers=peers):
                 received = self._plan_received()
-                self._links.connect(epoch, peers, received.data_addresses, received.lives)
+                return self._links.connect(epoch, peers, received.data_addresses, received.lives)
             case t.PrepareMemory():
                 return self._prepare_memory()
             case t.GrantRoom(epoch=epoch, block_count=block_count):
@@ -388,7 +389,7 @@ class TransitionDriver:
     # ------------------------------------------------------------ prepare
 
     def _prepare_memory(self) -> Sequence[t.PreparationFailed]:
-        """`MemoryReady` follows once what has begun here is done, see `poll`; unless it fails at once."""
+        """`MemoryReady` follows when running jobs have ended, see `poll`, unless the plan fails at once."""
         transition, progress = self._current(), self._published.counted
         why = self._why_unfit(transition)
         if not why and transition.plan.kind is TransitionKind.RESTORE:
@@ -400,7 +401,7 @@ class TransitionDriver:
         return [t.PreparationFailed(self._now(), transition.epoch, why)] if why else ()
 
     def _why_unfit(self, transition: Transition) -> str:
-        """Why this worker cannot take part; empty: it can."""
+        """Why this worker cannot take part; empty if it can."""
         restores, base = transition.plan.kind is TransitionKind.RESTORE, transition.part.old
         if restores and not transition.part.dissolves:
             return "a restore makes every member a whole worker of its own"
@@ -439,7 +440,7 @@ class TransitionDriver:
     # ------------------------------------------------------------ commit
 
     def _take_up(self) -> t.TakenUp:
-        """Between two batches: sequences change hands, memory is moved, and the role is another one."""
+        """Between two batches: hand sequences over, move memory, change role."""
         transition, now_s, role = self._current(), self._now(), self._role
         self._published.note_commit()
         new = transition.part.new
@@ -458,8 +459,8 @@ class TransitionDriver:
         return t.TakenUp(self._now(), transition.epoch, own)
 
     def _dissolve(self) -> Sequence[t.Event | RosterArrived]:
-        """Between two batches: this worker serves alone, and the group before goes on beside that. Rosters of peers
-        that have the commit already follow.
+        """Between two batches: serve alone from now on, with the old group draining beside. Then handle rosters of
+        peers that were faster.
         """
         transition, now_s, role, context = self._current(), self._now(), self._role, self._context
         progress = self._published.counted
@@ -496,7 +497,7 @@ class TransitionDriver:
         self._context.tell_room()
 
     def _pass_end_on(self, epoch: Epoch) -> None:
-        """Down the pipeline, behind its last batch."""
+        """Down the pipeline, after its last batch."""
         if self.leaving is not None:
             self.leaving.pass_end_on()
         else:
@@ -514,7 +515,9 @@ class TransitionDriver:
         progress.remap_s += self._now() - began_s
 
     def _lead(self, victims: tuple[Victim, ...], wave: int) -> t.Led:
-        """A wave is live only if all who hold KV are stages of the new group, and so come to every roster."""
+        """There are further waves only if all holders of KV are stages of the new group, as these
+        receive every roster.
+        """
         transition, now_s, progress = self._current(), self._now(), self._published.counted
         if wave:
             decision = self._handover.lead_on(progress, now_s)
@@ -534,7 +537,7 @@ class TransitionDriver:
         self._answers.tell(KvArrived(now_s, sequence_id))
 
     def _release_sent(self) -> None:
-        """What has been sent makes room for the next wave."""
+        """KV has been sent: use its room for the next wave."""
         progress, began_s = self._published.counted, self._now()
         self._context.grow_book(self._memory.shrink_retired(*self._mover.core.compact()))
         progress.remap_s += self._now() - began_s
@@ -553,7 +556,7 @@ class TransitionDriver:
         progress.block_count_after = self._context.book.block_count
         self._context.report_room()
 
-    # ------------------------------------------------------------ what there must be
+    # ------------------------------------------------------------ preconditions
 
     def _current(self) -> Transition:
         if self.transition is None:

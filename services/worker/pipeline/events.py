@@ -1,4 +1,4 @@
-"""What happens to a worker as a member of a group. Posted from any thread, handled by the engine thread."""
+"""Events of a worker as a member of a group. Posted from any thread, handled by the engine thread."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlanReceived(MemberEvent):
-    """From the planner: Prepare."""
+    """Prepare, from the planner."""
 
     plan: Plan
-    data_addresses: dict[WorkerId, str]  # where each member's links meet
-    sources: dict[int, tuple[WorkerId, ...]]  # missing layer -> peers that hold it, in the order to be asked
+    data_addresses: dict[WorkerId, str]  # addresses of the members' data planes
+    sources: dict[int, tuple[WorkerId, ...]]  # missing layer -> peers that hold it, in the order of requests
 
     @property
     def lives(self) -> dict[WorkerId, int]:
@@ -44,7 +44,7 @@ class PlanReceived(MemberEvent):
 
 @dataclass(frozen=True, slots=True)
 class Told(MemberEvent):
-    """Something that the state machine of the transition wants to know."""
+    """An event for the transition's state machine."""
 
     epoch: Epoch
     event: TransitionEvent
@@ -55,12 +55,12 @@ class BatchArrived(MemberEvent):
     epoch: Epoch
     batch: Batch
     hidden_TD: torch.Tensor | None
-    arrived_s: float = 0.0  # when
-    receive_s: float = 0.0  # from the first of its bytes that this side saw until then
+    arrived_s: float = 0.0  # when it arrived
+    receive_s: float = 0.0  # duration of its reception on this side
 
     @property
     def preempts(self) -> bool:
-        """It computes online work, or another stage has made way for that."""
+        """True for a batch with online work, or one for which another stage has preempted."""
         return self.batch.failure == PREEMPTED or bool(self.batch.slices and not self.batch.safepoint_layers)
 
 
@@ -72,7 +72,7 @@ class ResultArrived(MemberEvent):
 
 @dataclass(frozen=True, slots=True)
 class GrammarComes(MemberEvent):
-    """A request with it will be taken in, by this leader or by that of this last stage."""
+    """A request with this grammar is about to be accepted, by this leader or by that of this last stage."""
 
     grammar: Grammar
 
@@ -89,7 +89,7 @@ class HandoverArrived(MemberEvent):
 
 @dataclass(frozen=True, slots=True)
 class RosterArrived(MemberEvent):
-    """That of a later wave comes from the leader by way of the stages in between."""
+    """A later wave's roster comes from the leader by way of the stages in between."""
 
     epoch: Epoch
     event: RosterReceived
@@ -98,7 +98,7 @@ class RosterArrived(MemberEvent):
 
 @dataclass(frozen=True, slots=True)
 class KvAsked(MemberEvent):
-    """A peer has blocks ready for the KV of victims."""
+    """A peer has reserved blocks for the KV of these sequences."""
 
     epoch: Epoch
     peer: WorkerId
@@ -111,12 +111,12 @@ class CapacityTold(MemberEvent):
     source: WorkerId
     block_count: int
     sizes: RoomSizes
-    withdrawn: Epoch  # the last restore that the source knows its leader to have given up
+    withdrawn: Epoch  # the last restore that the source knows to be withdrawn
 
 
 @dataclass(frozen=True, slots=True)
 class Woken(MemberEvent):
-    """Something that the member waits for between two steps may have happened."""
+    """A condition that the member waits for between two steps may have changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +128,14 @@ class LinkMade(MemberEvent):
 
 @dataclass(frozen=True, slots=True)
 class KvLeft(MemberEvent):
-    """A transfer of KV from here has ended."""
+    """An outgoing KV transfer has ended."""
 
     send: Send
     report: Future[TransferReport]
 
     @property
     def why_not(self) -> str:
-        """Empty: the receiver has it."""
+        """Empty if the receiver has it."""
         if (error := self.report.exception()) is not None:
             return str(error)
         report = self.report.result()
@@ -144,20 +144,20 @@ class KvLeft(MemberEvent):
 
 @dataclass(frozen=True, slots=True)
 class KvLanded(MemberEvent):
-    """KV has come here; or it will not come any more."""
+    """KV has arrived, or will not."""
 
     giver: WorkerId
     piece: Piece
     delivered: bool
-    unpack: Callable[[], None] | None = None  # it is here, and not in its place
+    unpack: Callable[[], None] | None = None  # it is in a receive buffer, and has to be copied to its place
 
 
 @dataclass(frozen=True, slots=True)
 class LayerAsked(MemberEvent):
     epoch: Epoch
     layer: int
-    link: Link  # it may have come before this side's word that the link is up
-    layout: bytes  # of the asker's memory, which is to be filled byte by byte
+    link: Link  # it may arrive before this side's event that the link is up
+    layout: bytes  # of the requester's memory, which is filled byte by byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class LayerArrived(MemberEvent):
     peer: WorkerId | None  # None: read from the checkpoint
     checksum: bytes
     failure: str = ""
-    by: Algorithm | None = None  # how the checksum has been computed
+    by: Algorithm | None = None  # algorithm of the checksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,29 +179,36 @@ class LayerChecked(MemberEvent):
 
 @dataclass(frozen=True, slots=True)
 class RoomGranted(MemberEvent):
-    """From the leader of a group that dissolves, or is about to: no block beyond is held, and none will be taken."""
+    """From the leader of a group that is to dissolve: no block beyond is held or will be reserved."""
 
     epoch: Epoch  # of the restore
     block_count: int
 
 
 @dataclass(frozen=True, slots=True)
+class PartnersNamed(MemberEvent):
+    """From the planner: workers that this one may soon share a group with, and where links to them are made."""
+
+    partners: Mapping[WorkerId, str]
+
+
+@dataclass(frozen=True, slots=True)
 class ParkOrdered(MemberEvent):
-    """From the planner: give the device memory back if nobody needs this worker; or (not `park`) serve again."""
+    """From the planner: release the device memory unless the worker is in use; or (not `park`) serve again."""
 
     park: bool
 
 
 @dataclass(frozen=True, slots=True)
 class MigrationOrdered(MemberEvent):
-    """From the planner: the group that `source` leads gives requests to the one of `target`, and this worker is in one
-    of them.
+    """From the planner: the group led by `source` migrates requests to that of `target`; this
+    worker is in one of them.
     """
 
     epoch: Epoch
     source: WorkerId
     target: WorkerId
-    peers: Mapping[WorkerId, str]  # the members of the other group, and where their links meet
+    peers: Mapping[WorkerId, str]  # the members of the other group, and the addresses of their data planes
     block_budget: int
     until_s: float
     cause_id: str
@@ -211,12 +218,12 @@ class MigrationOrdered(MemberEvent):
 class MigrationTold(MemberEvent):
     peer: WorkerId
     message: MigrationMessage
-    link: Link  # answers go the same way
-    at_s: float  # when it came: the engine may have been in a step
+    link: Link  # answers go back over it
+    at_s: float  # arrival: the engine may have been in a step
 
 
 @dataclass(frozen=True, slots=True)
 class RoomWithdrawn(MemberEvent):
-    """From the leader: this restore is given up. Whoever has made room for it undoes that and says what it has."""
+    """From the leader: a restore is withdrawn. Followers that have made room undo that and report their capacity."""
 
     epoch: Epoch

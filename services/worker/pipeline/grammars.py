@@ -1,8 +1,8 @@
-"""Grammars of requests, compiled by who will follow them before their sequences come.
+"""Compiles grammars of requests ahead, on the stage that samples.
 
-Compiling takes up to seconds, and in the engine's thread every batch of the last stage would wait for it. The leader
-compiles as well, to check them, before it takes the request in: most of the time the last stage is done by then. If it
-is not, it waits for what is under way; what it was not told of it compiles when it comes.
+Compilation takes up to seconds and would block every batch in the last stage's engine thread. The leader compiles too,
+as validation, before it accepts the request: by then the last stage has usually finished. Otherwise it waits for the
+compilation under way; a grammar that was not announced is compiled on arrival.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from services.worker.pipeline.role import Role
 
 _MOST_WAITING = 32
-# Begins to compile one, in a thread beside all others; what is compiled already is remembered.
-CompileGrammar: TypeAlias = Callable[[Grammar], Future[Any]]  # Any: of what the engine keeps
+# Start compiling a grammar in a thread of its own, or return the cached result.
+CompileGrammar: TypeAlias = Callable[[Grammar], Future[Any]]  # Any: the engine's compiled form
 
 
 class GrammarsAhead:
@@ -34,28 +34,28 @@ class GrammarsAhead:
         self._role = role
         self._links = links
         self._compile = compile_grammar
-        self._told: OrderedDict[Grammar, None] = OrderedDict()  # those that the last stage knows, oldest first
+        self._told: OrderedDict[Grammar, None] = OrderedDict()  # announced to the last stage, oldest first
         self._told_in = Epoch(0)
         self._waiting: list[Future[Any]] = []
 
     def comes(self, grammar: Grammar) -> None:
-        """A request with it is about to be taken in by this leader, or by that of this last stage."""
+        """A request with it is about to be accepted by this leader, or by that of this last stage."""
         role = self._role
         if not role.stages:
-            return  # who submits it here compiles it here
+            return  # compiled here by the submission
         if role.is_last:
             self._compile_beside(grammar)
         elif role.leads:
             self._tell(grammar)
 
     def _compile_beside(self, grammar: Grammar) -> None:
-        """What is wrong with it the leader says."""
+        """Errors are reported by the leader."""
         self._waiting = [job for job in self._waiting if not job.done()]
         if len(self._waiting) < _MOST_WAITING:
             self._waiting.append(self._compile(grammar))
 
     def _tell(self, grammar: Grammar) -> None:
-        """Once: the last stage keeps as many."""
+        """Announce once: the last stage caches as many."""
         role, told = self._role, self._told
         if self._told_in != role.epoch:
             self._told_in = role.epoch

@@ -1,4 +1,4 @@
-"""Sequences that change hands in a transition: who goes where, who has come, and who keeps their KV."""
+"""Sequences that change leaders in a transition: receivers, arrivals, and which keep their KV."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ from services.worker.pipeline.wire import SNAPSHOT, Topic, roster_to_bytes
 
 
 class Handover:
-    """`begin` with every plan."""
+    """State of one plan: call `begin` with each."""
 
     def __init__(self, context: MemberContext) -> None:
         self._role = context.role
@@ -30,12 +30,12 @@ class Handover:
         self._context = context
         self._memory = context.memory
         self._tell = context.answers.tell
-        self._going: dict[WorkerId, tuple[SequenceSnapshot, ...]] = {}  # by the leader they go to
-        self._coming: list[SequenceSnapshot] = []  # new leader: handed over to it
-        self._by_tokens: list[SequenceSnapshot] = []  # likewise, of a group that dissolves
-        self._told_counts: dict[WorkerId, int] = {}  # blocks of those who have, perhaps before this worker's take-up
-        self._final_counts: dict[WorkerId, int] = {}  # when all KV of layers given up has been sent
-        self._recomputed: tuple[SequenceId, ...] = ()  # new leader: victims for whom there is no room
+        self._going: dict[WorkerId, tuple[SequenceSnapshot, ...]] = {}  # by their new leader
+        self._coming: list[SequenceSnapshot] = []  # new leader: sequences handed over to it
+        self._by_tokens: list[SequenceSnapshot] = []  # likewise, from a draining group, without KV
+        self._told_counts: dict[WorkerId, int] = {}  # blocks by member, as reported
+        self._final_counts: dict[WorkerId, int] = {}  # the same, once all KV of layers given up has been sent
+        self._recomputed: tuple[SequenceId, ...] = ()  # new leader: sequences without room
         self._leading: Leading | None = None
 
     def begin(self) -> None:
@@ -44,13 +44,13 @@ class Handover:
         self._by_tokens = []
 
     def note_final(self, block_count: int) -> None:
-        """What this worker is going to have when all KV of layers given up has been sent."""
+        """Record this worker's blocks once all KV of layers given up has been sent."""
         self._final_counts[self._role.me] = block_count
 
-    # ------------------------------------------------------------ as the leader before
+    # ------------------------------------------------------------ the old leader
 
     def give(self, leader: WorkerId, now_s: float) -> tuple[Victim, ...]:
-        """What this worker has led goes to the leader of its new group; if that is itself, its victims stay."""
+        """Hand this worker's sequences over to the leader of its new group; if that is itself, keep them."""
         if leader == self._role.me:
             return self._own_victims()
         self._hand_over(HandOver(now_s, leader))
@@ -62,8 +62,8 @@ class Handover:
                 self._going |= dict(command.snapshots)
 
     def send_away(self, epoch: Epoch, event: OfLeaving) -> None:
-        """Some of a group that dissolves go to their new leaders: by their tokens now, and others may follow; or with
-        their KV, with the next `send`.
+        """Hand over sequences of a draining group: without KV now, and others may follow; or with KV, by the next
+        `send`.
         """
         self._hand_over(event)
         for to in sorted(self._going) if isinstance(event.event, HandOver) and event.event.by_tokens else ():
@@ -84,16 +84,16 @@ class Handover:
         )
         self._links.send(to, TrafficClass.CONTROL, Topic.HANDOVER, body.SerializeToString())
 
-    # ------------------------------------------------------------ as the leader to come
+    # ------------------------------------------------------------ the new leader
 
     def adopt_by_tokens(self, now_s: float) -> None:
-        """Takes in the sequences that have come of a group that dissolves: they are computed anew."""
+        """Adopt sequences of a draining group for recomputation."""
         coming, self._by_tokens = tuple(self._by_tokens), []
         if coming:
             self._tell(Adopted(now_s, coming))
 
     def some_came(self, event: HandoverArrived) -> None:
-        """Others follow."""
+        """Sequences of a group that hands over in several parts."""
         self._by_tokens.extend(event.snapshots)
 
     def has_come_from(self, source: WorkerId) -> bool:
@@ -108,7 +108,9 @@ class Handover:
         )
 
     def lead(self, transition: Transition, victims: Sequence[Victim], progress: Progress, now_s: float) -> Decision:
-        """All members are ready. Who finds no room in the smallest stage waits for it, or starts over."""
+        """All members are ready: adopt the sequences. Those without room on the smallest stage wait for it, or are
+        recomputed.
+        """
         group_scheduler, book, size = (
             self._context.group_scheduler,
             self._context.book,
@@ -116,7 +118,7 @@ class Handover:
         )
         leading = self._leading = Leading(self._role.me, transition.plan, transition.part, group_scheduler, size)
         if transition.part.dissolves:
-            # What has left the group holds its blocks until the next batch. Retained prefixes make way.
+            # Ended sequences hold their blocks until the next batch. Retained prefixes are evicted.
             wanted = sum(blocks_for(victim.computed_tokens, size) for victim in victims)
             self._tell(RoomWanted(now_s, wanted))
             free_blocks = -1 if transition.lost else min(group_scheduler.free_block_count, book.free_count)
@@ -133,12 +135,12 @@ class Handover:
         self._context.room.leading = leading
         self._carry_out(decision, progress)
         self._coming = []
-        for sequence_id in decision.recomputed:  # for those who keep their KV
+        for sequence_id in decision.recomputed:  # release their blocks for those that keep their KV
             book.release(sequence_id)
         return decision
 
     def lead_on(self, progress: Progress, now_s: float) -> Decision:
-        """All members are through with the wave before, and have told what room they have."""
+        """All members have ended the previous wave and reported their capacity."""
         if self._leading is None:
             raise InvariantViolation("a wave is over and no victims have been led")
         decision = self._leading.lead_on(now_s, self._context.room.counts)
@@ -154,7 +156,7 @@ class Handover:
         progress.victims_waiting -= len(decision.wave.lost)
 
     def send_roster(self, roster: SendRoster) -> None:
-        """That of a wave goes down the pipeline, behind the batches that have freed the blocks which it takes."""
+        """A later wave's roster goes down the pipeline, after the batches that free its blocks."""
         body = roster_to_bytes(roster, self._recomputed)
         if roster.wave:
             self._links.pass_down(Topic.WAVE, body)

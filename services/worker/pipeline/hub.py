@@ -1,6 +1,6 @@
-"""The ends of this worker's links: what comes in becomes an event for the engine thread.
+"""Receiving ends of this worker's links: messages become events for the engine thread.
 
-Called on link threads, so it only translates, looks up destinations and posts.
+Called on link threads, so it only decodes, looks up destinations and posts.
 """
 
 from __future__ import annotations
@@ -61,35 +61,35 @@ if TYPE_CHECKING:
     from services.worker.links.transfer import Opening
 
 Pieces = list["torch.Tensor"]
-_PARAMETERS = -1  # in the place of a layer, in a key
+_PARAMETERS = -1  # in place of a layer, in a key
 
 
 def layer_key(epoch: Epoch, layer: int, source: WorkerId) -> Key:
-    """Of parameters: no KV has it."""
+    """Key of a layer's parameters, distinct from all KV keys."""
     return epoch, layer, source, _PARAMETERS
 
 
 def whole(pieces: Pieces) -> Callable[[int, int], Pieces]:
-    """A destination of KV that arrives as expected, or not at all."""
+    """A destination for KV that has the expected length."""
     return lambda _first, _last: pieces
 
 
 class Destinations:
-    """Safe for use from any thread."""
+    """Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._expected: dict[Key, tuple[int, int, Callable[[int, int], Pieces]]] = {}
 
     def put(self, key: Key, pieces: Callable[[int, int], Pieces], first_block: int = 0, last_block: int = 0) -> None:
-        """What comes may be shorter than there is room for: `pieces` is called on a link's thread with the blocks that
-        do, `[first, last)` of the sequence.
+        """Register a destination. `pieces(first, last)` is called on a link's thread with the range of the sequence's
+        blocks that arrive, which may be shorter than the room.
         """
         with self._lock:
             self._expected[key] = first_block, last_block, pieces
 
     def take(self, key: Key, first_block: int = 0, last_block: int = 0) -> Pieces | None:
-        """None: nobody waits for it."""
+        """None if it is not expected."""
         with self._lock:
             first, last, pieces = self._expected.get(key, (-1, -1, _nothing))
             if not first == first_block <= last_block <= last:
@@ -102,7 +102,7 @@ class Destinations:
             return [key for key in self._expected if key[-1] != _PARAMETERS]
 
     def forget(self, key: Key) -> bool:
-        """False: it has been taken, and may be being written."""
+        """Returns False if it has been taken, and may be being written."""
         with self._lock:
             return self._expected.pop(key, None) is not None
 
@@ -112,7 +112,7 @@ def _nothing(_first: int, _last: int) -> Pieces:
 
 
 class Hub:
-    """`Receiver` of all links of a worker."""
+    """The `Receiver` of all links of a worker."""
 
     def __init__(
         self,
@@ -120,14 +120,14 @@ class Hub:
         now: Callable[[], float] = time.monotonic,
         device: torch.device | str = "cpu",
     ) -> None:
-        """`device`: where hidden states are computed with."""
+        """`device`: where hidden states are used."""
         self.post = post
         self._now = now
         self._device = device
         self.places = Destinations()
         self._receiving: set[tuple[Link, int]] = set()  # transfers that write into this worker's memory
         self._lock = Lock()
-        self._heads: dict[Link, bytes] = {}  # of the batch that comes next on that link
+        self._heads: dict[Link, bytes] = {}  # head of the next batch on that link
 
     @property
     def receives(self) -> bool:
@@ -135,7 +135,7 @@ class Hub:
             return bool(self._receiving)
 
     def device_of(self, topic: int) -> torch.device | str:
-        """Only hidden states are computed with. What others bring is read here, or goes on to where it belongs."""
+        """Hidden states go to the device. Other payloads are decoded on the host, or written to their destination."""
         return self._device if topic == Topic.BATCH else "cpu"
 
     def on_message(self, link: Link, message: Message) -> None:
@@ -192,16 +192,16 @@ class Hub:
         (piece,) = pieces_from_bytes(message.meta)
         place, packed = self._place(piece, peer), message.tensor
         if place is None:
-            return  # nobody waits for it
+            return  # not expected
         size, expected = 0 if packed is None else packed.numel(), sum(tensor.nbytes for tensor in place)
         if size != expected:
-            self.post(KvLanded(peer, piece, delivered=False))  # its place is taken: nothing else would tell of it
+            self.post(KvLanded(peer, piece, delivered=False))  # its destination was taken: no other event reports it
             raise ValueError(f"{peer} sends {piece} in {size} bytes of {expected}")
         unpack = None if packed is None else partial(link.unpack, packed, place)
         self.post(KvLanded(peer, piece, delivered=True, unpack=unpack))
 
     def _place(self, piece: Piece, giver: WorkerId) -> list[torch.Tensor] | None:
-        """None: nobody waits for it."""
+        """None if it is not expected."""
         return self.places.take(key_of(piece, giver), piece.span.first_block, piece.span.last_block)
 
     def on_opening(self, link: Link, opening: Opening) -> Sequence[torch.Tensor] | Refusal:
@@ -238,7 +238,7 @@ class Hub:
 
     def on_link_end(self, link: Link, ending: LinkEnding) -> None:
         self._heads.pop(link, None)
-        if not link.retired:  # broken, or the peer takes part in that epoch no more
+        if not link.retired:  # broken, or the peer has left that epoch
             epoch = Epoch(link.epoch)
             self.post(Told(epoch, PeerLost(self._now(), WorkerId(link.peer_id), ending.why)))
 

@@ -1,8 +1,8 @@
-"""Getting layers back while the group goes on serving: from peers, else from the checkpoint, verified by checksum.
+"""Loads missing layers while the group serves: from peers or the checkpoint, verified by checksum.
 
-The KV makes room before. Layers come a few at a time at the lowest priority;
-each is compared with a checksum, and one that is wrong is asked for again from the next source. Engine thread only, but
-for the checksums and the disk, which have a thread of their own.
+The KV cache has been shrunk before. A few layers at a time are requested at the lowest priority; one whose checksum is
+wrong is requested again from the next source. Engine thread only, except for checksums and disk reads, which have a
+thread of their own.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from services.worker.memory.parameters import ParameterStore
 from services.worker.pipeline.context import Background, MemberContext
 from services.worker.pipeline.events import LayerArrived, LayerAsked, LayerChecked, Woken
 from services.worker.pipeline.hub import Hub, layer_key, whole
+from services.worker.pipeline.links import LAYERS
 from services.worker.pipeline.progress import Progress
 from services.worker.pipeline.wire import Topic
 
@@ -37,26 +38,26 @@ if TYPE_CHECKING:
 
 
 _Given = TypeVarTuple("_Given")
-_AT_ONCE = 2  # layers under way
-_ROUNDS = 3  # how often every source is tried before giving up
+_AT_ONCE = 2  # layers being received
+_ROUNDS = 3  # attempts per source
 
 
 class LayerServer:
-    """Sends layers that this worker holds to peers that ask."""
+    """Sends this worker's layers to peers on request."""
 
     def __init__(self, parameters: ParameterStore, workers: Background, post: Callable[[MemberEvent], None]) -> None:
         self.parameters = parameters
         self.workers = workers
         self.post = post
-        self._checksums = dict(parameters.loaded_checksums)  # layer -> of its contents, which are always the same
-        self._hashing = Lock()  # whoever has it may read a layer that the others are waiting for
-        self._jobs: list[Future[None]] = []  # they read layers
+        self._checksums = dict(parameters.loaded_checksums)  # layer -> checksum of its contents, which never change
+        self._hashing = Lock()  # held while a layer is read that others wait for
+        self._jobs: list[Future[None]] = []  # jobs that read layers
         self._cancel_count = 0
         self._lock = Lock()
         self._sending: list[Transfer] = []
 
     def checksum(self, layer: int, between: Callable[[], None] | None = None) -> bytes:
-        """Slow the first time; not on the engine thread. `between` is called between its pieces."""
+        """Slow for a new layer; not on the engine thread. `between` is called between its pieces."""
         with self._hashing:
             known = self._checksums.get(layer)
             if known is None:
@@ -64,13 +65,13 @@ class LayerServer:
             return known
 
     def learn(self, layers: Sequence[int]) -> None:
-        """Layers that are about to be given up: whoever brings them back is to be checked by what they are now."""
+        """Compute checksums of layers about to be given up: they verify a later reload."""
         if unknown := [layer for layer in layers if layer not in self._checksums]:
             self._start(self._learn, unknown)
 
     def learn_each(self, layers: Sequence[int]) -> None:
-        """Before anybody asks, one by one: a drop does not wait for what is known, and `cancel` ends the rest. A loader
-        has told those of all that it has read.
+        """Compute them one by one in advance, so that a drop does not wait; `cancel` stops it. A checkpoint loader has
+        reported those of all layers that it has read.
         """
         for layer in layers:
             if layer in self._checksums:
@@ -85,25 +86,27 @@ class LayerServer:
         self.checksum(layer, self.workers.rest(lambda: self._cancel_count != cancel_count))
 
     def known_checksum(self, layer: int) -> bytes | None:
-        """What this worker itself has found the layer's to be, in an earlier time when it held it."""
+        """The checksum that this worker has computed earlier, when it held the layer; None: unknown."""
         return self._checksums.get(layer)
 
     def send(self, link: Link, epoch: Epoch, layer: int) -> None:
         pieces = self.parameters.pieces(layer)
-        self._start(self._send, link, epoch, layer, pieces)
+        future = self._start(self._send, link, epoch, layer, pieces)
+        future.add_done_callback(lambda f: self.refuse(link, layer) if f.cancelled() else None)
 
-    def _start(self, job: Callable[[*_Given], None], *given: *_Given) -> None:
+    def _start(self, job: Callable[[*_Given], None], *given: *_Given) -> Future[None]:
         future = self.workers.submit(job, *given)
         self._jobs = [f for f in self._jobs if not f.done()] + [future]
         future.add_done_callback(lambda _: self.post(Woken()))
+        return future
 
     def serve(self, event: LayerAsked, executed: range) -> None:
-        """Send a layer that is executed here: others may be held and not be filled yet."""
+        """Send a layer that is executed here: others may be mapped and not loaded yet."""
         link, layer = event.link, event.layer
         if layer not in executed:
             self.refuse(link, layer)
         elif event.layout != self.parameters.layout(layer):
-            # As when one computes with the compiled kernels and the other with torch's: the checkpoint has it too.
+            # As when one uses the compiled algorithm and the other torch's: the checkpoint has it too.
             why = "its weights are laid out otherwise; start all workers with the same --kernels"
             get_logger().warning("layer is not sent", layer=layer, to=link.peer_id, why=why)
             self.refuse(link, layer, why)
@@ -111,8 +114,8 @@ class LayerServer:
             self.send(link, event.epoch, layer)
 
     def refuse(self, link: Link, layer: int, why: str = "") -> None:
-        """The peer asks another one at once."""
-        with contextlib.suppress(BallastError):  # a link that ends is told of anyway
+        """The peer then asks another source."""
+        with contextlib.suppress(BallastError):  # the end of a link is reported anyway
             link.send(TrafficClass.CONTROL, Topic.LAYER_REFUSED, meta=why.encode(), stream=layer)
 
     def _send(self, link: Link, epoch: Epoch, layer: int, pieces: Sequence[torch.Tensor]) -> None:
@@ -130,7 +133,7 @@ class LayerServer:
         transfer.done.add_done_callback(lambda _: self.post(Woken()))
 
     def cancel(self) -> None:
-        """To be called until `idle`: a job that had begun may yet start a transfer."""
+        """To be called until `idle`: a running job may yet start a transfer."""
         self._cancel_count += 1
         for job in self._jobs:
             job.cancel()
@@ -141,7 +144,7 @@ class LayerServer:
 
     @property
     def idle(self) -> bool:
-        """No thread reads a layer."""
+        """True if no thread reads a layer."""
         if not all(job.done() for job in self._jobs):
             return False
         with self._lock:
@@ -149,7 +152,7 @@ class LayerServer:
 
 
 class LayerPull:
-    """Brings the missing layers of one restore. Ends with `finished` or with `failure`."""
+    """Loads the missing layers of one restore. Ends with `finished` or `failure`."""
 
     def __init__(
         self,
@@ -163,8 +166,8 @@ class LayerPull:
         hurried: Callable[[], bool],
         own: bool = False,
     ) -> None:
-        """`sources` of the missing layers: the peers that hold each. `server` of the layers that are here. `own`: they
-        come from this process' memory: nobody can have changed them.
+        """`sources`: the peers that hold each missing layer. `server`: of this worker's layers. `own`: they come from
+        this process's memory, and no peer can have changed them.
         """
         self._own = own
         self.epoch = epoch
@@ -188,7 +191,7 @@ class LayerPull:
 
     @property
     def idle(self) -> bool:
-        """Nothing writes into the layers' memory."""
+        """True if nothing writes into the layers' memory."""
         return not self._under_way
 
     def go_on(self) -> None:
@@ -196,7 +199,7 @@ class LayerPull:
             self._begin(self._queue.pop(0))
 
     def cancel(self) -> None:
-        """Nothing more is asked for. What is being written ends by itself; what has not begun is not taken any more."""
+        """Stop requesting. Writes under way end by themselves, others are refused."""
         self._cancelled = True
         self._queue.clear()
         for layer, source in list(self._under_way.items()):
@@ -226,10 +229,10 @@ class LayerPull:
             return
         known = self._server.known_checksum(event.layer)
         wanted, by = (known, None) if known else (event.checksum, event.by)
-        if event.peer is None and (self._own or not wanted):  # or it has never had the layer: nothing to compare with
+        if event.peer is None and (self._own or not wanted):  # or never held: nothing to compare with
             self.checked(LayerChecked(event.epoch, event.layer, True))
             return
-        # The checkpoint too: it may have been replaced since, or have rotted, and all tokens would be wrong.
+        # Verify the checkpoint too: it may have been replaced or damaged since, and all tokens would be wrong.
         between = self._workers.rest(lambda: self._cancelled, self._hurried)
         future = self._workers.submit(self._parameters.layer_checksum, event.layer, between, by)
         future.add_done_callback(lambda f, i=event.layer: self._post(_verdict(self.epoch, i, f, wanted)))
@@ -249,6 +252,12 @@ class LayerPull:
         del self._under_way[event.layer]
         self.progress.parameter_bytes_pulled += sum(t.nbytes for t in self._parameters.pieces(event.layer))
         self.go_on()
+
+    def peer_lost(self, peer: WorkerId) -> None:
+        """What it was asked for is asked for elsewhere; what it has begun to send ends by itself."""
+        for layer, source in list(self._under_way.items()):
+            if source == peer and self._hub.places.forget(layer_key(self.epoch, layer, peer)):
+                self._again(layer, f"{peer} is gone")
 
     def _again(self, layer: int, why: str) -> None:
         source = self._under_way.pop(layer)
@@ -275,7 +284,7 @@ def _verdict(epoch: Epoch, layer: int, checksum: Future[bytes], wanted: bytes) -
 
 
 class LayerLoading:
-    """One restore at a time: `load` once the leader grants room, `handle` until `complete`; or `undo`."""
+    """One restore at a time: `load` once the leader has granted room, `handle` until `complete`; or `undo`."""
 
     def __init__(
         self,
@@ -284,7 +293,7 @@ class LayerLoading:
         background: Background,
         hurried: Callable[[], bool],
     ) -> None:
-        """`hurried`: requests wait for the end of it."""
+        """`hurried`: True while requests wait for its end."""
         self._layer_count = context.role.layer_count
         self._memory = memory = context.memory
         self._context = context
@@ -298,22 +307,22 @@ class LayerLoading:
 
     @property
     def complete(self) -> bool:
-        """All layers are here."""
+        """True if all layers are loaded."""
         return self._pull is not None and self._pull.finished
 
     def all_here(self) -> bool:
-        """Raises InvariantViolation: a layer cannot be had, and this worker is of no use without it."""
+        """Raises InvariantViolation if a layer cannot be loaded: this worker cannot serve without it."""
         if self.failure:
             raise InvariantViolation(f"a layer cannot be read again: {self.failure}")
         return self.complete
 
     @property
     def failure(self) -> str:
-        """Why they cannot be had; empty: they may."""
+        """Why a layer cannot be loaded; empty while it may be."""
         return "" if self._pull is None else self._pull.failure
 
     def learn(self, layers: Sequence[int]) -> None:
-        """What these layers are, before they are given up. Done once nothing reads layers any more."""
+        """Compute checksums of layers before they are given up. Done when no thread reads layers."""
         self.server.cancel()
         self.server.learn(layers)
 
@@ -326,8 +335,8 @@ class LayerLoading:
         *,
         own: bool = False,
     ) -> None:
-        """The KV keeps so many blocks, and the missing layers get memory again: asks for them. No more blocks are held,
-        and none beyond will be asked for. `own`: they come from this process' memory, and are as they were.
+        """Shrink the KV cache to `block_count` blocks, map memory for the missing layers and request them. No block
+        beyond is held or will be reserved. `own`: they come from this process's memory, unchanged.
         """
         began_s = self._now()
         self.shrink(block_count)
@@ -352,7 +361,7 @@ class LayerLoading:
         self._note_end(self._pull)
 
     def shrink(self, block_count: int) -> None:
-        """The book ends there: blocks behind move down."""
+        """Shrink the book to `block_count`: higher blocks are copied down."""
         book = self._context.book
         if block_count < book.block_count:
             if moves := book.compaction_plan(block_count):
@@ -361,7 +370,7 @@ class LayerLoading:
             book.shrink(block_count)
 
     def handle(self, event: LayerArrived | LayerChecked) -> bool:
-        """False: it was about another restore, or one that has been given up."""
+        """Returns False for an event of another or a cancelled restore."""
         pull = self._pull
         if pull is None or event.epoch != pull.epoch:
             return False
@@ -372,25 +381,31 @@ class LayerLoading:
         self._note_end(pull)
         return True
 
+    def peer_lost(self, peer: WorkerId) -> None:
+        if self._pull is not None:
+            self._pull.peer_lost(peer)
+
     def _note_end(self, pull: LayerPull) -> None:
         if pull.finished:
             pull.progress.layers_s = self._now() - pull.progress.began_s
 
     def end(self) -> None:
-        """The commit: what is here, stays."""
+        """Commit: keep the loaded layers."""
         self._pull = None
 
-    def undo(self, kept: range) -> int | None:
-        """Gives up all but the layers `kept` again. None: something still writes into them; ask again later.
+    def undo(self, kept: range, *, serves: bool = False) -> int | None:
+        """Give up all layers except `kept` again. None: something still writes into them, call again later. `serves`:
+        transfers of `kept` layers to peers go on.
 
-        Returns the number of blocks there are now.
+        Returns the present number of blocks.
         """
-        self.server.cancel()
+        if not serves:
+            self.server.cancel()
         if self._pull is not None:
             self._pull.cancel()
             if not self._pull.idle:
                 return None
-        if not self.server.idle:
+        if not (serves or self.server.idle):
             return None
         self._pull = None
         if self._memory.leaving is not None:
@@ -404,24 +419,26 @@ class LayerLoading:
 
 @dataclass(slots=True)
 class Rescue:
-    """What a member of a lost group does to serve alone: the missing layers come from the checkpoint.
+    """Recovery of a member whose group is lost: the missing layers come from peers that hold them, else from the
+    checkpoint.
 
-    Its requests have ended without a word, and dispatchers replay them. First everything that reads or writes this
-    worker's memory must have ended, then the KV goes.
+    Its requests have been dropped and are replayed by dispatchers. All reads and writes of this worker's memory must
+    have ended before the KV is discarded.
     """
 
-    epoch: Epoch  # that is reported as failed, and as done when this worker is whole
+    epoch: Epoch  # reported as failed, and as done once this worker holds all layers
     progress: Progress
     layer_loading: LayerLoading
-    quiet: Callable[[], bool]  # nothing is sent from the KV or written into it
+    quiet: Callable[[], bool]  # nothing is sent from or written into the KV cache
+    sources: Callable[[], Mapping[int, Sequence[WorkerId]]]  # peers to ask for each layer, in order
     kept: range  # layers that this worker executes
     began_s: float
     under_way: bool = False
 
     def poll(self, now_s: float, grow: Callable[[int], None]) -> bool:
-        """True once all layers are here. `grow` is told how many blocks there are."""
+        """True once all layers are loaded. `grow` is called with the new number of blocks."""
         if not self.under_way:
-            block_count = self.layer_loading.undo(self.kept) if self.quiet() else None
+            block_count = self.layer_loading.undo(self.kept, serves=True) if self.quiet() else None
             if block_count is None:
                 limit_s = deadline_s(Phase.FAILED)
                 if now_s - self.began_s > limit_s:
@@ -429,5 +446,5 @@ class Rescue:
                 return False
             grow(block_count)
             self.under_way = True
-            self.layer_loading.load(self.epoch, {}, self.progress, 0)
+            self.layer_loading.load(LAYERS, self.sources(), self.progress, 0)
         return self.layer_loading.all_here()

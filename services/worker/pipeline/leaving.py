@@ -1,6 +1,6 @@
-"""A group that dissolves, as one of its members: it goes on beside the member's own until nothing is left in it.
+"""One member's part in a draining group, which runs beside the member's own until it is empty.
 
-`core.draining` decides about it, at the worker that has led it. Engine thread only.
+`core.draining` decides, at the worker that has led it. Engine thread only.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -26,8 +26,8 @@ class Leaving:
         epoch: Epoch,
         grown: Callable[[int], None],
     ) -> None:
-        """`context` and `stage` of the group that dissolves, with the restore of that epoch. `grown` is told how many
-        blocks this worker's own group has.
+        """`context` and `stage` of the draining group, with the epoch of its restore. `grown` is called with the number
+        of blocks of this worker's own group.
         """
         self._context = context
         self.role = context.role
@@ -41,7 +41,7 @@ class Leaving:
 
     @property
     def wakes_at_s(self) -> float | None:
-        """When `poll` wants to be called although nothing has happened. What is in flight then wakes it in landing."""
+        """When `poll` is to be called even without an event. Batches in flight wake it when they complete."""
         if not self.role.leads or self._draining.hurried:
             return None
         at_s = self._draining.over_at_s(self._context.group_scheduler)
@@ -52,10 +52,13 @@ class Leaving:
         return len(self._context.book.sequence_ids)
 
     def poll(self) -> bool:
-        """Between two batches. True at its leader: no batch is in flight, and what was left is handed over."""
+        """Between two batches. Returns True at its leader when no batch is in flight and all sequences have been handed
+        over.
+        """
         if not self.role.leads:
             return False
         draining, group_scheduler, now_s = self._draining, self._context.group_scheduler, self._context.now()
+        draining.is_short = self._context.core.group_scheduler.memory_is_awaited
         self._carry_out(draining.place_waiting(now_s, group_scheduler))
         self._progress.victims_waiting = len(group_scheduler.sequences)
         if draining.is_news(now_s, group_scheduler) and self._context.published.counted is self._progress:
@@ -65,7 +68,7 @@ class Leaving:
         return draining.over
 
     def empty(self, lost: Collection[WorkerId]) -> None:
-        """Its leader: those members are gone."""
+        """Leader: these members are lost."""
         self._carry_out(self._draining.empty(self._context.now(), self._context.group_scheduler, lost))
 
     def _carry_out(self, events: Iterable[Event]) -> None:
@@ -80,7 +83,7 @@ class Leaving:
         self._draining.recomputed_count = 0
 
     def limited(self, block_count: int) -> None:
-        """The group holds no block beyond, and will take none: told down the pipeline, behind its batches."""
+        """The group holds no block beyond, and reserves none: sent down the pipeline, after its batches."""
         context, book = self._context, self._context.book
         context.links.pass_down(Topic.ROOM, room_to_bytes(self._epoch, block_count))
         if block_count < book.block_count:
@@ -92,13 +95,13 @@ class Leaving:
             self._grown(context.memory.shrink_leaving(block_count))
             self._progress.remap_s += context.now() - began_s
 
-    # ------------------------------------------------------------ its end
+    # ------------------------------------------------------------ end
 
     def pass_end_on(self) -> None:
         self._context.links.pass_on(Topic.EPOCH_ENDED, self._epoch)
 
     def close(self) -> None:
-        """It computes nothing any more. Its blocks are read until `release`."""
+        """Stop computing. Its blocks are read until `release`."""
         self.stage.forget(self._context.book.sequence_ids)
         if self.role.leads:
             self._context.answers.tell(GroupClosed(self._context.now()))

@@ -1,4 +1,4 @@
-"""This worker's links to other members: made while a layout is prepared, and what is said over them."""
+"""This worker's links to other members: connected while a layout is prepared, and the messages sent over them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.worker.core.batch import Batch, StepResult
 from services.worker.core.transition_messages import LinksUp, PreparationFailed
 from services.worker.core.turns import MemberEvent
 from services.worker.links.traffic import TrafficClass
-from services.worker.pipeline.events import LinkMade, Told, Woken
+from services.worker.pipeline.events import LinkMade, PlanReceived, Woken
 from services.worker.pipeline.role import Role
 from services.worker.pipeline.wire import Topic, batch_to_bytes, failure_to_bytes, result_to_bytes
 
@@ -23,29 +23,33 @@ if TYPE_CHECKING:
     from services.worker.links.connection import Link
     from services.worker.links.member_side import Plane
 
+# Of the links over which workers that may soon share a group give each other layers, whatever the layout.
+LAYERS = Epoch(1 << 62)
 _LINK_TIMEOUT_S = 5.0
-_MEETING_TIMEOUT_S = 1.0  # the other side may not want to
+_KEPT_S = 60.0
+_MEETING_TIMEOUT_S = 1.0  # the other side may not connect
 _SEND_TIMEOUT_S = 5.0
-_HEAD_BYTES = 2048  # longer heads of batches, prompts are in them, go before their hidden states
-_META_BYTES = 2048  # longer bodies of messages without a tensor travel as one of bytes
+_HEAD_BYTES = 2048  # a longer batch head (prompts are in it) is sent before its hidden states
+_META_BYTES = 2048  # a longer body of a message without a tensor is sent as a tensor of bytes
 
 
 class Links:
-    """Where no epoch is named, the link of the layout in force is meant."""
+    """Without an epoch argument, the link of the layout in force is used."""
 
     def __init__(self, plane: Plane, role: Role, now: Callable[[], float], post: Callable[[MemberEvent], None]) -> None:
         self._plane = plane
         self._role = role
         self._now = now
         self._post = post
-        self.missing: set[WorkerId] = set()  # peers asked for last whose links are not up yet
-        self._meeting: set[tuple[WorkerId, Epoch]] = set()  # under way: they share threads with what plans wait for
+        self.missing: set[WorkerId] = set()  # requested peers whose links are not up yet
+        self._partners: dict[WorkerId, float] = {}  # when the planner has named each last
+        self._meeting: set[tuple[WorkerId, Epoch]] = set()  # being connected: they share threads with plans' links
 
     def to(self, peer: WorkerId, epoch: Epoch | None = None) -> Link | None:
-        """None: there is none, or it has ended."""
+        """None: there is no link, or it has ended."""
         return self._plane.link(peer, self._role.epoch if epoch is None else epoch)
 
-    # ------------------------------------------------------------ saying something
+    # ------------------------------------------------------------ sending
 
     def send(
         self,
@@ -57,8 +61,8 @@ class Links:
         stream: int = 0,
         epoch: Epoch | None = None,
     ) -> Future[None] | None:
-        """Delivered, or the link ends, which is told as an event of its own: no message is missing in between. The
-        future is done when it has left this side.
+        """Send a message. It is delivered, or the link ends, which is reported as an event: no message is lost in
+        between. The future completes when it has left this side.
         """
         link = self.to(to, epoch)
         return None if link is None else self.send_over(link, traffic, topic, meta, tensor, stream)
@@ -72,7 +76,7 @@ class Links:
         tensor: torch.Tensor | None = None,
         stream: int = 0,
     ) -> Future[None] | None:
-        """Sends as `send` does, in answer to what has come over a link that this side may not have been told of yet."""
+        """Send over the link on which a message arrived, which may not have been reported as up."""
         try:
             if tensor is None and len(meta) > _META_BYTES:
                 tensor, meta = link.as_tensor(meta), b""
@@ -83,17 +87,17 @@ class Links:
             return None
 
     def pass_on(self, topic: Topic, about: Epoch) -> None:
-        """Down the pipeline in force, behind the last batch: so it goes as an activation."""
+        """Send down the pipeline in force, after the last batch: with the priority of an activation."""
         if not self._role.is_last:
             self.send(self._role.next_stage, TrafficClass.ACTIVATION, topic, b"", stream=about)
 
     def pass_down(self, topic: Topic, body: bytes) -> None:
-        """`pass_on` of something that says more than which epoch it is about."""
+        """`pass_on` with a body besides the epoch."""
         if not self._role.is_last:
             self.send(self._role.next_stage, TrafficClass.ACTIVATION, topic, body)
 
     def pass_batch(self, batch: Batch, hidden_TD: torch.Tensor | None) -> Future[None] | None:
-        """To the next stage."""
+        """Send a batch to the next stage."""
         to, head = self._role.next_stage, batch_to_bytes(batch)
         if len(head) > _HEAD_BYTES:
             self.send(to, TrafficClass.ACTIVATION, Topic.BATCH_HEAD, head)
@@ -101,18 +105,18 @@ class Links:
         return self.send(to, TrafficClass.ACTIVATION, Topic.BATCH, head, hidden_TD)
 
     def tell_result(self, result: StepResult | tuple[int, str]) -> None:
-        """To the leader: what a batch has given, or its number and why it could not be run."""
+        """To the leader: a batch's result, or its step and why it failed."""
         body = result_to_bytes(result) if isinstance(result, StepResult) else failure_to_bytes(*result)
         self.send(self._role.leader, TrafficClass.ACTIVATION, Topic.RESULT, body)
 
     def ask_for_layer(self, peer: WorkerId, epoch: Epoch, layer: int, layout: bytes) -> bool:
-        """Asks for a layer whose bytes lie as `layout` says. False: the peer cannot be reached."""
+        """Request a layer in the byte layout `layout`. False: the peer is unreachable."""
         if self.to(peer, epoch) is None:
             return False
         self.send(peer, TrafficClass.CONTROL, Topic.LAYER_WANTED, layout, stream=layer, epoch=epoch)
         return True
 
-    # ------------------------------------------------------------ making and ending them
+    # ------------------------------------------------------------ connecting and ending
 
     def connect(
         self,
@@ -120,18 +124,44 @@ class Links:
         peers: Sequence[WorkerId],
         addresses: Mapping[WorkerId, str],
         lives: Mapping[WorkerId, int],
-    ) -> None:
-        """`LinkMade` follows for each; with no peers the transition hears at once."""
-        self.missing = set(peers)
-        for peer in peers:
+    ) -> Sequence[LinksUp]:
+        """Returns the transition's event if all links are up; else `LinkMade` follows for each that is missing."""
+        self.missing = {peer for peer in peers if self.to(peer, epoch) is None}
+        for peer in sorted(self.missing):
             future = self._plane.warm(peer, addresses[peer], epoch, _LINK_TIMEOUT_S, lives.get(peer, 0))
             future.add_done_callback(lambda f, p=peer: self._post(LinkMade(epoch, p, f)))
-        if not peers:
-            self._post(Told(epoch, LinksUp(self._now(), epoch)))
+        return () if self.missing else (LinksUp(self._now(), epoch),)
+
+    def join(self, event: PlanReceived, peers: Sequence[WorkerId]) -> None:
+        """Take part in the plan's epoch while the engine runs a step: `connect` then finds the links up. Any thread."""
+        for peer in peers:
+            address, life = event.data_addresses[peer], event.lives.get(peer, 0)
+            self._plane.warm(peer, address, event.plan.epoch, _LINK_TIMEOUT_S, life)
 
     def meet(self, peer: WorkerId, address: str, epoch: Epoch) -> None:
-        """A link to a worker outside of the group, while that layout lasts. If none comes up, nobody is told."""
+        """Open a best-effort link to a worker of another group for this epoch; failure is not reported."""
         self._plane.retire(epoch, (peer,))
+        self._make(peer, address, epoch)
+
+    def keep(self, partners: Mapping[WorkerId, str]) -> None:
+        """Keep links of `LAYERS` to these, so that a later layout finds their connections made, and for a minute to
+        those named before: a worker that is not in the layout may be loading its layers. The peers have been told
+        likewise; a link that does not come up is tried again when the peer is named again.
+        """
+        now_s = self._now()
+        self._partners |= dict.fromkeys(partners, now_s)
+        for peer in [peer for peer, named_s in self._partners.items() if now_s - named_s > _KEPT_S]:
+            del self._partners[peer]
+            if (link := self.to(peer, LAYERS)) is not None:
+                link.retire()
+        for peer, address in partners.items():
+            self._make(peer, address, LAYERS)
+
+    def givers(self) -> list[WorkerId]:
+        """Peers that can be asked for layers, whatever the layout."""
+        return [peer for peer in sorted(self._partners) if self.to(peer, LAYERS) is not None]
+
+    def _make(self, peer: WorkerId, address: str, epoch: Epoch) -> None:
         key = (peer, epoch)
         if key in self._meeting or self.to(peer, epoch) is not None:
             return
@@ -144,7 +174,7 @@ class Links:
         self._plane.warm(peer, address, epoch, timeout_s=_MEETING_TIMEOUT_S).add_done_callback(met)
 
     def made(self, event: LinkMade) -> LinksUp | PreparationFailed | None:
-        """What it means for the transition."""
+        """Event for the transition."""
         error, now_s = event.link.exception(), self._now()
         if error is not None:
             return PreparationFailed(now_s, event.epoch, f"no link to {event.peer}: {error}")
@@ -153,7 +183,7 @@ class Links:
         return None if self.missing else LinksUp(now_s, event.epoch)
 
     def retire(self, before: Epoch) -> None:
-        """Those of older layouts bring nothing any more."""
+        """Links of older epochs refuse what still arrives."""
         self._plane.retire(before)
 
     def close(self) -> None:

@@ -1,16 +1,19 @@
-"""This worker in its group: tells its parts what happens, and stays when the group is lost. Engine thread only.
+"""This worker as a member of its group: dispatches events to its parts, and recovers when the group is lost. Engine
+thread only.
 
-What decides is pure (`core.transition`, `core.worker`); the parts do what they say. `StageRunner` runs batches,
-`TransitionDriver` carries transitions out, and `Role` is what all of them go by.
+Decisions are pure (`core.transition`, `core.worker`); the parts execute them. `StageRunner` runs batches,
+`TransitionDriver` executes transitions, and `Role` is the role that all parts share.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
+from ballast.common.layout import Member as LayoutMember
 from ballast.common.layout import Place
 from ballast.common.transition import Phase
 from ballast.service.logs import get_logger
@@ -41,6 +44,7 @@ from services.worker.pipeline.events import (
     MigrationOrdered,
     MigrationTold,
     ParkOrdered,
+    PartnersNamed,
     PlanReceived,
     ResultArrived,
     RoomGranted,
@@ -51,6 +55,7 @@ from services.worker.pipeline.events import (
 )
 from services.worker.pipeline.grammars import GrammarsAhead
 from services.worker.pipeline.layers import LayerLoading, Rescue
+from services.worker.pipeline.links import LAYERS, Links
 from services.worker.pipeline.migrations import Migrations
 from services.worker.pipeline.mover import KvMover
 from services.worker.pipeline.parking import Parking
@@ -81,8 +86,8 @@ class GroupMember:
         self._answers = answers = Answers(core, self.run)
         compile_grammar = environment.compile_grammar
         self._grammars = None if compile_grammar is None else GrammarsAhead(role, links, compile_grammar)
-        self._rescue: Rescue | None = None  # a member of the group is gone
-        self._is_awake = True  # `poll` may find something to do
+        self._rescue: Rescue | None = None  # a member of the group is lost
+        self._is_awake = True  # `poll` may have something to do
         pace = environment.plane.pace
 
         def sizes() -> RoomSizes:
@@ -137,7 +142,7 @@ class GroupMember:
 
         self._parking = Parking(context, environment.background, layer_loading, self._why_not_park, self._open_group)
 
-    # ------------------------------------------------------------ what the shell calls
+    # ------------------------------------------------------------ called by the shell
 
     @property
     def may_form(self) -> bool:
@@ -165,12 +170,12 @@ class GroupMember:
 
     @property
     def at_rest(self) -> bool:
-        """Nothing has happened since the last `poll`, and nothing is under way that it would have to look at."""
+        """True if there was no event since the last `poll`, and nothing under way depends on it."""
         return not self._is_awake
 
     @property
     def led_stage_count(self) -> int:
-        """Stages of the pipeline that this worker leads, one that dissolves included; 0: of none."""
+        """Stages of the pipeline that this worker leads, or of a draining one; 0: it leads none."""
         leaving = self._driver.leaving
         role = self._role if leaving is None else leaving.role
         return len(role.stages) if role.leads else 0
@@ -181,7 +186,7 @@ class GroupMember:
 
     @property
     def place(self) -> Place | None:
-        """From any thread: which group this worker is in, and since when."""
+        """From any thread: this worker's group, and the epoch that made it."""
         return self._role.place
 
     @property
@@ -196,6 +201,10 @@ class GroupMember:
     @property
     def progress(self) -> dict[Epoch, Progress]:
         return self.published.progress
+
+    @property
+    def links(self) -> Links:
+        return self._links
 
     def handle(self, event: MemberEvent) -> list[Answer]:
         self._is_awake = self._is_awake or not isinstance(event, BatchArrived | ResultArrived)
@@ -237,12 +246,16 @@ class GroupMember:
                 driver.room_granted(epoch, block_count)
             case RoomWithdrawn(epoch=epoch):
                 driver.room_withdrawn(epoch)
+            case LayerAsked() if event.epoch == LAYERS:
+                self._layer_asked(event)
             case LayerAsked():
                 driver.layer_asked(event)
             case LayerArrived() | LayerChecked():
                 driver.layer_news(event)
             case ParkOrdered():
                 self._parking.ordered(event)
+            case PartnersNamed(partners=partners):
+                self._links.keep(partners)
             case MigrationOrdered() | MigrationTold() | KvLeft():
                 self._migrations.handle(event)
             case Woken():
@@ -274,7 +287,7 @@ class GroupMember:
         return stage.run(command.batch, tables, None, command.copies)
 
     def _stage_of(self, epoch: Epoch) -> StageRunner:
-        """Of the group in force, or of the one that dissolves, as long as that computes."""
+        """The stage runner of that epoch's group: the one in force, or the draining one while it computes."""
         leaving, transition = self._driver.leaving, self._driver.transition
         if leaving is None or transition is None or not transition.drains or leaving.role.epoch != epoch:
             return self._stage
@@ -298,8 +311,8 @@ class GroupMember:
             self._copier.close()
 
     def _plan_received(self, event: PlanReceived) -> None:
-        """A plan that takes this worker for one of no group is also word that its group has ended: a member was counted
-        as lost, perhaps without any link having broken. The planner repeats it until this worker is whole.
+        """A plan in which this worker has no group also means that its group has ended: a member was counted as lost,
+        perhaps without a broken link. The planner repeats it until this worker holds all layers.
         """
         if self._rescue is not None or self._parking.under_way:
             return
@@ -314,7 +327,7 @@ class GroupMember:
         elif answer is Reception.LEAVE:
             why = f"the planner counts on the group no more: epoch {epoch} begins without it"
             if driver.leaving is not None:
-                driver.end_leaving(why)  # and this worker is whole: the planner asks again
+                driver.end_leaving(why)  # this worker then holds all layers: the planner asks again
             else:
                 self._break_up(driver.epoch_in_force, self.me, why)
         elif answer is Reception.CONFIRM:
@@ -323,16 +336,26 @@ class GroupMember:
             progress.block_count_after = self._context.book.block_count
             self.published.publish_as(epoch, Phase.DONE)
 
+    def _layer_asked(self, event: LayerAsked) -> None:
+        """By a worker outside of any transition. Layers that are about to be given up are not read any more."""
+        if self._parking.under_way or not self._driver.at_rest:
+            self._layer_loading.server.refuse(event.link, event.layer)
+        else:
+            self._layer_loading.server.serve(event, self._role.layers)
+
     def _capacity_told(self, event: CapacityTold) -> None:
         if self._rescue is None:
             self._context.room_told(event)
         else:
             self.published.stale_total += 1
 
-    # ------------------------------------------------------------ a member of the group is gone
+    # ------------------------------------------------------------ loss of a member
 
     def _peer_lost(self, epoch: Epoch, event: PeerLost) -> None:
-        """Before a commit this ends the preparation; a member of the group in force takes the group with it."""
+        """Before a commit it fails the preparation; the loss of a member of the group in force fails the group."""
+        if epoch == LAYERS:
+            self._layer_loading.peer_lost(event.peer)
+            return
         self._migrations.peer_lost(epoch, event.peer, event.why)
         if self._rescue is not None:
             return
@@ -344,9 +367,10 @@ class GroupMember:
             self._break_up(self._role.epoch, event.peer, event.why)
 
     def _break_up(self, epoch: Epoch, peer: WorkerId, why: str) -> None:
-        """All requests end, for dispatchers to replay; then the missing layers are taken back."""
+        """End all requests, for dispatchers to replay, then load the missing layers."""
         get_logger().error("the group is left", peer=peer, why=why, epoch=epoch)
         now_s, role = self._now(), self._role
+        survivors = [stage for stage in role.stages if stage.worker_id not in (self.me, peer)]
         self.published.fail_open(f"{peer}: {why}")
         self._migrations.abandon(f"{peer}: {why}")
         self._mover.abandon()
@@ -365,13 +389,27 @@ class GroupMember:
             progress,
             self._layer_loading,
             quiet=lambda: not self._hub.receives and self._migrations.idle,
+            sources=lambda: self._holders(survivors),
             kept=role.layers,
             began_s=now_s,
         )
         self.published.publish_as(epoch, Phase.FAILED)
 
+    def _holders(self, survivors: Sequence[LayoutMember]) -> dict[int, list[WorkerId]]:
+        """Of each layer: those of the lost group that have it, then all others that can be asked, who may."""
+        givers = self._links.givers()
+        of_group = [stage for stage in survivors if stage.worker_id in givers]
+        others = [peer for peer in givers if all(stage.worker_id != peer for stage in survivors)]
+        if others:  # each worker begins with another one
+            turn = sorted([*others, self.me]).index(self.me) % len(others)
+            others = others[turn:] + others[:turn]
+        return {
+            layer: [*(s.worker_id for s in of_group if s.first_layer <= layer < s.last_layer), *others]
+            for layer in range(self._role.layer_count)
+        }
+
     def _be_whole(self, rescue: Rescue) -> None:
-        """Every layer is here again: this worker leads itself."""
+        """All layers are loaded: this worker leads a group of itself."""
         self._rescue = None
         self._role.be_whole()
         self._open_group()
@@ -379,7 +417,7 @@ class GroupMember:
         self.published.publish_as(rescue.epoch, Phase.DONE)
 
     def _open_group(self) -> None:
-        """Of this worker alone."""
+        """Open a group of this worker alone."""
         self._memory.open_window()
         block_count, kv = self._memory.close_leaving(), self._memory.kv
         book = BlockBook(block_count, kv.shape.block_tokens, kv.window.first_block)
@@ -387,7 +425,7 @@ class GroupMember:
         self._answers.tell(GroupOpened(self._now(), book))
         self._context.begin_room()
 
-    # ------------------------------------------------------------ nobody needs it for now
+    # ------------------------------------------------------------ parking
 
     def _why_not_park(self) -> str:
         core, driver = self._context.core, self._driver

@@ -1,8 +1,8 @@
 """Live migrations of single sequences, to and from this worker's group. Engine thread only.
 
-`core.departures` and `core.arrivals` decide, at the leaders of both groups; each stage gives and takes what is of its
-layers (`mover`). Nobody takes part whose layout changes: `give_up` ends what can be ended, and `idle` says when
-nothing is left that reads or writes the cache.
+`core.departures` and `core.arrivals` decide, at the leaders of both groups; each stage sends and receives its own
+layers (`mover`). No migration runs while a layout changes: `give_up` cancels what can be cancelled, and `idle` is True
+when nothing reads or writes the cache.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from services.worker.policy.departure import choose_departure
 if TYPE_CHECKING:
     from services.worker.links.connection import Link
 
-_SPAN_BYTES = 64 << 20  # sent at once while the sequence is decoding, unless a block of all the layers is more
+_SPAN_BYTES = 64 << 20  # bytes of a span sent while the sequence decodes, at least one block of all layers
 
 
 @dataclass(slots=True)
@@ -90,13 +90,13 @@ class Migrations:
         self._arrivals = Arrivals(shape.block_tokens, self._why_no_room)
         self._mover = mover
         self._orders: dict[WorkerId, _Order] = {}
-        self._epoch = Epoch(0)  # of the links between groups
-        self._link: dict[WorkerId, Link] = {}  # to leaders of other groups, over which something is open or was last
+        self._epoch = Epoch(0)  # epoch of the links between groups
+        self._link: dict[WorkerId, Link] = {}  # links to leaders of other groups, of open and recent migrations
         self._last_id = self._core.first_sequence_id
         self._told_room = (0, 0)
         self._told_limit_blocks: int | None = None
 
-    # ------------------------------------------------------------ what happens
+    # ------------------------------------------------------------ events
 
     def handle(self, event: MigrationOrdered | MigrationTold | KvLeft) -> None:
         match event:
@@ -108,7 +108,7 @@ class Migrations:
                 self._sent(send.block_ranges[0].piece.move, event.why_not)
 
     def poll(self) -> None:
-        """Between two steps."""
+        """Called between two steps."""
         now_s = self._now()
         self._carry_out(self._arrivals.tick(now_s))
         if self._orders:
@@ -123,21 +123,21 @@ class Migrations:
         self.answer(self._mover.core.peer_lost(epoch, peer))
 
     def give_up(self, why: str) -> None:
-        """The layout is about to change. What was handed over to this leader is still waited for."""
+        """The layout is about to change: cancel. Sequences handed over to this leader are still received."""
         self._orders.clear()
         self._carry_out(self._departures.give_up_all(self._now(), why))
         self._carry_out(self._arrivals.give_up_all(why))
         self.answer(self._mover.give_up(coming=not self._role.leads))
 
     def abandon(self, why: str) -> None:
-        """The group is lost, and its sequences with it. Those that have left it are their heirs'."""
+        """The group is lost, with its sequences. Those handed over belong to their new leaders."""
         self._orders.clear()
         self._carry_out(self._departures.give_up_all(self._now(), why))
         self._carry_out(self._arrivals.abandon(why))
 
     @property
     def idle(self) -> bool:
-        """Nothing of the cache is read or written for a migration, and no block is kept for one."""
+        """True if no migration reads or writes the cache, or holds a block."""
         return not len(self._arrivals) and self._mover.idle
 
     @property
@@ -149,7 +149,7 @@ class Migrations:
         self._arrivals.check()
 
     def _why_no_room(self, block_count: int, new: bool) -> str:
-        """Retained prefixes give way, and the stages hear of it before they are asked for blocks."""
+        """Why there is no room. Evicts retained prefixes first, which the stages learn before blocks are reserved."""
         self._tell(RoomWanted(self._now(), block_count))
         return self._core.why_no_room(block_count, new=new)
 
@@ -157,11 +157,11 @@ class Migrations:
 
     @property
     def _stages(self) -> tuple[Stage, ...]:
-        """Of this worker's group."""
+        """Stages of this worker's group."""
         return stages_of(self._role.stages) or (self._mover.stage,)
 
     def _why_not(self) -> str:
-        """Why this worker takes part in none; empty: it may."""
+        """Why this worker takes part in no migration; empty if it may."""
         return "its layout is being changed" if self._layout_changes() else ""
 
     def _ordered(self, order: MigrationOrdered) -> None:
@@ -200,7 +200,7 @@ class Migrations:
             self._last_id += 1
             self._carry_out(self._departures.begin(now_s, self._last_id, to, order.epoch, chosen, self._stages))
 
-    # ------------------------------------------------------------ what others say
+    # ------------------------------------------------------------ messages
 
     def _told(self, event: MigrationTold) -> None:
         peer, message, link, now_s = event.peer, event.message, event.link, event.at_s
@@ -215,7 +215,7 @@ class Migrations:
             case Offer():
                 self._link[peer] = link
                 why = self._why_not() or ("" if self._role.leads else f"{self._role.leader} leads here")
-                if self._context.book.table(message.sequence_id):  # it was here, and what it held is still to be freed
+                if self._context.book.table(message.sequence_id):  # its blocks of an earlier stay are not freed
                     why = why or "its KV has not left yet"
                 epoch = Epoch(link.epoch)
                 self._carry_out(self._arrivals.offered(now_s, peer, epoch, message, self._stages, why))
@@ -236,10 +236,12 @@ class Migrations:
             case _:
                 self._order(message)
 
-    # ------------------------------------------------------------ in the group
+    # ------------------------------------------------------------ within the group
 
     def _order(self, message: ForStages) -> str:
-        """To the stages behind this one, in order with batches, and to this one. Returns why a span cannot be given."""
+        """Send an order to the following stages, in order with batches, and execute it here. Returns why a span cannot
+        be sent.
+        """
         self._links.pass_down(Topic.MIGRATION, migration_to_bytes(message))
         why, said = "", self._mover.order(message, self._why_not())
         for each in said:
@@ -250,7 +252,7 @@ class Migrations:
         return why
 
     def answer(self, messages: Iterable[Ready | Landed]) -> None:
-        """To the leader."""
+        """Send to the leader."""
         for message in messages:
             if self._role.leads:
                 self._told_in_group(self._role.me, message, self._now())
@@ -261,7 +263,7 @@ class Migrations:
         self._links.send(self._role.leader, TrafficClass.CONTROL, Topic.MIGRATION, migration_to_bytes(message))
 
     def _sent(self, migration_id: MigrationId, why_not: str) -> None:
-        """A stage has given a span, or could not."""
+        """A stage has sent a span, or failed to."""
         if self._role.leads:
             self._carry_out(self._departures.sent(self._now(), migration_id, why_not))
         elif why_not:
@@ -300,14 +302,14 @@ class Migrations:
             self._tell(PrefillLimited(now_s, limit))
 
     def _say(self, to: WorkerId, message_bytes: bytes) -> None:
-        """A link that takes no message ends, and then this side hears `peer_lost`."""
+        """If the link refuses a message it ends, which is reported as `peer_lost`."""
         self._links.send_over(self._link[to], TrafficClass.CONTROL, Topic.MIGRATION, message_bytes)
 
     def _hand_away(self, command: HandAway) -> None:
         give, now_s = command.give, self._now()
         link = self._link[command.to]
         why = "its link has ended" if link.retired or not link.is_up else self._order(give)
-        if why:  # nothing is lost while the sequence is here
+        if why:  # the sequence is still here
             self._carry_out(self._departures.give_up(now_s, give.migration_id, why))
             return
         told = self._tell(HandOver(now_s, {give.sequence_id: command.to}, frees=True))
@@ -334,7 +336,7 @@ class Migrations:
     def _adopt(self, command: Adopt) -> None:
         snapshot, now_s = command.snapshot, self._now()
         if not self._context.group_scheduler.leads:
-            return  # it follows since it gave up, or its group is lost: the dispatcher has the request replayed
+            return  # it has cancelled, or its group is lost: the dispatcher replays the request
         self._tell_room()
         lost = frozenset[SequenceId]() if command.kv_tokens else frozenset({snapshot.sequence_id})
         self._tell(Adopted(now_s, (snapshot,), lost_ids=lost, in_order=True))

@@ -1,6 +1,6 @@
-"""Carries out what `core.mover` wants: KV goes from the blocks of one stage straight into those of another.
+"""Executes the commands of `core.mover`: KV goes from the blocks of one stage directly into those of another.
 
-Engine thread only. What comes in is put in its place by link threads (`hub`), and told here.
+Engine thread only. Incoming KV is written by link threads (`hub`) and reported here.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 def kv_pieces(kv: KvCache, blocks: Sequence[int], first_layer: int, last_layer: int) -> Pieces:
-    """The memory of these blocks in `[first_layer, last_layer)`, layer by layer and block by block: [n, 2, T, K, H] per
-    rank of the instance and run of ids. Runs need not be the same on both sides.
+    """The memory of these blocks in `[first_layer, last_layer)`, by layer and run of ids: [n, 2, T, K, H] per rank.
+    Runs may differ between the two sides.
     """
     runs, pieces = _runs(blocks), Pieces()
     for layer in range(first_layer, last_layer):
@@ -61,11 +61,11 @@ class KvMover:
         self._links = context.links
         self._places = context.hub.places
         self.core = Mover(self._kv.shape.block_tokens, self._kv.block_bytes, self._places.forget)
-        self._transfers: list[Transfer] = []  # that read the cache
+        self._transfers: list[Transfer] = []  # transfers that read the cache
 
     @property
     def idle(self) -> bool:
-        """Nothing of the cache is being sent, and no block is kept for a migration."""
+        """True if no KV is being sent, and no block is held for a migration."""
         return not self.core.holds and all(transfer.done.done() for transfer in self._transfers)
 
     @property
@@ -74,7 +74,7 @@ class KvMover:
         return Stage(self._context.me, layers.start, layers.stop)
 
     def landed(self, event: KvLanded) -> Sequence[KvReceived | Landed]:
-        """What it means for the transition, or for the leader of this group."""
+        """The resulting events for the transition, or messages for this group's leader."""
         news = self.core.landed(self._context.now(), event.giver, event.piece, delivered=event.delivered)
         if news is None:
             self._context.published.stale_total += 1
@@ -84,7 +84,7 @@ class KvMover:
         return news
 
     def give_up(self, *, coming: bool) -> Sequence[Landed]:
-        """The layout is about to change. With `coming`, what comes is not let in any more."""
+        """The layout is about to change. With `coming`, incoming KV is cancelled, too."""
         news = self.core.give_up() if coming else ()
         self._cancel()
         return news
@@ -101,10 +101,10 @@ class KvMover:
     def check(self) -> None:
         self.core.check(self._places.of_kv())
 
-    # ------------------------------------------------------------ what a leader orders in a migration
+    # ------------------------------------------------------------ orders of a leader in a migration
 
     def order(self, message: ForStages, why_not: str) -> Sequence[Ready | Landed | Off]:
-        """`why_not`: why this worker takes no part now; empty: it may. `Off`: a span cannot be given."""
+        """`why_not`: why this worker takes no part now; empty if it may. Returns `Off` if a span cannot be sent."""
         match message:
             case Give():
                 why = self._give(message, why_not)
@@ -123,7 +123,7 @@ class KvMover:
             return "it has ended, or has given way"
         if why_not and not give.span.last:
             return why_not
-        self._context.memory.pool.backend.synchronise()  # waits for the device
+        self._context.memory.pool.backend.synchronise()  # wait for the device
         return next((why for send in sends if (why := self._begin(send))), "")
 
     def _take(self, take: Take, why_not: str) -> Ready | Landed:
@@ -138,7 +138,7 @@ class KvMover:
         return Ready(take.migration_id)
 
     def _let_come(self, commands: Iterable[Place | CopyOver]) -> int:
-        """Returns how many bytes."""
+        """Register destinations. Returns their bytes."""
         size_bytes = 0
         for command in commands:
             if isinstance(command, CopyOver):
@@ -153,7 +153,7 @@ class KvMover:
             size_bytes += (command.last_block - command.first_block) * self._kv.block_bytes * (last_layer - first_layer)
         return size_bytes
 
-    # ------------------------------------------------------------ what a transition wants
+    # ------------------------------------------------------------ commands of a transition
 
     def expect(self, command: ExpectKv) -> None:
         self._context.published.counted.kv_bytes_received += self._let_come(
@@ -189,22 +189,22 @@ class KvMover:
         return self.core.sent(self._context.now(), send)
 
     def _send_again(self, to: WorkerId) -> None:
-        """What the link had no room for, as far as it has some now."""
+        """Retry what the link had no room for."""
         for send in self.core.again(to):
             self._begin(send)
 
     # ------------------------------------------------------------ sending
 
     def _begin(self, send: Send) -> str:
-        """Returns why it could not begin."""
+        """Start a transfer. Returns why it cannot start."""
         link, exchanged = self._links.to(send.to, send.epoch), send.mode is Mode.EXCHANGE
         if link is None or link.retired or not link.is_up:
             return f"there is no link to {send.to}"
         tensors = [tensor for block_range in send.block_ranges for tensor in self._tensors(block_range)]
         meta = pieces_to_bytes(block_range.piece for block_range in send.block_ranges)
         if send.mode is Mode.LAST and sum(tensor.nbytes for tensor in tensors) < link.packed_below_bytes:
-            # A transfer would wait for several threads on either side before it comes; a message is sent at once, and
-            # one thread takes it in. No activation waits behind it: those go over links of the group.
+            # A transfer needs several thread switches on either side; a message is sent at once, and one thread
+            # receives it. No activation waits behind it: those use links of the group.
             packed = link.pack(tensors) if tensors else None
             self._links.send_over(link, TrafficClass.CONTROL, Topic.KV, meta, packed)
             return ""
@@ -213,7 +213,7 @@ class KvMover:
         stream = send.block_ranges[0].piece.sequence_id
         try:
             transfer = link.transfer(TrafficClass.KV, tensors, topic=Topic.KV, meta=meta, stream=stream, rank=send.rank)
-        except Overloaded as error:  # nothing of it was sent
+        except Overloaded as error:  # nothing was sent
             self.core.refused(send)
             return str(error)
         except BallastError as error:
@@ -230,7 +230,7 @@ class KvMover:
 
 
 def _give_up(link: Link, send: Send, why: str) -> None:
-    """KV that is not sent is missing for good: the link ends, which both members are told as an event."""
+    """Unsent KV is lost: end the link, which is reported to both members."""
     sequence_ids = [block_range.piece.sequence_id for block_range in send.block_ranges]
     get_logger().error("KV is not sent", sequence_ids=sequence_ids, to=link.peer_id, why=why)
     link.give_up(f"KV could not be sent: {why}")

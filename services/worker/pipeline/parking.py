@@ -1,8 +1,8 @@
-"""An instance that nobody needs for now: its parameters go to host memory, and its device memory is given back.
+"""Parking: the parameters of an idle instance are copied to host memory, and its device memory is released.
 
-It parks only where nothing is here that could be lost: alone, with no request, no transition and no migration. From
-the first step on it leads no group, so that whatever still comes is refused and placed elsewhere. Waking is what a
-member of a lost group does too: all layers come, then a new group of one is opened. Engine thread only, but `parks`.
+Only an instance that serves alone, without requests, transition or migration, is parked. From the first step on it
+leads no group, so new requests are refused and placed elsewhere. Waking is the recovery of a member of a lost group:
+load all layers, then open a group of one. Engine thread only, except `parks`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from services.worker.pipeline.events import ParkOrdered, Woken
 from services.worker.pipeline.layers import LayerLoading
 from services.worker.pipeline.progress import Progress
 
-_MEASURED = 5  # wakings, of which the slowest counts
-_HOST_BYTES_PER_S = 10e9  # before the first: from host memory that is not locked
+_MEASURED = 5  # wake-ups; the slowest counts
+_HOST_BYTES_PER_S = 10e9  # assumed before the first: from pageable host memory
 
 
 class _State(Enum):
     SERVING = auto()
-    SAVING = auto()  # layers are copied to host memory
+    SAVING = auto()  # layers are being copied to host memory
     PARKED = auto()
     WAKING = auto()
 
@@ -42,8 +42,8 @@ class Parking:
         why_not: Callable[[], str],
         serve: Callable[[], None],
     ) -> None:
-        """`why_not` says what is in the way of parking, or nothing. `serve` makes this worker one of its own again; all
-        layers are here.
+        """`why_not()`: what prevents parking, or empty. `serve()` opens this worker's own group, once all layers are
+        loaded.
         """
         self._context = context
         self._memory: DeviceMemory = context.memory
@@ -54,20 +54,20 @@ class Parking:
         self._now = context.now
         self._state = _State.SERVING
         self._jobs: list[Future[None]] = []
-        self._stays = False  # while layers are saved: it is to be woken as soon as it is parked
+        self._stays = False  # while layers are saved: wake as soon as parked
         self._began_s = 0.0
         self._took_s = deque[float](maxlen=_MEASURED)
-        self.parks = Parks(wake_s=self._estimate_s())  # replaced, never changed: others read it
+        self.parks = Parks(wake_s=self._estimate_s())  # replaced, never changed: read by other threads
 
     def _estimate_s(self) -> float:
-        """0: it cannot be parked."""
+        """Estimated time to wake (seconds); 0: it cannot be parked."""
         parameters = self._memory.parameters
         layer_bytes = self._memory.parameter_bytes_of(range(parameters.layer_count))
         return layer_bytes / _HOST_BYTES_PER_S if self._memory.can_park else 0.0
 
     @property
     def under_way(self) -> bool:
-        """It is parked, or on its way there or back."""
+        """True if it is parked, or being parked or woken."""
         return self._state is not _State.SERVING
 
     @property
@@ -75,7 +75,7 @@ class Parking:
         return self._state in (_State.SERVING, _State.PARKED)
 
     def ordered(self, event: ParkOrdered) -> None:
-        """Orders are repeated until what they want is so."""
+        """Orders are repeated until they have been carried out."""
         match self._state:
             case _State.SERVING if event.park:
                 self._park()
@@ -105,7 +105,7 @@ class Parking:
 
     def _saved(self) -> None:
         for job in self._jobs:
-            job.result()  # raises what went wrong: host memory, say
+            job.result()  # raises its exception, for example for lack of host memory
         if not self._layer_loading.server.idle:
             return
         self._jobs = []
@@ -120,7 +120,7 @@ class Parking:
         self._began_s, role = self._now(), self._context.role
         try:
             self._memory.unpark()
-        except ConfigError as error:  # another process has it; the next order tries again
+        except ConfigError as error:  # another process uses the memory; retried with the next order
             get_logger().warning("not woken: the device's memory is not to be had", why=str(error))
             return
         self._state = _State.WAKING

@@ -1,7 +1,8 @@
-"""What the planner asks of this worker: protobuf <-> events of the member, and how far it is."""
+"""The planner's calls: protobuf <-> events of the member, and the progress of transitions."""
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
@@ -16,14 +17,15 @@ from services.worker.core.phases import BEFORE_COMMIT, deadline_s
 from services.worker.core.plan import Plan, part_of
 from services.worker.core.transition_messages import AbortRequested, CommitRequested, PreparationFailed
 from services.worker.core.turns import MemberEvent
-from services.worker.pipeline.events import MigrationOrdered, ParkOrdered, PlanReceived, Told
+from services.worker.pipeline.events import MigrationOrdered, ParkOrdered, PartnersNamed, PlanReceived, Told
 from services.worker.pipeline.member import GroupMember
 from services.worker.pipeline.progress import Progress
 
 HOLD_S = 0.05
 NOT_PREPARED: tuple[Phase | None, ...] = (None, Phase.PREPARING)
 NOT_TAKEN_UP: tuple[Phase | None, ...] = (Phase.PREPARED, Phase.COMMITTING)
-_SILENCE_S = 3.0  # a planner asks several times a second what it has under way
+_SILENCE_S = 3.0  # a planner asks several times a second about a transition in progress
+_MOST_PARTNERS = 16  # bound of the links that are kept to partners
 _LONGEST_ORDER_S = 60.0  # of migrations
 
 
@@ -32,7 +34,7 @@ class Timer(Protocol):
 
 
 class Later(Protocol):
-    """Calls back after so many seconds."""
+    """Calls a function after a delay (seconds)."""
 
     def __call__(self, delay_s: float, act: Callable[[Epoch], None], epoch: Epoch, /) -> Timer: ...
 
@@ -42,7 +44,7 @@ def _on_the_loop(delay_s: float, act: Callable[[Epoch], None], epoch: Epoch, /) 
 
 
 class Transitions:
-    """Lives on the event loop; the member does the work on the engine thread."""
+    """Lives on the event loop; the member works on the engine thread."""
 
     def __init__(
         self,
@@ -57,15 +59,16 @@ class Transitions:
         self._post = post
         self._now = now
         self._later = later
-        self._aborted: dict[Epoch, str] = {}  # before this worker had heard of them: a Prepare that comes late is stale
-        self._heard_at_s = 0.0  # of a transition, from a planner
+        self._aborted: dict[Epoch, str] = {}  # epochs aborted before their Prepare arrived, which is then stale
+        self._joined = Epoch(0)  # the newest epoch whose links are made
+        self._heard_at_s = 0.0  # last call about a transition
         self._published = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watchdog: Timer | None = None
         member.published.on_publish = self._wake
 
     def prepare(self, request: pb.PrepareRequest) -> None:
-        """Raises InvalidRequest or StaleEpoch; a plan this worker has already is no error."""
+        """Raises InvalidRequest or StaleEpoch; a plan already known is no error."""
         plan = Plan(KIND.member(request.kind, "kind"), LAYOUT.record(request.base), LAYOUT.record(request.target))
         try:
             plan.base.check()
@@ -75,7 +78,7 @@ class Transitions:
         self.take(plan, [(s.layer, WorkerId(s.worker_id) or None) for s in request.sources])
 
     def take(self, plan: Plan, sources: Sequence[tuple[int, WorkerId | None]]) -> None:
-        """A plan that is valid as such. `sources`: (layer, holder) in the order to be tried; None: host copy or disk.
+        """Pass on a valid plan. `sources`: (layer, holder) in the order of attempts; None: host copy or checkpoint.
 
         Raises InvalidRequest or StaleEpoch, as `prepare`.
         """
@@ -89,17 +92,21 @@ class Transitions:
         if part is None:
             raise InvalidRequest("target", f"{me} has no part in it")
         life = next(m.incarnation for m in part.new.members if m.worker_id == me)
-        if life != self._incarnation:  # its earlier process at the same address: this one would say that it is that one
+        if life != self._incarnation:  # an earlier process at this address was meant
             raise StaleEpoch("worker incarnation", life, self._incarnation)
         addresses = {m.worker_id: m.data_address for g in plan.target.groups for m in g.members}
         holders: dict[int, tuple[WorkerId, ...]] = {}
         for layer, holder in sources:
             holders[layer] = holders.get(layer, ()) + ((holder,) if holder else ())
-        self._post(PlanReceived(plan, addresses, holders))
+        event = PlanReceived(plan, addresses, holders)
+        if part.peers and plan.epoch > max(newest, self._joined):
+            self._joined = plan.epoch
+            self._member.links.join(event, part.peers)
+        self._post(event)
         self._watch(plan.epoch)
 
     def _watch(self, epoch: Epoch) -> None:
-        """A plan whose planner has fallen silent is taken back, and a Commit that comes after all is answered so."""
+        """Take back a plan whose planner has fallen silent; a late Commit is answered with that."""
         if self._watchdog is not None:
             self._watchdog.cancel()
         phase = self._phase(epoch) or Phase.PREPARING
@@ -115,14 +122,14 @@ class Transitions:
         self._post(Told(epoch, PreparationFailed(self._now(), epoch, why)))
 
     async def when_prepared(self, epoch: int) -> pb.TransitionStatus:
-        """The planner need not come back for what takes a few milliseconds."""
+        """Wait briefly, so that the planner need not poll for a phase of a few milliseconds."""
         return await self._status_beyond(NOT_PREPARED, epoch)
 
     async def when_taken_up(self, epoch: int) -> pb.TransitionStatus:
         return await self._status_beyond(NOT_TAKEN_UP, epoch)
 
     async def _status_beyond(self, phases: Collection[Phase | None], epoch: int) -> pb.TransitionStatus:
-        """The status as soon as the phase is none of `phases` (None: not heard of), or after a moment."""
+        """The status once the phase is not in `phases` (None: unknown epoch), or after a short timeout."""
         self._loop = asyncio.get_running_loop()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HOLD_S):
@@ -140,7 +147,7 @@ class Transitions:
         """Called on the engine thread."""
         loop = self._loop
         if loop is not None:
-            with contextlib.suppress(RuntimeError):  # closed: the process is going down
+            with contextlib.suppress(RuntimeError):  # closed: the process is exiting
                 loop.call_soon_threadsafe(self._published.set)
 
     def commit(self, epoch: int) -> None:
@@ -152,7 +159,7 @@ class Transitions:
         self._post(Told(Epoch(epoch), AbortRequested(self._now(), Epoch(epoch), why)))
 
     def migrate(self, request: pb.MigrateRequest) -> None:
-        """Raises InvalidRequest: it makes no sense for this worker."""
+        """Raises InvalidRequest if it does not apply to this worker."""
         me = self._member.me
         source, target = [p.worker_id for p in request.source], [p.worker_id for p in request.target]
         if not source or not target or (source + target).count(me) != 1:
@@ -173,7 +180,7 @@ class Transitions:
         )
 
     def park(self, incarnation: int, *, park: bool) -> None:
-        """Raises StaleEpoch: another life of this worker is meant. NotPossible: it cannot be parked."""
+        """Raises StaleEpoch: another incarnation was meant. NotPossible: it cannot be parked."""
         if incarnation != self._incarnation:
             raise StaleEpoch("worker incarnation", incarnation, self._incarnation)
         if park and not self._member.parks.wake_s:
@@ -181,11 +188,14 @@ class Transitions:
         self._post(ParkOrdered(park))
 
     def name_partners(self, request: pb.NamePartnersRequest) -> Epoch:
+        me = self._member.me
+        partners = {WorkerId(one.worker_id): one.data_address for one in request.partners if one.worker_id != me}
+        self._post(PartnersNamed(dict(itertools.islice(partners.items(), _MOST_PARTNERS))))
         self._take_back(Epoch(request.settled_epoch))
         return self._member.newest_epoch
 
     def _take_back(self, settled_epoch: Epoch) -> None:
-        """What nobody will commit any more. Not if its planner was heard a moment ago: words overtake each other."""
+        """Abort what will not be committed. Not if the planner called just now, as calls may overtake each other."""
         epoch = self._member.newest_epoch
         waits = self._phase(epoch) in BEFORE_COMMIT and epoch <= settled_epoch
         if waits and self._now() - self._heard_at_s >= _SILENCE_S:
@@ -193,7 +203,7 @@ class Transitions:
             self._post(Told(epoch, AbortRequested(self._now(), epoch, why)))
 
     def status(self, epoch: int) -> pb.TransitionStatus:
-        """UNSPECIFIED for an epoch this worker has not heard of."""
+        """UNSPECIFIED for an unknown epoch."""
         phase, why, progress = self.said(Epoch(epoch))
         if progress is not None:
             return STATUS.message(progress)
@@ -202,7 +212,7 @@ class Transitions:
         return pb.TransitionStatus(epoch=epoch)
 
     def said(self, epoch: Epoch) -> tuple[Phase, str, Progress | None]:
-        """The answer to a planner: how far the transition is here, and why; NONE for an epoch not heard of."""
+        """Phase, reason and status of a transition here; phase NONE for an unknown epoch."""
         self._heard_at_s = self._now()
         progress = self._member.progress.get(epoch)
         if progress is not None:

@@ -1,4 +1,4 @@
-"""What the planner and operators may read of this worker's part in its group: how far transitions are, and totals."""
+"""This worker's part in its group as the planner and operators see it: progress of transitions, and totals."""
 
 import math
 from collections.abc import Callable
@@ -15,19 +15,19 @@ from services.worker.pipeline.stage_clock import StageClock
 
 @dataclass(slots=True, kw_only=True)
 class Progress(Status):
-    """Counted while a transition goes on, and where its time went."""
+    """Counters and durations of one transition."""
 
     began_s: float
     phase: Phase = Phase.PREPARING
-    links_s: float = 0.0  # from hearing of the plan
+    links_s: float = 0.0  # since the plan arrived
     memory_s: float = 0.0
     commit_at_s: float = 0.0
-    halted_at_s: float = 0.0  # since then victims get no tokens, or have got the last one at the latest
+    halted_at_s: float = 0.0  # from then on moved sequences get no tokens
     taken_up_at_s: float = 0.0
-    stalls_s: list[float] = field(default_factory=list[float])  # of each victim, from then until it may go on
+    stalls_s: list[float] = field(default_factory=list[float])  # per moved sequence, until it may resume
 
     def until_taken_up(self) -> dict[str, float]:
-        """Where the time from hearing of the plan to the new layout went."""
+        """Durations between the plan's arrival and the new layout."""
         waited_s = self.commit_at_s - self.began_s - self.prepare_s
         return {
             "links_s": round(self.links_s, 4),
@@ -51,7 +51,7 @@ _OVER = (Phase.DONE, Phase.ABORTED, Phase.FAILED)
 
 
 def _nothing() -> None:
-    """Nobody waits for what is published."""
+    """Default of `on_publish`."""
 
 
 class Published:
@@ -61,26 +61,26 @@ class Published:
         self._now = now
         self.clock = StageClock()
         self.migrations = MigrationTotals()
-        self.stale_total = 0  # events of another time, which have changed nothing
-        self.newest_epoch = Epoch(0)  # the highest that this worker has heard of: it takes part in no lower one
+        self.stale_total = 0  # outdated events, ignored
+        self.newest_epoch = Epoch(0)  # the highest known; lower ones are refused
         self.progress: dict[Epoch, Progress] = {}  # replaced, never changed
-        self.on_publish: Callable[[], None] = _nothing  # called after that, on the engine thread
+        self.on_publish: Callable[[], None] = _nothing  # called after publishing, on the engine thread
         self._counted: Progress | None = None
 
     @property
     def counted(self) -> Progress:
-        """Progress of the latest transition, while it is being counted."""
+        """Progress of the latest transition while it is being counted."""
         if self._counted is None:
             raise InvariantViolation("no transition has begun")
         return self._counted
 
     def begin(self, epoch: Epoch, block_count: int) -> Progress:
-        """Nothing is published by that yet."""
+        """Start counting; publishes nothing."""
         self._counted = Progress(epoch=epoch, began_s=self._now(), block_count_before=block_count)
         return self._counted
 
     def note(self, event: Event) -> None:
-        """Some that the transition is told are the end of something whose time is counted."""
+        """Some events end an interval that is counted."""
         progress = self.counted
         if isinstance(event, LinksUp):
             progress.links_s = event.at_s - progress.began_s
@@ -96,7 +96,7 @@ class Published:
         self.publish_as(transition.epoch, transition.phase)
 
     def fail_open(self, why: str) -> None:
-        """This worker leaves its group: no status names a transition that it takes part in no more."""
+        """This worker leaves its group: mark transitions in progress as failed."""
         open_ = {e: replace(p, phase=Phase.FAILED, why=why) for e, p in self.progress.items() if p.phase not in _OVER}
         if open_:
             self.progress = {**self.progress, **open_}
@@ -115,7 +115,7 @@ class Published:
         self.on_publish()
 
 
-# Upper bounds of the classes that downtimes are counted in; a decode step takes some of the first.
+# Upper bounds of the downtime histogram (seconds); a decode step takes some of the first.
 DOWNTIME_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
@@ -123,9 +123,9 @@ DOWNTIME_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 class MigrationTotals:
     moved: int = 0
     not_moved: int = 0
-    recomputed: int = 0  # part of `moved`: their KV did not come, or that is not known
+    recomputed: int = 0  # part of `moved`: their KV was lost, or that is unknown
     blocks: int = 0
-    downtime_s: float = 0.0  # of all
+    downtime_s: float = 0.0  # total
     max_downtime_s: float = 0.0
     downtime_counts: list[int] = field(default_factory=lambda: [0] * (len(DOWNTIME_BOUNDS_S) + 1))
 

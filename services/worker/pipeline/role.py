@@ -1,4 +1,4 @@
-"""The role that this worker plays: the layout in force here, the stages of its group, and which layers it executes."""
+"""A worker's role: the layout in force here, the stages of its group, and the layers it executes."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,7 +10,7 @@ from ballast.common.layout import Member as LayoutMember
 
 
 class Role:
-    """One object for all who need to know; a transition or a rescue changes it, on the engine thread."""
+    """Shared by all parts of the member; changed by a transition or a recovery, on the engine thread."""
 
     def __init__(self, me: WorkerId, layer_count: int) -> None:
         self.me = me
@@ -18,7 +18,7 @@ class Role:
         self.epoch = Epoch(0)
         self.stages: tuple[LayoutMember, ...] = ()  # of its group; empty: alone
         self.layers = range(layer_count)  # that it executes
-        self.place: Place | None = None  # the same for others, read on any thread; None: no transition yet
+        self.place: Place | None = None  # the same for readers on other threads; None: no transition yet
 
     @property
     def leads(self) -> bool:
@@ -30,7 +30,7 @@ class Role:
 
     @property
     def is_last(self) -> bool:
-        """No stage follows."""
+        """True for the last stage."""
         return not self.stages or self.stages[-1].worker_id == self.me
 
     @property
@@ -52,7 +52,7 @@ class Role:
         self.place = Place(epoch, Group(group.group_id, stages))
 
     def leave_group(self) -> None:
-        """The group is no more. The layers are the same: they are what this worker has."""
+        """The group has ended. The layers are unchanged: those that this worker holds."""
         self.stages = ()
         self._be_placed_alone()
 
@@ -68,7 +68,7 @@ class Role:
         self.place = Place(self.place.epoch, Group(GroupId(self.me), (alone,)))
 
     def why_not_as_in(self, base: Group) -> str:
-        """Why a plan that takes this for the group in force here cannot be carried out; empty: it can."""
+        """Why a plan whose base is another group than this one cannot be executed; empty if it can."""
         whole = ((self.me, self.layers.start, self.layers.stop),)
         is_ = _spans(self.stages) or whole
         taken_for = _spans(base.members)

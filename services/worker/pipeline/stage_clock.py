@@ -1,8 +1,8 @@
-"""Where a stage's time goes, and a window of what it has done.
+"""Busy and idle time of a stage, and its recent spans.
 
-A stage is busy while it executes. It is idle while it does not although its leader has work: that is the bubble. The
-leader knows when it has none and says with each batch how long that was, so that followers do not take quiet times for
-bubbles. All times are of this process' clock; what crosses the wire is durations.
+A stage is busy while it executes. It is idle, a pipeline bubble, while it does not although its leader has work. The
+leader sends with each batch how long it had none, so that followers do not count that as bubble. Times are of this
+process's clock; only durations are sent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Kind = Literal["run", "send", "receive", "transition"]
 
 class Span(NamedTuple):
     began_s: float
-    ended_s: float  # as it began: an instant
+    ended_s: float  # end of the previous one
     kind: Kind
     epoch: int
     step_id: int
@@ -40,8 +40,8 @@ class StageTimes:
 
     busy_s: float
     idle_s: float
-    network_s: float  # part of `idle_s`: while the batch that ended the idleness was coming in
-    send_s: float  # activations between their handing over to the link and the memory they leave
+    network_s: float  # part of `idle_s`: receiving the batch that ended it
+    send_s: float  # activations, from queueing them on the link to their last byte
     steps: int
 
     @property
@@ -50,14 +50,14 @@ class StageTimes:
 
 
 class StageClock:
-    """Told by the engine thread; `sent` by links, and `times` and `spans` may be read by others."""
+    """Updated by the engine thread; `sent` by links; `times` and `spans` may be read by others."""
 
     def __init__(self) -> None:
         self._busy_s = self._idle_s = self._network_s = self._send_s = 0.0
         self._steps = 0
-        self._ended_s: float | None = None  # of the batch before, in this layout
-        self._quiet_since_s: float | None = None  # leader: it has no work
-        self._quiet_s = 0.0  # leader: such time since the batch before
+        self._ended_s: float | None = None  # of the previous batch in this layout
+        self._quiet_since_s: float | None = None  # leader: without work since then
+        self._quiet_s = 0.0  # leader: time without work since the previous batch
         self._spans: deque[Span] = deque(maxlen=SPANS)
         self._send_lock = Lock()
 
@@ -71,14 +71,14 @@ class StageClock:
             self._quiet_since_s = at_s
 
     def take_quiet_s(self) -> float:
-        """Since the batch before."""
+        """Time without work since the previous batch."""
         quiet_s, self._quiet_s = self._quiet_s, 0.0
         return quiet_s
 
     # ------------------------------------------------------------ every stage
 
     def begin_layout(self) -> None:
-        """What lies between two layouts is a transition and not a bubble."""
+        """Do not count transition time as pipeline bubble."""
         self._ended_s = self._quiet_since_s = None
         self._quiet_s = 0.0
 
@@ -86,7 +86,7 @@ class StageClock:
         self._spans.append(Span(at_s, at_s, "transition", epoch, 0, 0, phase))
 
     def received(self, batch: Batch, epoch: int, arrived_s: float, receive_s: float) -> None:
-        """The network needed so long for the batch, which is run next. Counted as far as the stage was idle."""
+        """Reception of the next batch took that long. Counted as far as the stage was idle."""
         if self._ended_s is not None and batch.slices:
             self._network_s += max(0.0, arrived_s - max(self._ended_s, arrived_s - receive_s))
         self._spans.append(Span(arrived_s - receive_s, arrived_s, "receive", epoch, batch.step_id, _tokens(batch)))
@@ -104,7 +104,7 @@ class StageClock:
             self._send_s += ended_s - began_s
         self._spans.append(Span(began_s, ended_s, "send", epoch, batch.step_id, _tokens(batch)))
 
-    # ------------------------------------------------------------ anybody
+    # ------------------------------------------------------------ any thread
 
     @property
     def times(self) -> StageTimes:
@@ -119,23 +119,23 @@ def _tokens(batch: Batch) -> int:
     return sum(len(part.token_ids) for part in batch.slices)
 
 
-Told = Callable[[float, float], None]  # when it began and ended
+Told = Callable[[float, float], None]  # called with begin and end
 
 
 class StageWatch(Protocol):
-    """Of one thread that runs stages."""
+    """Measures the stages executed by one thread."""
 
     def begin(self) -> float:
-        """A stage is about to be run. The time by the clock."""
+        """A stage is about to run. Returns the time."""
         ...
 
     def end(self, told: Told) -> None:
-        """It has been run, or been launched: `told` is called now, or by a later `begin` or `end`, in order."""
+        """It has run, or has been launched: `told` is called now, or by a later `begin` or `end`, in order."""
         ...
 
 
 class HostWatch:
-    """What has been run is over."""
+    """For synchronous execution."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -150,7 +150,7 @@ class HostWatch:
 
 
 class Event(Protocol):
-    """A moment in the work of a device, as `torch.cuda.Event` is."""
+    """An event on a device's stream, as `torch.cuda.Event`."""
 
     def query(self) -> bool: ...
 
@@ -167,20 +167,20 @@ class _Launched:
 
 
 class EventWatch:
-    """Nobody waits for the device: what has ended is seen when the next stage is launched."""
+    """Asynchronous: completed events are noticed when the next stage is launched, without waiting for the device."""
 
     def __init__(self, record: Callable[[], Event], now: Callable[[], float]) -> None:
-        """`record`: an event behind all that has been launched."""
+        """`record()`: an event after everything launched so far."""
         self._record = record
         self._now = now
         self._launched: deque[_Launched] = deque()
         self._began: Event | None = None
-        self._known: tuple[Event, float] | None = None  # an event of which the time is known: one not long ago
+        self._known: tuple[Event, float] | None = None  # a recent event whose time is known
 
     def begin(self) -> float:
         self._tell_ended()
         self._began, at_s = self._record(), self._now()
-        if not self._launched:  # the device has nothing to do, and comes by at once
+        if not self._launched:  # the device is idle and reaches the event at once
             self._known = (self._began, at_s)
         return at_s
 
@@ -208,6 +208,6 @@ def watch_for(device: torch.device, now: Callable[[], float]) -> StageWatch:
     def record() -> Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(device))
-        return cast("Event", event)  # it takes no other event than one of its kind
+        return cast("Event", event)  # only events of the same type are passed
 
     return EventWatch(record, now)

@@ -1,4 +1,4 @@
-"""Batches through this member's stage: as they come, in their order, and on to whoever is next."""
+"""Runs batches through this member's stage, in order of arrival, and sends them to the next stage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class StageRunner:
-    """The stage of one member, a leader as well, whose batches come from its own core: see `run`."""
+    """One member's stage. A leader's batches come from its own core: see `run`."""
 
     def __init__(
         self,
@@ -37,13 +37,13 @@ class StageRunner:
         awaits_roster: Callable[[Epoch], bool],
         preempts: Callable[[], bool] = never,
     ) -> None:
-        """`awaits_roster`: in that epoch nobody knows yet which blocks are free. `preempts`: online work waits."""
+        """`awaits_roster(epoch)`: True while its free blocks are unknown. `preempts`: online work waits."""
         self._context = context
         self._role = context.role
         self._links = context.links
         self._engine = engine
         self._copier = copier
-        self._copy_s: dict[int, float] = {}  # leader: of steps that are in flight, what copying took here
+        self._copy_s: dict[int, float] = {}  # leader: copy times of steps in flight, on this stage
         self._published = context.published
         self._now = context.now
         self._pace = pace
@@ -59,7 +59,7 @@ class StageRunner:
         hidden_TD: torch.Tensor | None,
         copies: Sequence[BlockCopy] = (),
     ) -> StepOutcome | None:
-        """This member's layers of a batch. None: it has gone on, or there is nothing to tell."""
+        """Execute this member's layers of a batch. None: it went to the next stage, or has no result."""
         if not copies:
             return self._compute(batch, tables, hidden_TD)
         if self._copier is None:
@@ -95,7 +95,7 @@ class StageRunner:
             )
         except Preempted:
             return self._not_run(batch, PREEMPTED)
-        except Unavailable as error:  # who has KV that is on its way is gone: the group is lost, and that is told
+        except Unavailable as error:  # a holder of KV being sent is lost: so is the group, which is reported
             get_logger().error("attention elsewhere was not had", step_id=batch.step_id, why=str(error))
             return None
         except (RuntimeError, ValueError, IndexError) as error:
@@ -137,13 +137,13 @@ class StageRunner:
             if self._role.leads:
                 return StepOutcome(batch.step_id, None, why)
             self._links.tell_result((batch.step_id, why))
-        else:  # those behind compute nothing, and hear what it adds and removes; the last one tells it in its turn
+        else:  # later stages compute nothing and apply its additions and removals; the last one reports it in order
             self._send_on(replace(batch, slices=(), failure=why), None)
         return None
 
     def arrived(self, event: BatchArrived) -> None:
-        # Its leader has everybody's word but ours has not been carried out yet; or its roster, which comes another
-        # way, has not come yet: it says which blocks are free.
+        # Its leader has heard from all members but ours has not been executed yet; or its roster, which comes another
+        # way and says which blocks are free, has not arrived.
         if event.epoch > self._role.epoch or self._awaits_roster(event.epoch):
             self._early.append(event)
             return
@@ -157,13 +157,13 @@ class StageRunner:
         assert outcome is None
 
     def run_early(self) -> None:
-        """Those whose time has come by now."""
+        """Batches whose turn has come."""
         early, self._early = self._early, []
         for event in early:
             self.arrived(event)
 
     def outcome(self, event: ResultArrived) -> StepOutcome | None:
-        """Leader: what the last stage says."""
+        """Leader: the last stage's result."""
         if event.epoch != self._role.epoch or not self._role.leads or not self._role.stages:
             self._published.stale_total += 1
             return None
@@ -176,17 +176,17 @@ class StageRunner:
         return outcome if copy_s is None else _with_copies(outcome, copy_s)
 
     def forget(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """The engine keeps nothing of these."""
+        """Drop the engine's state of these sequences."""
         if sequence_ids:
             batch, layers = Batch(0, tuple(sequence_ids), (), ()), self._role.layers
             self._engine.run_stage(batch, (), None, first_layer=layers.start, last_layer=layers.stop)
 
     def forget_all(self) -> None:
-        """What the engine keeps of sequences: their places change."""
+        """Drop the engine's state of all sequences: their places change."""
         self._engine.forget_all()
 
     def abandon(self) -> None:
-        """The group is no more, and its batches with it."""
+        """Drop the batches of a lost group."""
         self._early = []
         self._copy_s.clear()
         self._engine.forget_all()

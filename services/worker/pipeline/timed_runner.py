@@ -1,4 +1,4 @@
-"""Runs stages and tells the cost model what they took. Engine thread only."""
+"""Runs stages and records their durations in the cost model. Engine thread only."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from services.worker.engine.runner import ModelRunner
 
-# Of execution, between two steps that are recorded. To record one takes some microseconds, and to fit anew, after
-# sixteen of them, a third of a millisecond: a few parts in ten thousand, however short the steps are.
+# Execution time between two recorded steps. Recording takes some microseconds, and refitting, after sixteen steps, a
+# third of a millisecond: a few parts in ten thousand, however short the steps are.
 _INTERVAL_S = 0.02
 
 
@@ -38,7 +38,7 @@ class TimedRunner:
         self._layer_count = layer_count
         self._watch = watch
         self._since_s = 0.0
-        self._shape: StageShape | None = None  # of the stage that was run last
+        self._shape: StageShape | None = None  # of the last stage
 
     def run_stage(
         self,

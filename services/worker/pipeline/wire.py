@@ -1,4 +1,4 @@
-"""What members of a group say to each other: plain types <-> protos/ballastpb/worker/v1/stage.proto."""
+"""Messages between members of a group: plain types <-> protos/ballastpb/worker/v1/stage.proto."""
 
 from collections.abc import Iterable
 from enum import IntEnum
@@ -46,7 +46,7 @@ SNAPSHOT = Mapper(SequenceSnapshot, pb.SequenceState)
 
 
 class Topic(IntEnum):
-    """What a message or a transfer is about; the number that travels with it."""
+    """Type of a message or transfer; sent as a number."""
 
     BATCH = 1  # StageBatch and the hidden states of its tokens
     RESULT = 2
@@ -57,16 +57,16 @@ class Topic(IntEnum):
     KV_COMPLETE = 7
     CAPACITY = 8
     LAYER_WANTED = 9
-    ROOM = 10  # of a group that is about to dissolve, or does
-    LAYER_REFUSED = 11  # payload: why, or nothing
+    ROOM = 10  # of a group that is to dissolve, or does
+    LAYER_REFUSED = 11  # payload: the reason, or nothing
     ROOM_WITHDRAWN = 14  # no payload
-    BATCH_HEAD = 15  # a StageBatch that is too long to stand beside hidden states: they follow in a BATCH
-    KV = 16  # transfers; or a message, with the last of a sequence that migrates
+    BATCH_HEAD = 15  # a StageBatch too long for a header: the hidden states follow in a BATCH
+    KV = 16  # transfers; or a message with the last KV of a migrating sequence
     LAYER = 17  # transfers
     MIGRATION = 19
-    WAVE = 21  # a Roster that goes from stage to stage, in order with batches
+    WAVE = 21  # a Roster sent from stage to stage, in order with batches
     WAVE_DONE = 22  # no payload; the stream is the wave
-    GRAMMAR = 30  # to the last stage: a request with it comes; SamplingParams with nothing else
+    GRAMMAR = 30  # to the last stage: announces a grammar; SamplingParams with no other field
 
 
 def capacity_to_bytes(withdrawn: Epoch, block_count: int, sizes: RoomSizes) -> bytes:
@@ -156,7 +156,7 @@ def grammar_to_bytes(grammar: Grammar) -> bytes:
 
 
 def grammar_from_bytes(data: bytes) -> Grammar:
-    """Raises ValueError for what has none."""
+    """Raises ValueError if there is none."""
     grammar = SAMPLING.record(cluster_pb2.SamplingParams.FromString(data)).grammar
     if grammar is None:
         raise ValueError("a grammar that says nothing")
@@ -181,7 +181,7 @@ def failure_to_bytes(step_id: int, why: str) -> bytes:
 
 
 def result_from_bytes(data: bytes) -> StepResult | tuple[int, str]:
-    """A result, or the number of the step and why it could not be run."""
+    """A result, or the step number and why it failed."""
     message = pb.StageResult.FromString(data)
     if message.error:
         return message.step_id, message.error
@@ -222,7 +222,7 @@ def logprobs_from_proto(message: cluster_pb2.Logprobs) -> TokenLogprobs:
     return TokenLogprobs(message.chosen.token_id, message.chosen.logprob, top, prompt)
 
 
-# What can be said of a migration, by the name of its field. Any: each record and message of its own type.
+# Messages of migrations, by field name. Any: each has its own record and message type.
 _SAID: dict[str, Mapper[Any, Any]] = {
     "offer": Mapper(Offer, pb.MigrationOffer),
     "want": Mapper(Want, pb.MigrationWant),
@@ -248,7 +248,7 @@ def migration_to_bytes(message: Message) -> bytes:
 
 
 def migration_from_bytes(data: bytes) -> Message:
-    """Raises ValueError for what no version of ours says."""
+    """Raises ValueError for an unknown message."""
     made = pb.Migration.FromString(data)
     name = made.WhichOneof("said")
     if name is None:
@@ -257,7 +257,7 @@ def migration_from_bytes(data: bytes) -> Message:
 
 
 def pieces_to_bytes(pieces: Iterable[Piece]) -> bytes:
-    """What names KV on its way."""
+    """Encodes the identification of KV being sent."""
     return pb.KvPieces(pieces=[_PIECE.message(piece) for piece in pieces]).SerializeToString()
 
 

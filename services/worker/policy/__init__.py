@@ -1,1 +1,1 @@
-"""Choices of a worker as functions over plain data: which tokens run next, who is preempted."""
+"""Replaceable decisions of a worker as functions over plain data: batch forming, admission, preemption."""

@@ -1,9 +1,11 @@
-"""When a waiting sequence may start: on the KV need of its whole prompt, never on that of its first chunk."""
+"""Admission: when a waiting sequence may start. Counts the KV need of its whole prompt, never that
+of its first chunk.
+"""
 
 import math
 from dataclasses import dataclass
 
-PROMPT_STEPS = 2  # full batches, in each stage
+PROMPT_STEPS = 2  # full batches per stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +19,10 @@ class AdmissionView:
 
 
 def admits(view: AdmissionView, need_block_count: int, reserve_fraction: float) -> bool:
-    """Whether the sequence at the head of the waiting line may start now.
+    """True if the sequence at the head of the waiting line may start now.
 
-    A share of the blocks is kept free for the growth of what runs already: without it a newcomer takes the last
-    block and is thrown out again one step later. An idle instance gives everything.
+    A fraction of the blocks is kept free for the growth of running sequences: without it a new sequence takes the last
+    block and is preempted one step later. An idle instance uses all blocks.
     """
     if view.running_count >= view.max_running_count:
         return False
@@ -29,12 +31,12 @@ def admits(view: AdmissionView, need_block_count: int, reserve_fraction: float) 
 
 
 def most_prompt_tokens(max_batch_tokens: int, stage_count: int) -> int:
-    """So many tokens of prompts may have been let in and be in no batch yet. Less would leave batches unfilled until
-    the next requests come; more would be computed much later, and might be somewhere else before.
+    """Maximum prompt tokens that are admitted and in no batch yet. Fewer would leave batches unfilled until the next
+    requests arrive; more would be computed much later, and might be placed elsewhere before.
     """
     return PROMPT_STEPS * max_batch_tokens * stage_count
 
 
 def reserved(block_count: int, reserve_fraction: float) -> int:
-    """Blocks that are for no newcomer while anything runs. Whoever places requests here has to know of them."""
+    """Blocks that no new sequence gets while anything runs. The dispatcher's placement counts with it, too."""
     return math.ceil(block_count * reserve_fraction)

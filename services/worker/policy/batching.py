@@ -1,7 +1,7 @@
-"""Which tokens run next, by counts: decodes first, prefill chunks share what is left of the token budget.
+"""Batch forming by token counts: decodes first, prefill chunks share the rest of the token budget.
 
-A policy sees plain numbers and returns plain numbers. Another one (cost-equal microbatches, token budgets driven by an
-SLO) is another function of the same kind.
+A policy takes and returns plain numbers. Alternatives (microbatches of equal cost, a budget from an SLO) are functions
+of the same form.
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PrefillView:
-    """A running sequence with more than one token that has no KV yet."""
+    """A running sequence with more than one token without KV."""
 
     rank: int  # of its priority class; 0 is served first
     computed_tokens: int
@@ -20,12 +20,12 @@ class PrefillView:
 
 
 def chunk_prefills(decode_count: int, prefills: Sequence[PrefillView], budget_tokens: int) -> list[int]:
-    """Tokens that each of `prefills` computes in this step, aligned with it; 0 leaves a sequence out.
+    """Tokens of each of `prefills` in this step, aligned with it; 0 leaves a sequence out.
 
-    `prefills` come in order of service (class, then arrival). Every decode takes one token of the budget before any
-    chunk does. Half of the rest is kept for the first in line, so that a long prompt always gets on; the other half
-    goes to the others, the one nearest to its first token first within a class, so that short prompts do not wait
-    for a long one; those of several callers by turns. What one side does not need, the other gets.
+    `prefills` are in order of service (class, then arrival). Each decode takes one token of the budget before any
+    chunk. Half of the rest is for the first prefill, so that a long prompt always progresses; the other half for the
+    others, within a class the one closest to its first token first, so that short prompts do not wait for a long one,
+    and callers in turn. Each half takes what the other leaves.
     """
     chunks = [0] * len(prefills)
     left_tokens = budget_tokens - decode_count
@@ -47,7 +47,9 @@ def chunk_prefills(decode_count: int, prefills: Sequence[PrefillView], budget_to
 
 
 def _in_turn(prefills: Sequence[PrefillView]) -> list[int]:
-    """All but the first, by class, and in it by the tokens after which each is done if its caller is served alone."""
+    """All but the first, by class, then by the tokens after which each would be done if its caller
+    were served alone.
+    """
     done: Counter[int] = Counter()  # caller -> tokens
     turns: list[tuple[int, int, int, int]] = []
     for i in sorted(range(1, len(prefills)), key=lambda i: (prefills[i].rank, prefills[i].remaining_tokens, i)):

@@ -1,6 +1,6 @@
-"""Coefficients of the cost model from batches that were measured.
+"""Fits the cost model's coefficients to measured batches.
 
-The relative error is what is minimised: a decode of 10 ms counts as much as a prefill of 1 s.
+Minimises the relative error: a decode of 10 ms counts as much as a prefill of 1 s.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,13 +14,13 @@ from ballast.common.cost import KNEE_TOKENS, Chunk, CostModel
 from services.worker.policy.least_squares import Floats, non_negative_least_squares
 
 _LAYER_TERMS = 7
-_TOKENS, _BEYOND = 1, 6  # places in `terms_of`
-KNEES = (32, 64, 128, 256, 512, 1024)  # tokens of a batch from which on each costs more
-_NONE = (0.0, 0.0, 0.0)  # of prefixes, of many tokens, of tokens beyond the knee
+_TOKENS, _BEYOND = 1, 6  # indices into `terms_of`
+KNEES = (32, 64, 128, 256, 512, 1024)  # batch tokens above which each token costs more
+_NONE = (0.0, 0.0, 0.0)  # prefix, more than one token, tokens beyond the knee
 
 
 class StageShape(NamedTuple):
-    """What a stage executes: so many layers, the embedding before them, the head and the sampling behind them."""
+    """What a stage executes: a number of layers, the embedding (first), the head and sampling (last)."""
 
     layer_count: int
     is_first: bool
@@ -34,19 +34,19 @@ class Sample(NamedTuple):
 
 
 class Form(StrEnum):
-    """Which terms the model may have."""
+    """Which terms the model has."""
 
     EXTENDED = "extended"  # all of them
     PAPER = "paper"  # equations 1 to 3
-    TOKEN_COUNT = "token_count"  # tokens and a constant: what schedulers without a cost model go by
+    TOKEN_COUNT = "token_count"  # tokens and a constant, as in schedulers without a cost model
 
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """The parts of which the cost of any stage is made."""
+    """The components of which the cost of any stage is composed."""
 
     layer: CostModel
-    step: CostModel  # every stage, whatever its layers: the batch is laid out
+    step: CostModel  # of every stage, whatever its layers: preparing the batch
     first: CostModel
     last: CostModel
 
@@ -70,7 +70,7 @@ class ErrorSummary:
 def terms_of(
     chunks: Iterable[Chunk], knee_tokens: int = KNEE_TOKENS
 ) -> tuple[float, float, float, float, float, float, float]:
-    """What the coefficients multiply: pairs, tokens, sequences, 1, prefix tokens, more than one token or not, tokens
+    """What the coefficients multiply: pairs, tokens, sequences, 1, prefix tokens, 1 if more than one token, tokens
     beyond the knee.
     """
     pairs, tokens, sequences, prefixes = 0.0, 0, 0, 0
@@ -84,14 +84,14 @@ def terms_of(
 
 
 def with_knee(rows: Floats, knee_tokens: int) -> Floats:
-    """The same terms of a model with another knee."""
+    """The same terms for a different knee."""
     moved = rows.copy()
     moved[:, _BEYOND] = np.maximum(0.0, rows[:, _TOKENS] - knee_tokens)
     return moved
 
 
 def fit_knee(rows: Floats, seconds: Floats) -> CostModel:
-    """The model of least mean relative error, of those that have their knee at one of `KNEES`."""
+    """The model with the least mean relative error over the knees in `KNEES`."""
     found: list[tuple[float, CostModel]] = []
     for knee_tokens in KNEES:
         moved = with_knee(rows, knee_tokens)
@@ -101,9 +101,9 @@ def fit_knee(rows: Floats, seconds: Floats) -> CostModel:
 
 
 def cost_of(coefficients: Sequence[float] | Floats, knee_tokens: int = KNEE_TOKENS) -> CostModel:
-    """The model with these coefficients, which multiply `terms_of`."""
+    """The model with these coefficients of `terms_of`."""
     attention, token, sequence, batch, prefix, many, beyond = (float(value) for value in coefficients)
-    knee_tokens = knee_tokens if beyond else KNEE_TOKENS  # nothing bends there
+    knee_tokens = knee_tokens if beyond else KNEE_TOKENS  # no knee
     return CostModel(attention, token, sequence + batch, batch, prefix, many, beyond, knee_tokens)
 
 
@@ -124,8 +124,8 @@ def coefficients_of(cost: CostModel) -> Floats:
 
 
 def fit_stages(samples: Sequence[Sample], form: Form = Form.EXTENDED) -> StageCosts:
-    """One set of coefficients for stages of all shapes. Samples of several shapes tell the parts apart. Of the `KNEES`
-    the one with the least mean relative error is taken.
+    """Fit one set of coefficients for stages of all shapes; samples of several shapes separate the components. The knee
+    in `KNEES` with the least mean relative error is taken.
     """
     seconds = np.array([sample.seconds for sample in samples])
     fits: list[tuple[float, int, Floats]] = []

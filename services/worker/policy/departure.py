@@ -1,4 +1,4 @@
-"""Which running sequence goes to another worker next."""
+"""Which running sequence is migrated to another worker next."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """A sequence that could go on elsewhere."""
+    """A sequence that could be migrated."""
 
     sequence_id: int
-    rank: int  # of its class; the larger, the less urgent
+    rank: int  # of its class; a larger one is less urgent
     token_count: int
     block_count: int  # that it holds
 
@@ -17,8 +17,8 @@ class Decoding:
 def choose_departure(
     candidates: Sequence[Decoding], block_budget: int, leaving: Collection[int] = ()
 ) -> Decoding | None:
-    """The lowest class first, of it the shortest, as Llumnix does (OSDI '24): it is gone soonest. None that holds more
-    than the budget, or is on its way already.
+    """The shortest of the lowest class, as in Llumnix (OSDI '24): its migration is the fastest. Sequences above the
+    budget, or migrating already, are left out.
     """
     fitting = [c for c in candidates if c.block_count <= block_budget and c.sequence_id not in leaving]
     return min(fitting, key=lambda c: (-c.rank, c.token_count, c.sequence_id), default=None)

@@ -1,14 +1,16 @@
-"""When a worker that drains, and of which no request wants anything any more, may end.
+"""When a draining worker without requests may exit.
 
-Others compute with what a stage of a pipeline holds. Its end would break the pipeline up: all that runs there would be
-computed anew, and the other members would be without their missing layers until those are read again.
+Other members depend on the layers of a pipeline's stage: its exit would break the pipeline, all running sequences would
+be recomputed, and the other members would have to load the missing layers.
 """
 
-_GIVEN_UP_S = 30.0  # nobody dissolves a pipeline while the planner is away, or when a whole cluster is stopped
+_GIVEN_UP_S = 30.0  # the pipeline is not dissolved while the planner is away, or when a whole cluster is stopped
 
 
 def may_end(pipeline_request_count: int | None, idle_s: float) -> bool:
-    """`pipeline_request_count`: of the pipeline that holds this worker; None: none does. `idle_s`: since it had any."""
+    """`pipeline_request_count`: of the pipeline that this worker belongs to; None: there is none. `idle_s`: since it
+    had any.
+    """
     if pipeline_request_count is None:
         return True
     return not pipeline_request_count and idle_s >= _GIVEN_UP_S

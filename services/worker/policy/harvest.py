@@ -1,8 +1,8 @@
-"""What a batch may do for offline work (ConServe): it fills what online work leaves of a step, within a bound.
+"""How much offline work a batch may contain (ConServe): it fills what online work leaves of a step, within a bound.
 
-The idle capacity of an instance lies inside its steps: they take as long as reading the parameters does, and could
-compute more tokens meanwhile. Prompts are cut small. So they last for many steps, each of which has room for a part,
-and a step without online work is short: what comes meanwhile does not wait long.
+An instance's idle capacity lies inside its steps: a step takes as long as reading the parameters, and could compute
+more tokens meanwhile. Offline prompts are split into small chunks: they fill many steps, and a step without online work
+is short, so online requests that arrive do not wait long.
 """
 
 import math
@@ -15,42 +15,42 @@ from ballast.common.sampling import PriorityClass
 from ballast.common.targets import NO_TARGETS, Targets
 
 MIN_CHUNK_TOKENS = 16  # of an offline prompt in a batch
-_BATCHES_AHEAD = 2  # of prompts that have been begun; more would fill the cache with sequences that have no token yet
-_MOST_OF_THE_BEST = 0.95  # of the best tokens/s of any batch; less is not efficient
+_BATCHES_AHEAD = 2  # of prompts in progress; more would fill the cache with sequences that have no token yet
+_MOST_OF_THE_BEST = 0.95  # of the best tokens/s of any batch: counts as efficient
 _LEAST_EFFICIENT_TOKENS = 32
-_WORTH_CUTTING = 0.25  # of a TTFT target; and as large a share of that is a slice
+_WORTH_CUTTING = 0.25  # fraction of a TTFT target: a shorter batch is not split; the parts are as long
 
 
 class OfflineView(NamedTuple):
     """A running offline sequence that is in no batch."""
 
-    prefix_tokens: int  # have their KV
+    prefix_tokens: int  # with KV
     left_tokens: int  # 1: it decodes
-    step_id: int  # of its last batch
+    step_id: int  # last batch that it was in
 
 
 @dataclass(frozen=True, slots=True)
 class Harvest:
-    """By what a worker bounds offline work. `cost`: of all layers as known now; without it there is none beside online
-    work.
+    """A worker's bounds of offline work. `cost`: of all layers, as known now; without it none is
+    added to online work.
     """
 
     cost: Callable[[], CostModel | None] = lambda: None
-    slowdown: float = 0.25  # where there is no target, a step with online work takes so much longer at most
+    slowdown: float = 0.25  # without a target, the maximum relative increase of a step with online work
     targets: Mapping[PriorityClass, Targets] = field(default_factory=dict[PriorityClass, Targets])
-    layer_count: int = 0  # of the model; 0: batches of offline work are never cut
+    layer_count: int = 0  # of the model; 0: batches of offline work have no safepoints
 
     def targets_of(self, priority: PriorityClass) -> Targets:
         return self.targets.get(priority, NO_TARGETS)
 
     @property
     def ttft_target_s(self) -> float:
-        """The strictest of all classes."""
+        """The strictest TTFT target of all classes (seconds)."""
         return min([each.ttft_s for each in self.targets.values()], default=math.inf)
 
 
 class PriceList:
-    """A batch that is being filled, and what it takes."""
+    """The batch being filled, and its predicted duration."""
 
     def __init__(self, cost: CostModel, chunks: Iterable[Chunk] = ()) -> None:
         self.cost = cost
@@ -62,7 +62,7 @@ class PriceList:
 
     @classmethod
     def free(cls) -> "PriceList":
-        """Nothing costs anything."""
+        """True if nothing has a cost."""
         return cls(CostModel(0.0, 0.0, 0.0, 0.0))
 
     @property
@@ -75,7 +75,7 @@ class PriceList:
         self._count += 1
 
     def with_chunk_s(self, prefix_tokens: int, token_count: int) -> float:
-        """What it would take with one chunk more."""
+        """Predicted duration with one chunk more."""
         return self._sum(self.cost.own_s(prefix_tokens, token_count), token_count, 1)
 
     def _sum(self, own_s: float, token_count: int, count: int) -> float:
@@ -86,12 +86,12 @@ class PriceList:
         return self._own_s + own_s - (count - 1) * self.cost.shared_s + together_s
 
     def tokens_within(self, prefix_tokens: int, limit_s: float, most: int) -> int:
-        """The longest chunk, of at most so many tokens, with which it takes no longer than that; 0: none."""
+        """The longest chunk, of at most `most` tokens, that keeps the duration within the limit; 0: none."""
         if most < 1 or self.with_chunk_s(prefix_tokens, 1) > limit_s:
             return 0
         if self.with_chunk_s(prefix_tokens, most) <= limit_s:
             return most
-        low, high = 1, most  # a chunk of `low` is within, one of `high` is not
+        low, high = 1, most  # invariant: a chunk of `low` fits, one of `high` does not
         while high - low > 1:
             middle = (low + high) // 2
             if self.with_chunk_s(prefix_tokens, middle) <= limit_s:
@@ -102,7 +102,9 @@ class PriceList:
 
 
 def efficient_tokens(cost: CostModel | None, most: int) -> int:
-    """The fewest prompt tokens of a batch that has most of the best tokens/s of any with at most so many."""
+    """The fewest prompt tokens of a batch that reaches `_MOST_OF_THE_BEST` of the best tokens/s among batches of at
+    most `most`.
+    """
     if cost is None:
         return most
     counts, count = [most], _LEAST_EFFICIENT_TOKENS
@@ -115,26 +117,26 @@ def efficient_tokens(cost: CostModel | None, most: int) -> int:
 
 
 class OnlineView(NamedTuple):
-    """An online sequence that runs."""
+    """A running online sequence."""
 
     tpot_target_s: float
-    first_token_in_s: float = math.inf  # is due; of one that has none yet
-    left_tokens: int = 1  # not computed yet
+    first_token_in_s: float = math.inf  # until its first token is due; infinity once it has one
+    left_tokens: int = 1  # in no batch yet
 
 
 def allowance_s(
     harvest: Harvest, base_s: float, stage_count: int, batch_count: int, online: Sequence[OnlineView], most: int
 ) -> float:
-    """What a batch with online work may take, which takes `base_s` without offline work.
+    """Maximum duration of a batch (seconds) that takes `base_s` without offline work.
 
     Args:
-        harvest: The bound.
+        harvest: The bounds.
         base_s: On the stage whose costs are known, or on all of them.
         stage_count: Stages of the group.
-        batch_count: Batches that circulate in it.
-        online: All that run: the strictest of them decides. One without a target is slowed down by a share, and not at
-            all while its prompt is computed, which fills a batch by itself.
-        most: Tokens of a batch.
+        batch_count: Batches in flight.
+        online: All running ones; the strictest target counts. Without a target a sequence is slowed down by a fraction,
+            and not at all while its prompt is computed.
+        most: Maximum tokens of a batch.
     """
     if any(view.left_tokens > 1 and math.isinf(view.first_token_in_s) for view in online):
         return base_s
@@ -145,18 +147,18 @@ def allowance_s(
     if (strictest_s := min(targets, default=math.inf)) < math.inf:
         limit_s = min(limit_s, strictest_s * stage_count / max(1, batch_count))
     for view in online:
-        if view.first_token_in_s < math.inf:  # it has so many batches to go, of which none may be late
+        if view.first_token_in_s < math.inf:  # the time until it is due, divided among its remaining batches
             limit_s = min(limit_s, view.first_token_in_s / -(-view.left_tokens // most))
     return max(base_s, limit_s)
 
 
 def safepoint_layers(harvest: Harvest, batch_s: float) -> int:
-    """Behind how many layers each a batch of offline work alone looks whether online work waits; 0: nowhere. Only one
-    that takes more than a quarter of what a first token may is worth it: short ones are over soon by themselves.
+    """Layers between two safepoints of a batch of offline work; 0: none. Only batches longer than a quarter of the TTFT
+    target get them: shorter ones are over soon.
 
     Args:
-        harvest: The bound.
-        batch_s: What the batch takes on all layers.
+        harvest: The bounds.
+        batch_s: Duration of the batch on all layers.
     """
     target_s = harvest.ttft_target_s
     if not harvest.layer_count or batch_s <= _WORTH_CUTTING * target_s:
@@ -167,15 +169,15 @@ def safepoint_layers(harvest: Harvest, batch_s: float) -> int:
 def fill(
     prices: PriceList, offline: Sequence[OfflineView], limit_s: float, most: int, prompt_tokens: int
 ) -> list[tuple[int, int]]:
-    """(index, tokens) of what goes into a batch: decodes first, the one that has waited longest for a token before the
-    others, then prompts in order.
+    """(index, tokens) of the sequences added to a batch: decodes first, by time since their last token, then prompts in
+    order.
 
     Args:
-        prices: The batch, with all that is in it already.
+        prices: The batch so far.
         offline: In order of service.
-        limit_s: What it may take.
-        most: Tokens that are still allowed in it.
-        prompt_tokens: Of these so many of prompts at most.
+        limit_s: Maximum duration.
+        most: Tokens that may be added.
+        prompt_tokens: Of these, maximum prompt tokens.
     """
     share: list[tuple[int, int]] = []
     for _, index in sorted((view.step_id, index) for index, view in enumerate(offline) if view.left_tokens == 1):
@@ -197,8 +199,8 @@ def fill(
 
 
 def wanted_tokens(efficient_tokens: int, left_tokens: Iterable[int]) -> int:
-    """Prompt tokens of more offline sequences to begin. `left_tokens`: of each that runs, tokens not computed yet; 1 of
-    one that decodes.
+    """Prompt tokens of further offline sequences to admit. `left_tokens`: uncomputed tokens of each running one; 1 if
+    it decodes.
     """
     return max(0, _BATCHES_AHEAD * efficient_tokens - sum([left for left in left_tokens if left > 1]))
 

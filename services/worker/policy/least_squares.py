@@ -9,16 +9,16 @@ _ROUNDS_PER_COLUMN = 10
 
 
 def non_negative_least_squares(rows: Floats, targets: Floats) -> Floats:
-    """x >= 0 with the least |rows @ x - targets|. A column of zeros gets 0.
+    """The x >= 0 with the least |rows @ x - targets|. Zero columns get 0.
 
-    Ends after a bounded number of rounds; if they do not do, which rounding alone can cause, with the best x so far.
+    The number of rounds is bounded; when it is reached, which only rounding can cause, the best x so far is returned.
     """
     scales = np.sqrt(np.square(rows).sum(axis=0))
     used = np.flatnonzero(scales > 0)
     solution = np.zeros(rows.shape[1])
     if len(used):
         scaled = rows[:, used] / scales[used]
-        # Normal equations: the columns are few and of norm 1, and the rows may be many.
+        # Normal equations: few columns of norm 1, possibly many rows.
         solution[used] = _solve(scaled.T @ scaled, scaled.T @ targets) / scales[used]
     return solution
 
@@ -39,7 +39,7 @@ def _solve(gram: Floats, moments: Floats) -> Floats:
 
 
 def _descend(gram: Floats, moments: Floats, solution: Floats, passive: NDArray[np.bool_]) -> Floats:
-    """The optimum over the passive columns, of which those that would become negative leave; `passive` is changed."""
+    """The optimum over the passive columns, after removing those that would become negative; changes `passive`."""
     while passive.any():
         wanted = np.zeros_like(solution)
         wanted[passive] = np.linalg.lstsq(gram[np.ix_(passive, passive)], moments[passive], rcond=None)[0]
@@ -50,7 +50,7 @@ def _descend(gram: Floats, moments: Floats, solution: Floats, passive: NDArray[n
         step = float(steps.min())
         solution = np.maximum(solution + step * (wanted - solution), 0.0)
         leaving = blocking & (solution <= _TOLERANCE)
-        leaving[np.flatnonzero(blocking)[int(np.argmin(steps))]] = True  # rounding must not keep it
+        leaving[np.flatnonzero(blocking)[int(np.argmin(steps))]] = True  # even if rounding says otherwise
         passive &= ~leaving
         solution[~passive] = 0.0
     return np.zeros_like(solution)

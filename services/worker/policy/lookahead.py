@@ -1,11 +1,11 @@
-"""Microbatches of equal cost out of the whole backlog (KunServe, EuroSys '26, section 4.3), formed one at a time.
+"""Microbatches of equal cost, formed one at a time from the whole backlog (KunServe, EuroSys '26, section 4.3).
 
-What circulates in a pipeline changes with every microbatch that lands: requests come, end, are preempted. So the
-backlog is looked at anew each time, and of its parts only the next one is formed, by filling. For a backlog that stands
-still that comes as near to the bound as the recursive halving of figure 11 (benchmarks/results: microbatching).
+The backlog changes with each completed microbatch, as requests arrive, end and are preempted. So it is evaluated anew
+each time, and only the next microbatch is formed, by filling. For a constant backlog that comes as close to the bound
+as the recursive halving of figure 11 (benchmarks/results: microbatching).
 
-Unlike with token counts, successive chunks of a prompt may be in flight at once. A stage takes batches in their order,
-so the KV of the one is there when the next one comes, and a lone prompt keeps all stages busy.
+Unlike with token counts, successive chunks of a prompt may be in flight at once: a stage executes batches in order, so
+the KV of a chunk is there when the next one runs, and a single prompt keeps all stages busy.
 """
 
 import math
@@ -16,25 +16,27 @@ from services.worker.policy.microbatching import Candidate, Microbatching, Pipel
 from services.worker.policy.splitting import Work, added_s, cut
 
 MIN_CHUNK_TOKENS = 16  # a smaller piece of a prompt costs more than the balance that it brings
-_PREFILL = 0.25  # of a full microbatch, so much prefill is in it however many decodes there are
-# Trips through the pipeline that the prompts which run are spread over while others wait for room. Where requests are
-# let in as others end, 8 takes bubbles from 18 to 10 % on two stages and from 28 to 13 % on four compared with 1, and
-# the mean time to the first token from 6.2 to 5.8 s (a model in virtual time; 4 is between, 16 no better).
+_PREFILL = 0.25  # fraction of a full microbatch that is for prefill, however many decodes there are
+# Rounds of the pipeline over which running prompts are spread while others wait for room. Where requests are admitted
+# as others end, 8 reduces bubbles from 18 to 10 % on two stages and from 28 to 13 % on four compared with 1, and the
+# mean TTFT from 6.2 to 5.8 s (a model in virtual time; 4 is between, 16 no better).
 _RESERVE = 8
-# Of the average. Less makes microbatches of more equal cost, and more of them: with 0.4 two stages had as few bubbles,
+# Of the average. Less makes microbatches more equal in cost, and more of them: with 0.4 two stages had as few bubbles,
 # and 2 % more to execute (benchmarks/results: pipeline bubbles).
 _ATTENTION = 0.8
-_AHEAD = 1  # microbatches in flight beyond one for each stage, while others wait and
-_LEAST = 0.2  # of a microbatch is the most that is due to its being one, and not to what is in it
-_CRUMB = 0.1  # of a prompt's part: it takes so much more if nothing is left then
-# Numbers of tokens between n and 2n that a batch has where a prompt is cut anyway: a CPU pads its matrix products to
-# these (`engine.kernels.padded_rows`), and a GPU to tiles. Rows in between are computed and of no use, 2 % of them.
+_AHEAD = 1  # microbatches in flight beyond one per stage, while others wait and
+_LEAST = 0.2  # the fixed cost is at most this fraction of a microbatch
+_CRUMB = 0.1  # fraction of a prompt's part by which it may be exceeded to finish the prompt
+# Token counts between n and 2n that a batch has where a prompt is split anyway: a CPU pads its matrix products to these
+# (`engine.kernels.padded_rows`), and a GPU to tiles. Rows in between are wasted, 2 % of them.
 _COUNTS_PER_OCTAVE = 16
-_OVERHEAD = 0.1  # a microbatch without decodes is so long that what it costs at least is not more than this part of it
+_OVERHEAD = 0.1  # a microbatch without decodes is long enough that its fixed cost is at most this fraction
 
 
 def lookahead(model: Callable[[], CostModel | None]) -> Microbatching:
-    """Asks for the cost model each time, as it is fitted anew while the worker runs; without one, by token count."""
+    """Cost-equal microbatching. `cost` is called each time, as the model is refitted while the worker runs; without a
+    model, by token count.
+    """
 
     def form(view: PipelineView) -> Share:
         cost = model()
@@ -49,22 +51,22 @@ class _Former:
     def __init__(self, view: PipelineView, cost: CostModel) -> None:
         self._view = view
         self._cost = cost
-        self._least_s = cost.shared_s + cost.many_s  # of any batch
+        self._least_s = cost.shared_s + cost.many_s  # fixed cost of any batch
         self._decodes: list[int] = []
-        self._prefills: list[tuple[int, float]] = []  # with what the rest of them costs
+        self._prefills: list[tuple[int, float]] = []  # with the cost of their remaining tokens
         self._decode_count = 0
-        self._all_decodes_s = 0.0  # of one trip through the pipeline
+        self._all_decodes_s = 0.0  # of one round of the pipeline
         self._left_s, self._left_tokens = 0.0, 0  # of prompts
-        self._prefill_s = 0.0  # of what is left, and of what is in flight
+        self._prefill_s = 0.0  # of what is left and in flight
         for index, candidate in enumerate(view.candidates):
             self._look_at(index, candidate)
-        self._count = view.stage_count + _AHEAD  # of microbatches that circulate
+        self._count = view.stage_count + _AHEAD  # microbatches in flight
         if not self._ahead_pays():
             self._count = view.stage_count
 
     def _ahead_pays(self) -> bool:
-        """With one microbatch more than stages the next one lies ready wherever a stage is through with one: what
-        passes until it has gone back to the leader and come out anew is hidden. Every trip costs a batch more, though.
+        """True if one microbatch more than stages pays: the next one is then ready at each stage when one ends, which
+        hides its way back to the leader and out again, but every round has the fixed cost of one batch more.
         """
         if not (self._view.waiting_count and self._prefills):
             return False
@@ -99,14 +101,14 @@ class _Former:
         room_s = self._all_decodes_s / self._count + self._prefill_part_s() - taken_s
         room_tokens = min(self._view.max_batch_tokens - len(share), self._view.max_prompt_tokens)
         chunks = self._take_chunks(room_s, room_tokens)
-        if not chunks and room_tokens:  # or the first in line would get on only when the others have ended
+        if not chunks and room_tokens:  # otherwise the first prompt would progress only when the others have ended
             index, _ = self._prefills[0]
             c = self._view.candidates[index]
             chunks = [(index, min(c.token_count - c.dispatched_tokens, MIN_CHUNK_TOKENS, room_tokens))]
         return share + self._rounded(chunks, len(share))
 
     def _rounded(self, chunks: Share, decode_count: int) -> Share:
-        """With a few tokens more or fewer of a prompt that is cut, so that no rows are computed for nothing."""
+        """The chunk of a split prompt, changed by a few tokens to avoid padded rows."""
         total = decode_count + sum(count for _, count in chunks)
         grain = (1 << (total - 1).bit_length()) // (2 * _COUNTS_PER_OCTAVE)
         if grain <= 1:
@@ -122,13 +124,13 @@ class _Former:
         return chunks
 
     def _prefill_part_s(self) -> float:
-        """What goes beside a stage's share of the decodes. While others wait for room, the prompts that run are spread
-        over more microbatches than are in flight: requests that end let new ones in bit by bit, and without a reserve
-        there would be microbatches with much prefill and some with none.
+        """Prefill cost added to a stage's share of the decodes. While others wait for room, running prompts are spread
+        over more microbatches than are in flight: admissions follow single ends of requests, and without a reserve some
+        microbatches would have much prefill and some none.
         """
         view, full_s = self._view, self._full_s()
         batch_count = self._count * (_RESERVE if view.lacks_room else 1)
-        # Where each microbatch has decodes, they pay what it costs at least.
+        # Decodes in each microbatch cover its fixed cost.
         have_decodes = self._decode_count >= self._count
         least_s = 0.0 if have_decodes else self._least_s / _OVERHEAD
         most_s = max(full_s - self._all_decodes_s / self._count, full_s * _PREFILL, least_s)
@@ -137,15 +139,15 @@ class _Former:
         return min(most_s, max(self._prefill_s / batch_count, least_s))
 
     def _full_s(self) -> float:
-        """What a full batch takes if its tokens have less to attend to than those of the backlog on average. Above
-        that, microbatches of short prompts would reach the bound of their tokens before they cost as much as others.
+        """Cost of a full batch whose tokens attend to less than the backlog's average. Above that, microbatches of
+        short prompts would reach their token limit before they cost as much as others.
         """
         token_s = self._cost.token_s + self._cost.beyond_s
         attention_s = max(0.0, self._left_s / self._left_tokens - token_s) if self._left_tokens else 0.0
         return (token_s + _ATTENTION * attention_s) * self._view.max_batch_tokens
 
     def _take_decodes(self) -> tuple[Share, float]:
-        """A stage's share of them by cost, who has waited longest first."""
+        """A stage's share of the decodes by cost, longest-waiting first."""
         candidates, cost = self._view.candidates, self._cost
         share_s, taken_s = self._all_decodes_s / self._count, 0.0
         share: Share = []
@@ -158,8 +160,8 @@ class _Former:
         return share, taken_s
 
     def _take_chunks(self, room_s: float, room_tokens: int) -> Share:
-        """Half of the room is for the first in line, so that a long prompt always gets on; then the one nearest to its
-        first token first within a class, so that short prompts do not wait for a long one.
+        """Half of the room is for the first prompt, so that a long one always progresses; then, within a class, the one
+        closest to its first token, so that short prompts do not wait for a long one.
         """
         candidates = self._view.candidates
         (head, head_s), others = self._prefills[0], self._prefills[1:]

@@ -1,7 +1,7 @@
-"""What the next microbatch of a pipeline is, so that as many as there are stages circulate, or one more, and are alike.
+"""Forming the next microbatch of a pipeline, so that as many as there are stages, or one more, circulate and are alike.
 
-A function of this kind sees all running sequences and picks from those that are ready. Token count, below, is what
-every engine has; `policy.lookahead` goes by cost.
+A function of this form sees all running sequences and picks from those that are ready. By token count, below, is what
+other engines do; `policy.lookahead` goes by cost.
 """
 
 import sys
@@ -16,31 +16,31 @@ class Candidate(NamedTuple):
     """A running sequence."""
 
     rank: int  # of its priority class; 0 is served first
-    computed_tokens: int  # have their KV
-    dispatched_tokens: int  # have it once the batches in flight have landed
-    token_count: int  # that are known; as many as have departed: it waits for its next token
-    step_id: int  # of the last batch that it took part in
-    has_room: bool  # False: it needs a block more, and there is none
+    computed_tokens: int  # with KV
+    dispatched_tokens: int  # with KV once the batches in flight have completed
+    token_count: int  # known tokens; if equal to dispatched_tokens, it waits for its next token
+    step_id: int  # last batch that it was in
+    has_room: bool  # False: it needs another block, and none is free
 
 
 class PipelineView(NamedTuple):
     stage_count: int
     completed_step_id: int  # later batches are in flight
     max_batch_tokens: int
-    waiting_count: int  # sequences that have been let into no microbatch yet
+    waiting_count: int  # admitted sequences that have been in no microbatch yet
     candidates: Sequence[Candidate]  # in order of service
-    in_flight_count: int = 0  # microbatches; fewer than there are stages, or one of those ahead is asked for
-    max_prompt_tokens: int = sys.maxsize  # of all prompts in a microbatch
-    lacks_room: bool = False  # those that wait lack blocks or places; else only prompts before them are to be computed
+    in_flight_count: int = 0  # microbatches; at least as many as stages: an additional one is asked for
+    max_prompt_tokens: int = sys.maxsize  # of all chunks together
+    lacks_room: bool = False  # waiting sequences lack blocks or places; otherwise they wait only for earlier prompts
 
 
-Share = list[tuple[int, int]]  # (index of the candidate, tokens, at least 1)
+Share = list[tuple[int, int]]  # (index of the candidate, tokens >= 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Microbatching:
-    """How microbatches are formed. While sequences wait, `form` is asked for `ahead` more than there are stages; those
-    it may refuse with an empty share.
+    """How microbatches are formed. While sequences wait, `form` is called for `ahead` more than there are stages; for
+    those it may return an empty share.
     """
 
     form: Callable[[PipelineView], Share]
@@ -51,11 +51,11 @@ class Microbatching:
 
 
 def _by_token_count(view: PipelineView) -> Share:
-    """Equal shares of the tokens for each stage. The longest wait for a place is then one trip through the pipeline.
+    """Equal shares of the tokens for each stage: the longest wait for a place is one round of the pipeline.
 
-    A sequence is in one microbatch at a time, so prompts are spread too: a part of each in one microbatch would leave
-    nothing for the next. A lone prompt is not cut finer than a full batch is among the stages, as its parts cannot
-    overlap.
+    A sequence is in one microbatch at a time, so prompts are spread as well: a chunk of each in one microbatch would
+    leave nothing for the next. A single prompt is not split finer than a full batch divided by the stages, as its
+    chunks cannot overlap.
     """
     stages = view.stage_count
     decode_count = prefill_count = prefill_tokens = 0
@@ -74,7 +74,7 @@ def _by_token_count(view: PipelineView) -> Share:
             if ready:
                 prefills.append(index)
     max_decode_count = -(-decode_count // stages)
-    if len(decodes) > max_decode_count:  # who has waited longest goes first
+    if len(decodes) > max_decode_count:  # longest-waiting first
         decodes = sorted(decodes, key=lambda i: view.candidates[i].step_id)[:max_decode_count]
     del prefills[-(-prefill_count // stages) :]
     share_tokens = -(-(decode_count + prefill_tokens) // stages)

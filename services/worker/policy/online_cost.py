@@ -1,7 +1,7 @@
-"""Keeps a stage's cost model true while it executes: fitted again and again on recent steps.
+"""Keeps a stage's cost model up to date while it executes, by refitting it to recent steps.
 
-Bounded: of each size of batch, by powers of two of its tokens, the last steps are kept. So what is known of prefills
-outlives a long time of decodes alone.
+The last steps of each batch size (powers of two of its tokens) are kept, so data on prefills survives a long time of
+decodes only.
 """
 
 import math
@@ -25,12 +25,12 @@ from services.worker.policy.cost_fit import (
 from services.worker.policy.least_squares import Floats
 
 STEPS_PER_SIZE = 32
-_SIZES = 16  # the largest one has all batches from 2 ** 15 tokens on
+_SIZES = 16  # the last one has all batches from 2 ** 15 tokens on
 _REFIT_STEPS = 16
-# Without a model to start from: what a fit needs, lest it knows nothing of batches unlike those it has seen.
+# What a first fit without a profile needs, so that it covers unlike batches.
 _LEAST_STEPS, _LEAST_SIZES = 32, 3
-_KNEE_REFITS = 8  # the knee is looked for with every eighth: it takes as long as six
-# A fit also stays near the model it starts from where recent steps say nothing: each of these counts as one step.
+_KNEE_REFITS = 8  # refits between two searches for the knee, which takes as long as six
+# A fit is regularised towards its initial model; each of these pseudo-samples counts as one step.
 _ANCHORS = [
     *[(Chunk(prefix, count),) for prefix in (0, 512) for count in (1, 16, 128, 512)],
     (Chunk(256, 1),) * 16,
@@ -41,35 +41,35 @@ _ANCHOR_TERMS: Floats = np.array([terms_of(chunks) for chunks in _ANCHORS])
 class OnlineCost:
     """The cost model of the stage that this worker executes. One thread.
 
-    What `current` gives is never worse than the profile on the steps that are kept, by mean relative error.
+    `current` has no larger mean relative error on the kept steps than the profile.
     """
 
     def __init__(self, profile: StageCosts | None = None) -> None:
         self._profile = profile
         self._shape: StageShape | None = None
-        self._start: CostModel | None = None  # of this shape: the profile's, or what was known of the shape before
+        self._start: CostModel | None = None  # of this shape: the profile's, or the last one fitted to this shape
         self._model: CostModel | None = None
         self._recent: list[deque[tuple[tuple[float, ...], float]]] = []
         self._new_steps = 0
         self.refits_total = 0
 
     def current(self) -> CostModel | None:
-        """None: there is no profile and too little has been executed."""
+        """None: there is no profile, and too little has been executed."""
         return self._model
 
     def of_layers(self, layer_count: int) -> CostModel | None:
-        """The model of a stage of so many layers, by what is known of the one that is executed."""
+        """The model of a stage of `layer_count` layers, derived from that of the executed stage."""
         if self._model is None or self._shape is None:
             return None
         return self._model.scaled(layer_count / self._shape.layer_count)
 
     @property
     def step_count(self) -> int:
-        """Steps that are kept."""
+        """Number of steps kept."""
         return sum(len(steps) for steps in self._recent)
 
     def enter(self, shape: StageShape) -> None:
-        """What this worker executes from now on. Steps of another shape are forgotten."""
+        """Set the stage's shape. Steps of another shape are dropped."""
         if shape == self._shape:
             return
         if self._profile is not None:
@@ -81,7 +81,7 @@ class OnlineCost:
         self._new_steps = 0
 
     def record(self, chunks: Iterable[Chunk], seconds: float) -> None:
-        """A step was executed, after `enter`. Every sixteenth fits anew, which takes about 0.3 ms."""
+        """Record a step, after `enter`. Every sixteenth refits, which takes about 0.3 ms."""
         terms = terms_of(chunks)
         tokens = int(terms[1])
         if not tokens or not 0.0 < seconds < math.inf:
@@ -99,7 +99,7 @@ class OnlineCost:
         candidates = [cost for cost in (self._start, self._model) if cost is not None]
         if self._start is not None:
             predicted = _seconds_of(self._start, rows)
-            known = predicted > 0.0  # a fit may have found that some batches cost nothing
+            known = predicted > 0.0  # a fit may predict 0 for some batches
             paced = (
                 self._start.scaled(float(np.median(seconds[known] / predicted[known]))) if known.any() else self._start
             )
@@ -120,7 +120,7 @@ class OnlineCost:
         return cost_of(relative_fit(with_knee(rows, knee_tokens), seconds), knee_tokens)
 
     def check(self) -> None:
-        """Raise InvariantViolation if more is kept than may be, or the model cannot be one."""
+        """Raise InvariantViolation if too many steps are kept, or the model has invalid coefficients."""
         if self.step_count > _SIZES * STEPS_PER_SIZE:
             raise InvariantViolation(f"{self.step_count} steps are kept")
         if self._model is not None and not (np.isfinite(c := coefficients_of(self._model)) & (c >= -1e-15)).all():

@@ -9,18 +9,18 @@ from ballast.common.ids import WorkerId
 
 @dataclass(frozen=True, slots=True)
 class PlacementView:
-    """A sequence that looks for a place."""
+    """A sequence to be placed."""
 
     sequence_id: int
-    block_count: int  # that it holds, or would need if it waits
-    running: bool  # takes a place among the running ones
+    block_count: int  # blocks that it holds, or would need
+    running: bool  # takes a running place
 
 
 @dataclass(frozen=True, slots=True)
 class MemberView:
     worker_id: WorkerId
-    block_count: int  # free for them when the group has dissolved
-    running_count: int  # places for running sequences
+    block_count: int  # free blocks, once the group has dissolved
+    running_count: int  # free running places
 
 
 def place(
@@ -28,11 +28,11 @@ def place(
     members: Sequence[MemberView],
     chosen: Mapping[int, WorkerId] = MappingProxyType({}),
 ) -> dict[int, WorkerId]:
-    """Every sequence's member. The largest goes first, always to where most blocks are left.
+    """The member of every sequence. The largest is placed first, always where most blocks are left.
 
-    That leaves the fullest member at most one sequence above the emptiest. Where no member has a place for a running
-    sequence it still goes to the one with most room, which computes it again later. `chosen` says where some of their
-    KV has been copied to: they go there as long as there is room, before all others.
+    The fullest member then exceeds the emptiest by at most one sequence. A running sequence for which no member has a
+    place goes to the one with most room, and is recomputed later. `chosen`: members that have some of their KV already:
+    sequences go there first, as long as there is room.
     """
     left_blocks = [member.block_count for member in members]
     left_places = [member.running_count for member in members]

@@ -1,27 +1,27 @@
-"""Who gives way when the KV cache is full."""
+"""Preemption (eviction) policy: which running sequence loses its KV blocks when the cache is full."""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_OUTWEIGHS = 2  # times as many blocks: a caller holds so much more than another one before it gives way to it
+_OUTWEIGHS = 2  # a caller loses blocks to another one if it holds at least so many times as many
 
 
 @dataclass(frozen=True, slots=True)
 class VictimView:
     """A running sequence that could be preempted."""
 
-    rank: int  # of its priority class; a higher one matters less
-    arrival: tuple[float, int]  # instant of its submission, then its id
+    rank: int  # of its priority class; a higher rank matters less
+    arrival: tuple[float, int]  # instant of submission, then id
     reserved_block_count: int
-    computed_tokens: int  # what recomputing would cost
+    computed_tokens: int  # lost by a preemption
     caller: int = 0
 
 
 def outweighs(held_block_count: int, other_block_count: int) -> bool:
-    """Whether a caller with so many blocks gives way to one that has, or is about to have, so many.
+    """True if a caller with `held_block_count` blocks yields to one that has, or is about to have, `other_block_count`.
 
-    A claim leaves the one with twice as much as the other, so neither can claim it back: no ping-pong.
+    A claim leaves the one with twice as much as the other, so the other way round is impossible: no ping-pong.
     """
     return held_block_count >= _OUTWEIGHS * other_block_count
 
@@ -34,11 +34,11 @@ def held_by_caller(candidates: Sequence[VictimView]) -> Counter[int]:
 
 
 def choose_victim(candidates: Sequence[VictimView]) -> int:
-    """Index of the one to preempt: of the lowest class the latest arrival; of a caller that outweighs the one of that,
-    if there is one, its latest arrival.
+    """Index of the victim: the latest arrival of the lowest class; or, if a caller outweighs that one's caller, the
+    latest arrival of the heaviest caller.
 
-    The oldest sequence of the highest class is never a victim while another one runs: it finishes, and after it the
-    next. That excludes a livelock whatever the sizes are.
+    The oldest sequence of the highest class is never a victim while another one runs: it finishes, and then the next
+    one. That excludes livelock for all sizes.
     """
     newest = _newest(candidates)
     held = held_by_caller(candidates)
@@ -51,7 +51,7 @@ def choose_victim(candidates: Sequence[VictimView]) -> int:
 
 
 def _newest(candidates: Sequence[VictimView]) -> int:
-    """Of the lowest class the latest arrival; the one before it, if more is lost with the latest than with all others
+    """The latest arrival of the lowest class; the one before it, if the latest has more computed tokens than all others
     of its class. Never the oldest.
     """
     order = sorted(range(len(candidates)), key=lambda i: (candidates[i].rank, candidates[i].arrival))
@@ -63,8 +63,8 @@ def _newest(candidates: Sequence[VictimView]) -> int:
 
 
 def claimed(candidates: Sequence[VictimView], caller: int, rank: int, need_block_count: int) -> list[int]:
-    """Indices of those that a waiting sequence may have preempted, the first one first: of no better class, and of the
-    caller that holds the most, as far as it still outweighs what the waiting one's caller holds with it.
+    """Indices of the sequences preempted for a waiting one, in order: of no better class, and of the heaviest caller,
+    as long as it outweighs the waiting one's caller including the need.
     """
     held = held_by_caller(candidates)
     if not held or (heaviest := _heaviest(held)) == caller:
@@ -83,7 +83,7 @@ def _heaviest(held: Counter[int]) -> int:
 
 
 def _newest_of(caller: int, candidates: Sequence[VictimView], rank: int) -> list[int]:
-    """A caller's sequences of no better class than `rank`, but for the one that is first in the order of service."""
+    """A caller's sequences of no better class than `rank`, latest first, without the first in the order of service."""
 
     def order(index: int) -> tuple[int, tuple[float, int]]:
         return candidates[index].rank, candidates[index].arrival

@@ -1,8 +1,8 @@
-"""How long a stage takes for a batch on a machine of which a data sheet is known, and no measurement.
+"""Predicted duration of a batch on a stage, for hardware known by its data sheet only.
 
-The parameters of a layer are read once for each batch while its tokens are computed; around the point where both take
-equally long neither hides the other wholly, so they are added as the legs of a right-angled triangle are. Attention is
-bound by computing for chunks of a prompt and by reading KV for decodes.
+A layer's parameters are read once per batch while its tokens are computed; near the point where both take equally long
+they overlap only partly, so the two times are added in quadrature. Attention is compute-bound for prompt chunks and
+bound by reading KV for decodes.
 """
 
 import math
@@ -25,11 +25,11 @@ class Part(Protocol):
 
 
 class Work(NamedTuple):
-    """What a batch costs, whichever stage runs it."""
+    """Cost of a batch, for any stage."""
 
-    layer_s: float  # in each layer
-    head_s: float  # in the last stage
-    stage_s: float  # in every stage
+    layer_s: float  # per layer
+    head_s: float  # of the last stage
+    stage_s: float  # of every stage
 
     def on(self, layer_count: int, *, is_last: bool) -> float:
         return self.stage_s + self.layer_s * layer_count + (self.head_s if is_last else 0.0)
@@ -37,20 +37,20 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RooflineCosts:
-    """Seconds. All but those of the head and of a stage are of one layer."""
+    """Seconds; per layer, except those of the head and of a stage."""
 
-    token_s: float  # computed
-    pair_s: float  # of tokens that attend to each other
-    context_s: float  # of a token whose KV is read
-    dense_s: float  # what every token needs of the parameters, read once
-    experts_s: float = 0.0  # all experts, read once
-    idle_share: float = 1.0  # of the experts, by one token
+    token_s: float  # computing a token
+    pair_s: float  # per pair of tokens that attend to each other
+    context_s: float  # per token whose KV is read
+    dense_s: float  # reading once the parameters that every token needs
+    experts_s: float = 0.0  # reading all experts once
+    idle_share: float = 1.0  # fraction of the experts that one token does not use
     head_s: float
     head_token_s: float
     stage_s: float
     sequence_s: float
-    fixed_s: float = 0.0  # whatever the batch: launches of the layer's kernels, and latencies of its all-reduces
-    row_s: float = 0.0  # of a token, added: norms, activations, residuals, and its bytes in the all-reduces
+    fixed_s: float = 0.0  # per batch: kernel launches and latencies of all-reduces
+    row_s: float = 0.0  # per token: norms, activations, residuals, and its bytes in all-reduces
 
     def work(self, parts: Iterable[Part]) -> Work:
         tokens = context = sampled = sequences = 0
@@ -67,11 +67,11 @@ class RooflineCosts:
         return self._sum(tokens, sampled, sequences, attention_s + context * self.context_s)
 
     def decodes(self, count: int, context: int) -> Work:
-        """The same, of so many sequences that get one token each and read so many altogether."""
+        """The same for `count` decodes with `context_tokens` of context in total."""
         return self._sum(count, count, count, 0.0 + context * self.context_s)
 
     def dense_work_s(self, tokens: float) -> float:
-        """One layer without attention, for a batch of so many tokens."""
+        """One layer without attention, for a batch of `tokens` tokens."""
         weights_s = self.dense_s
         if self.experts_s:
             weights_s += self.experts_s * (1.0 - self.idle_share**tokens)

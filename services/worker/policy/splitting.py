@@ -1,4 +1,4 @@
-"""Where work is cut so that a microbatch costs what it should, by the cost model."""
+"""Splits prompts so that a microbatch has a given cost, by the cost model."""
 
 import math
 from typing import NamedTuple
@@ -7,21 +7,21 @@ from ballast.common.cost import CostModel
 
 
 class Work(NamedTuple):
-    """What is left to compute of a sequence; a decode if it is one token."""
+    """Uncomputed tokens of a sequence; a decode if it is one."""
 
-    prefix_tokens: int  # have their KV already
+    prefix_tokens: int  # with KV
     token_count: int
 
 
 def added_s(cost: CostModel, prefix_tokens: int, token_count: int) -> float:
-    """What a chunk adds to a batch of more tokens than KNEE_TOKENS. Written out, as this is where the time goes."""
+    """Cost that a chunk adds to a batch of more tokens than KNEE_TOKENS. Inlined, as it is the hot spot."""
     pairs = token_count * (prefix_tokens + 0.5 * (token_count + 1))
     own_s = cost.attention_s * pairs + (cost.token_s + cost.beyond_s) * token_count
     return own_s + cost.chunk_s - cost.shared_s + cost.prefix_s * prefix_tokens
 
 
 def tokens_within(cost: CostModel, prefix_tokens: int, room_s: float) -> float:
-    """How long a chunk is that adds `room_s` to a batch: equation 1 solved for the tokens. 0 if there is none."""
+    """Length of a chunk that adds `room_s` to a batch: equation 1 solved for the tokens. 0 if there is none."""
     room_s -= cost.joining_s(prefix_tokens)
     if room_s <= 0.0:
         return 0.0
@@ -32,9 +32,9 @@ def tokens_within(cost: CostModel, prefix_tokens: int, room_s: float) -> float:
 
 
 def cut(cost: CostModel, work: Work, room_s: float, min_tokens: int) -> int:
-    """So many tokens of `work` come nearest to `room_s`; neither they nor the rest are fewer than `min_tokens`.
+    """The chunk of `work` whose cost is nearest to `room_s`; neither it nor the remainder is shorter than `min_tokens`.
 
-    0 if nothing comes nearer than a chunk of that size.
+    0 if no chunk is nearer than none.
     """
     prefix, count = work
     tokens = tokens_within(cost, prefix, room_s)

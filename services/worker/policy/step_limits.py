@@ -1,26 +1,24 @@
-"""How many sequences run at once and how many tokens a step computes, where the settings leave it open: by the device
-and its memory.
-"""
+"""Defaults of the numbers of sequences and of tokens per step, by device and memory."""
 
 from dataclasses import dataclass
 
-_SEQUENCES, _TOKENS = 64, 512  # on CPUs, which are busy with so many
-# GPUs by their memory, largest first. An H100 should take a tenth of a second for so many tokens of a model of 8B, by
-# its data sheet; decodes in the same step wait as long.
+_SEQUENCES, _TOKENS = 64, 512  # on CPUs, which these saturate
+# GPUs by memory, largest first. By its data sheet an H100 takes a tenth of a second for so many tokens of a model of
+# 8B; decodes in the same step wait as long.
 _GPUS = ((160 << 30, 512, 8192), (70 << 30, 512, 4096), (0, 256, 2048))
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    sequences: int  # that run at once
-    tokens: int  # of one step
-    queued: int  # requests that wait in the worker
+    sequences: int  # running at once
+    tokens: int  # per step
+    queued: int  # requests waiting in the worker
 
 
 def step_limits(
     gpu_bytes: int | None, *, sequences: int | None = None, tokens: int | None = None, queued: int | None = None
 ) -> StepLimits:
-    """What is given holds. `gpu_bytes`: the memory of the GPU; None: a CPU computes."""
+    """Given values hold. `gpu_bytes`: the GPU's memory; None: a CPU computes."""
     default_sequences, default_tokens = _SEQUENCES, _TOKENS
     if gpu_bytes is not None:
         default_sequences, default_tokens = next(found for least, *found in _GPUS if gpu_bytes >= least)
@@ -34,7 +32,7 @@ def step_limits(
 
 
 def what_limits(limits: StepLimits, kv_tokens: int, max_model_len: int) -> str:
-    """What keeps more requests from running, in a sentence for the log."""
+    """The limit on concurrent requests, in a sentence for the log."""
     mean = kv_tokens // limits.sequences
     step = f"a step computes at most {limits.tokens} tokens"
     if mean >= max_model_len:

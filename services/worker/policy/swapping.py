@@ -1,13 +1,13 @@
-"""How many KV blocks a step copies between device and host, so that the copies hide behind its computation.
+"""How many KV blocks a step copies between device and host so that the copies overlap with its computation.
 
-InferCept's budget: what the link moves in the time that the step takes anyway. Both times are measured on the steps
-themselves, since both depend on the machine and on what else it does.
+InferCept's budget: what the link transfers during the step. Both times are measured on the steps themselves, as they
+depend on the machine and its other load.
 """
 
 from ballast.common.record import record
 
-FIRST_BLOCKS = 8  # until something has been measured
-_KEPT = 0.8  # of the mean so far, for each new measurement
+FIRST_BLOCKS = 8  # until measured
+_KEPT = 0.8  # weight of the previous mean
 
 
 @record()
@@ -15,7 +15,7 @@ class CopyPace:
     """Moving means. None: not measured yet."""
 
     step_s: float | None = None
-    block_s: float | None = None  # to copy one block of all layers
+    block_s: float | None = None  # to copy one block in all layers
 
     def after(self, step_s: float, copied_blocks: int, copy_s: float) -> "CopyPace":
         block_s = self.block_s
@@ -29,7 +29,7 @@ def _mean(before: float | None, value: float) -> float:
 
 
 def copy_budget(pace: CopyPace, fixed_blocks: int) -> int:
-    """Blocks that one step may copy, at least one: otherwise nothing would ever move. `fixed_blocks` 0: as measured."""
+    """Blocks that one step may copy, at least one, so that copies always progress. `fixed_blocks` 0: as measured."""
     if fixed_blocks:
         return fixed_blocks
     if pace.step_s is None or pace.block_s is None:
@@ -38,5 +38,5 @@ def copy_budget(pace: CopyPace, fixed_blocks: int) -> int:
 
 
 def bringing_s(pace: CopyPace, block_count: int) -> float:
-    """What copying so many blocks from the host takes; 0.0 where that is not known."""
+    """Predicted duration of copying `block_count` blocks from the host; 0.0 if unknown."""
     return 0.0 if pace.block_s is None else block_count * pace.block_s

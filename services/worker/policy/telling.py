@@ -1,22 +1,22 @@
-"""When a dispatcher for which a worker has no tokens hears how loaded the worker is.
+"""When a worker sends its load to a dispatcher for which it has no tokens.
 
-Whoever has tokens here gets a report with every step. The others cost a message each, on both sides, so they hear only
-of what routing would see: requests that come and go, and memory that has changed by more than a little. At once when
-nothing runs any more, since nothing would follow.
+A dispatcher with tokens here gets a report with every step. Others cost a message each, on both sides, so they get only
+what routing uses: arrivals and ends of requests, and larger changes of memory. At once when the worker becomes idle, as
+no later report would follow.
 """
 
 from ballast.common.load import LoadReport
 
-INTERVAL_S = 0.02  # times the dispatchers: the messages of a worker do not grow with their number
+INTERVAL_S = 0.02  # times the dispatchers: a worker's message rate does not grow with their number
 _LONGEST_S = 2.0  # totals are shown to people
-_USED_SHARE = 32  # of the blocks: less more or less in use changes no choice
+_USED_SHARE = 32  # fraction of the blocks: a smaller change does not alter routing
 
 
 def is_due(
     told: LoadReport | None, report: LoadReport, silent_s: float, stream_count: int, *, counts_more: bool
 ) -> bool:
-    """`told`: in the last message over this stream, `silent_s` ago. `counts_more`: than it has told, of the requests
-    that came over this stream.
+    """`told`: the last report on this stream, sent `silent_s` ago. `counts_more`: requests of this stream that it did
+    not count.
     """
     if told is None or silent_s >= _LONGEST_S:
         return True
@@ -38,5 +38,5 @@ def _routing(report: LoadReport) -> tuple[int | bool, ...]:
         report.prompt_token_count < report.max_prompt_token_count,
         report.draining,
         report.offline_wanted_tokens > 0,
-        report.memory.parameter_bytes,  # of one that is parked or woken, for people
+        report.memory.parameter_bytes,  # of a parked or woken instance, shown to people
     )

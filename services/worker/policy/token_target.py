@@ -1,13 +1,13 @@
-"""How many requests may run so that a token takes no longer than an operator wants (`--tpot-target-s`).
+"""How many requests may run under an operator's target of time per output token (`--tpot-target-s`).
 
-KunServe sets "a maximum batch limit for each instance" (arXiv 2412.18169v1, section 4.3); here it follows from what the
-cost model says of the requests that run. A token takes its sequence one step; in a pipeline a trip through all stages,
-each of which has a microbatch meanwhile (bubbles are not foreseen: up to a fifth more). Between its tokens prompts are
-computed: while others wait, whoever ends makes room for one, so they are as many and as long as those of the requests
-that ended last. With both, the target is what a token takes on average; one gap is as long as the largest batch.
+KunServe sets "a maximum batch limit for each instance" (arXiv 2412.18169v1, section 4.3); here it follows from the cost
+model and the running requests. A token takes its sequence one step, in a pipeline one round through all stages, each of
+which has a microbatch (bubbles are not predicted: up to a fifth more). Prompts are computed in between: while others
+wait, each request that ends is replaced by one, so prompts are as many and as long as those of the requests that ended
+last. The target is then the average time per token; a single gap may be as long as the largest batch.
 
-A newcomer counts as the mean of those that run. A limit that falls, as contexts grow or the model is fitted anew,
-throws nobody out.
+A new request counts as the mean of the running ones. When the limit falls, as contexts grow or the model is refitted,
+no request is preempted.
 """
 
 import math
@@ -20,32 +20,32 @@ from ballast.common.cost import CostModel
 from ballast.common.errors import ConfigError
 from services.worker.policy.splitting import added_s
 
-_ENDED_COUNT = 64  # requests that are looked back on
-_LEAST_COUNT = 8  # with fewer nothing is concluded: the first that end are those with short answers
+_ENDED_COUNT = 64  # ended requests remembered
+_LEAST_COUNT = 8  # fewer are not representative: the first that end are those with short answers
 
 
 class Decoders(NamedTuple):
-    """What runs in a group, and how."""
+    """The decoding sequences of a group."""
 
     sequence_count: int
-    context_tokens: int  # of all of them
-    stage_count: int = 1  # and as many microbatches that circulate
+    context_tokens: int  # of all of them together
+    stage_count: int = 1  # also the number of microbatches in flight
 
 
 class Turnover(NamedTuple):
-    """The mean request that ends, in whose place another comes. Without a prompt: nothing is known of it."""
+    """The mean request that ends, replaced by another like it. Without a prompt: unknown."""
 
     prompt_tokens: int = 0
     answer_tokens: float = 1.0
 
 
 def token_s(cost: CostModel, decoders: Decoders, turnover: Turnover, count: int) -> float:
-    """Seconds from one token of a sequence to its next if so many ran that are like those.
+    """Seconds between two tokens of a sequence if `count` ran that are like `decoders`.
 
     Args:
         cost: Of all layers.
         decoders: At least one.
-        turnover: What ends, and comes in its place.
+        turnover: The requests that end and are replaced.
         count: At least 1.
     """
     stages = decoders.stage_count
@@ -53,28 +53,25 @@ def token_s(cost: CostModel, decoders: Decoders, turnover: Turnover, count: int)
     batch_s = cost.decodes_s(each, each * decoders.context_tokens / decoders.sequence_count)
     if turnover.prompt_tokens:
         batch_s += added_s(cost, 0, turnover.prompt_tokens) * count / turnover.answer_tokens / stages
-    return batch_s  # of all layers: on each of the stages a share of it, and as many batches come in between
+    return batch_s  # of all layers: each stage takes a share of it, and as many batches run in between
 
 
 class TokenTarget:
-    """What a worker goes by where sequences have no target. `cost` gives the model of all layers as it is known now;
-    None: any number may run.
-    """
+    """The worker's target for sequences without one. `cost` returns the current model of all layers; None: no limit."""
 
     def __init__(self, target_s: float, cost: Callable[[], CostModel | None]) -> None:
-        """
-        Raises:
-            ConfigError: no token takes so little.
+        """Raises:
+        ConfigError: no batch is that fast.
         """
         if not target_s > 0.0:
             raise ConfigError("tpot_target_s", f"must be positive, got {target_s}")
         self._target_s = target_s
         self._cost = cost
-        self._ended: deque[tuple[int, int]] = deque(maxlen=_ENDED_COUNT)  # tokens of prompt and answer
+        self._ended: deque[tuple[int, int]] = deque(maxlen=_ENDED_COUNT)  # prompt and answer tokens
 
     @property
     def limits(self) -> bool:
-        """Whether sequences without a target of their own have one."""
+        """True if sequences without a target of their own have one."""
         return math.isfinite(self._target_s)
 
     def ended(self, prompt_tokens: int, answer_tokens: int) -> None:
@@ -89,7 +86,9 @@ class TokenTarget:
         return Turnover(sum([p for p, _ in self._ended]) // count, sum([a for _, a in self._ended]) / count)
 
     def place_count(self, decoders: Decoders, most: int, target_s: float | None = None) -> int:
-        """How many may run, of `most` that could: no fewer than do, and one always. `target_s`: of those that run."""
+        """Sequences that may run, of at most `most`: no fewer than run now, and at least one. `target_s`: their
+        strictest target.
+        """
         target_s = self._target_s if target_s is None else target_s
         if math.isinf(target_s):
             return most

@@ -14,8 +14,9 @@ import torch
 
 from ballast.common.errors import ConfigError
 from ballast.service.logs import get_logger
-from services.worker.engine.choice import own_config
+from services.worker.engine.choice import choose_model
 from services.worker.engine.load import Engine
+from services.worker.engine.peers import Apart
 from services.worker.memory.parameters import combined
 from services.worker.ranks.channel import RankLog, RankLost, Ready
 from services.worker.ranks.crew import Crew
@@ -56,10 +57,16 @@ def load_ranked(load_one: functools.partial[Engine], devices: Sequence[str], log
     """
     model_dir: Path = load_one.args[0]
     count = len(devices)
-    config = own_config(model_dir, load_one.keywords.get("model_impl", "auto"), load_one.keywords.get("max_model_len"))
-    if config is None:
-        raise ConfigError("tensor_parallel_size", f"transformers computes {model_dir}, on one device: 1 is the most")
-    config.of_rank(0, count)  # before any process is started
+    told = load_one.keywords
+    choose_model(  # before any process is started
+        model_dir,
+        model_impl=told.get("model_impl", "auto"),
+        dtype=told.get("dtype", "auto"),
+        device=devices[0],
+        kernels=told.get("kernels", "auto"),
+        max_model_len=told.get("max_model_len"),
+        peers=Apart(0, count),
+    )
     with contextlib.ExitStack() as files, contextlib.ExitStack() as undo:
         meeting = Path(files.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))) / "ranks"
         crew = Crew(count)

@@ -47,3 +47,13 @@ def test_up_refuses_a_model_before_any_process_is_started(tmp_path: Path, capsys
     assert "keeps other state than keys and values" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="BloomForCausalLM"):
         check_served(folder, "ballast")
+
+
+def test_up_refuses_ranks_that_a_model_cannot_be_divided_among(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_family("gpt2", tmp_path / "gpt2")
+    assert main(["up", "--model", str(folder), "--workers", "1", "--tensor-parallel-size", "2"]) != 0
+    assert "transformers has no plan for GPT2LMHeadModel on several devices" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="3 does not divide the model's 4 attention heads"):
+        check_served(make_tiny("llama", tmp_path / "model", layers=2), ranks=3)

@@ -6,7 +6,7 @@ import pytest
 
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Layout
-from ballast.common.model import ModelInfo
+from ballast.common.model import Adapter, ModelInfo
 from services.planner.core import messages as p
 from services.planner.core.machine import NO_LAYOUT, PlannerCore, PlannerRules
 from tests.support.reporting_worker import model_info
@@ -302,6 +302,9 @@ def test_another_checkpoint_of_the_same_shape_is_another_model() -> None:
     planner.up("w1", model=replace(MODEL, revision="abc"))
     [refused] = [c for c in planner.up("w2", model=replace(MODEL, revision="def")) if isinstance(c, p.RejectInstance)]
     assert refused.why == "revision is def, the cluster has abc"
+    adapted = replace(MODEL, adapters=(Adapter("poet", "1"),))
+    [refused] = [c for c in leader("w1").up("w2", model=adapted) if isinstance(c, p.RejectInstance)]
+    assert refused.why.startswith("adapters is (Adapter(name='poet'")
 
 
 def test_a_layout_that_an_older_version_has_stored_goes_on() -> None:

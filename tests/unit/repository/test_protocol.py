@@ -27,6 +27,7 @@ HASHES = {
     6: "f96145a6c6676a83",
     7: "f9dee233e4bfb178",
     8: "9a70b9f5154d4fec",
+    9: "0331143d157f2d86",
 }  # number -> of what was said then; those of old numbers stay
 
 

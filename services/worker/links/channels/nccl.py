@@ -1,12 +1,12 @@
-"""Channels for GPUs: frames and what lies on the host over TCP, what lies on the device over NCCL.
+"""Channels for GPUs: frames and host payloads over TCP, device payloads over NCCL.
 
-A pair of workers has one communicator, made when the link is: making one takes up to a second, and each takes memory of
-the device. See `turns` for how two lanes share it. A receive that NCCL has been given occupies the device until its
-message comes, and keeps every device-wide synchronisation waiting, the one before unmapping memory included: so only
-payloads go over NCCL, and both sides are ready before either is asked for.
+A pair of workers has one communicator, created with the link: creation takes up to a second and device memory. `turns`
+says how two lanes share it. A receive posted to NCCL occupies the device until its message arrives, and blocks every
+device-wide synchronisation, including the one before unmapping memory: so only payloads go over NCCL, and both sides
+are ready before either posts.
 
-torch watches over communicators in a way that ends the process when a peer dies. That is switched off; links have
-timeouts of their own, and break.
+torch's watchdog of communicators would end the process when a peer dies. It is disabled; links have timeouts of their
+own.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from services.worker.links.copies import HOST
 from services.worker.links.ports import ChannelBroken, Channels, Pending
 from services.worker.links.store import PairStore
 
-COMMUNICATOR_BYTES = 64 << 20  # of device memory, about, with so few blocks; not measured
-_MOST_CTAS = 4  # blocks of the device that a communicator may take from what is computed: two fill a 400 Gb/s link
+COMMUNICATOR_BYTES = 64 << 20  # device memory, estimated for so few blocks
+_MOST_CTAS = 4  # thread blocks that a communicator may take from computation: two fill a 400 Gb/s link
 
-# What torch does when a collective fails or is late: tear the process down, after a while or at once.
+# torch's reactions to a failed or late collective: end the process, later or at once.
 UNWATCHED = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -45,7 +45,7 @@ _EVER = timedelta(hours=1)  # links have timeouts of their own
 
 
 class Group(Protocol):
-    """The part of ProcessGroupNCCL that is used here; torch's stubs leave it out."""
+    """The methods of ProcessGroupNCCL used here; torch's stubs lack them."""
 
     def eager_connect_single_device(self, device: torch.device) -> None: ...
 
@@ -63,12 +63,12 @@ class Group(Protocol):
 
 
 class Stream(Protocol):
-    """The stream that a communicator's payloads are handed over on."""
+    """The stream on which a communicator's payloads are ordered."""
 
     def current(self) -> AbstractContextManager[object]: ...
 
     def finish(self, work: Work) -> None:
-        """Blocks until the device is through with it, whether it has gone well or not."""
+        """Block until the device has finished it, successfully or not."""
         ...
 
 
@@ -89,7 +89,7 @@ class NcclMover:
                 self._group.recv([payload], self._peer, 0)
             work = self._group._end_coalescing()
             self._stream.finish(work)
-            work.wait(_EVER)  # does not wait any more, but raises: to be completed is not to have gone well
+            work.wait(_EVER)  # raises for a failure; completion alone is no success
 
     def abort(self) -> None:
         self._group.abort()
@@ -99,7 +99,7 @@ class NcclMover:
 
 
 class CudaStream:
-    """A stream of its own, so that a payload waits for no kernels. Links see to it that it has been computed."""
+    """A separate stream, so that a payload waits for no kernels. Links make sure that it has been computed."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -108,10 +108,10 @@ class CudaStream:
         return torch.cuda.stream(self._stream)
 
     def finish(self, work: Work) -> None:
-        work.synchronize()  # makes the stream wait, not this thread
+        work.synchronize()  # blocks the stream, not this thread
         event = torch.cuda.Event(blocking=True)
         event.record(self._stream)
-        event.synchronize()  # which sleeps in the driver, without the interpreter
+        event.synchronize()  # sleeps in the driver, without the GIL
 
 
 class NcclChannel:
@@ -149,7 +149,7 @@ class NcclChannel:
 
 
 class NcclTransport:
-    """Of one GPU. `make_group` and `make_stream` are NCCL's and CUDA's, but for tests."""
+    """For one GPU. `make_group` and `make_stream` are replaceable for tests."""
 
     name = "nccl"
     lanes = ("store", "turns", "urgent", "bulk")
@@ -190,11 +190,11 @@ class NcclTransport:
         return Channels(urgent, bulk, store.close)
 
     def close(self) -> None:
-        """Nothing is shared."""
+        """Nothing to close."""
 
 
 def refuse_one_device(store: Store, rank: int, uuid: str) -> None:
-    """NCCL does, after a while and in other words.
+    """NCCL refuses two ranks on one device only after a while, and less clearly.
 
     Raises:
         ChannelBroken: both sides have this device.
@@ -205,7 +205,7 @@ def refuse_one_device(store: Store, rank: int, uuid: str) -> None:
 
 
 def _nccl_group(device: torch.device, store: Store, rank: int, timeout_s: float) -> Group:
-    from torch.distributed import ProcessGroupNCCL  # not part of a build for machines without GPUs
+    from torch.distributed import ProcessGroupNCCL  # missing from torch builds without GPUs
 
     refuse_one_device(store, rank, str(torch.cuda.get_device_properties(device).uuid))
     options = ProcessGroupNCCL.Options()

@@ -1,10 +1,10 @@
-"""Channels over TCP: each is one of the sockets on which the two workers have met.
+"""Channels over TCP: each is one of the sockets of the rendezvous.
 
-Frames go behind their length, which is looked at before anything else; payloads go as they are, from the sender's
-memory into the receiver's. What the socket does not take at once is sent by whoever waits for it.
+A frame is preceded by its length, which is checked first; payloads are sent directly from the sender's memory into the
+receiver's. What the socket does not accept at once is sent by a waiting thread.
 
-Whoever waits does so in one call of the system for as much as there is, with a timeout that the socket has: each return
-means waiting for the interpreter, which the engine's thread has nearly always.
+A wait is one system call for all remaining bytes, with the socket's own timeout: each return would mean waiting for the
+GIL, which the engine's thread holds nearly always.
 """
 
 import contextlib
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 _LENGTH = struct.Struct("<I")
 _TIMEVAL = struct.Struct("@ll")
-_FIRST_BYTES = _LENGTH.size + HEADER_BYTES  # that every frame has at least
+_FIRST_BYTES = _LENGTH.size + HEADER_BYTES  # minimum length of a frame
 
 
 class _Sending:
     def __init__(self, channel: "TcpChannel", parts: list[memoryview]) -> None:
         self._channel = channel
-        self.parts = parts  # that are left
+        self.parts = parts  # still to be sent
 
     def wait(self, timeout_s: float) -> None:
         self._channel.push(self, timeout_s)
@@ -66,16 +66,16 @@ class TcpChannel:
         self._out = connection
         self._out.setblocking(True)
         self._in = connection.dup()
-        self._writing = Condition()  # notified when nobody pushes any more
-        self._pushing = False  # somebody sends the first of what is unsent, without the lock
+        self._writing = Condition()  # notified when no thread is sending
+        self._pushing = False  # a thread sends the first unsent item, without the lock
         self._reading = Lock()
         self._unsent: deque[_Sending] = deque()
-        self._payloads: deque[_Payload] = deque()  # posted and not read; they come before any other frame
-        self._first = memoryview(bytearray(_FIRST_BYTES))  # of the frame that is being read
-        self._timeouts_s = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}  # that the socket has
-        self._aborted = ""  # why nothing goes any more
+        self._payloads: deque[_Payload] = deque()  # posted and not read; they precede any other frame
+        self._first = memoryview(bytearray(_FIRST_BYTES))  # of the frame being read
+        self._timeouts_s = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}  # set on the socket
+        self._aborted = ""  # why the channel is aborted
 
-    # ------------------------------------------------------------ out
+    # ------------------------------------------------------------ sending
 
     def send_frame(self, frame: torch.Tensor) -> _Sending:
         data = _memory(frame)
@@ -96,7 +96,9 @@ class TcpChannel:
         return sending
 
     def push(self, sending: _Sending, timeout_s: float) -> None:
-        """Sends until this has gone, and all before it. Others may post meanwhile, and wait until it is their turn."""
+        """Send until this item, and all before it, are gone. Other threads may post meanwhile, and
+        wait for their turn.
+        """
         deadline_s = time.monotonic() + timeout_s
         while True:
             with self._writing:
@@ -117,7 +119,7 @@ class TcpChannel:
                 self._writing.notify_all()
 
     def _try(self, sending: _Sending, flags: int) -> int:
-        """Bytes that the socket has taken."""
+        """Bytes that the socket has accepted."""
         try:
             return self._out.sendmsg(sending.parts, (), flags)
         except BlockingIOError:
@@ -127,7 +129,7 @@ class TcpChannel:
             return 0
 
     def _sent(self, first: _Sending, count: int) -> bool:
-        """So much of the first has gone; whether that is all. Called with the lock."""
+        """Account for bytes sent of the first item; returns True if it is complete. Called with the lock."""
         parts = first.parts
         while parts and count >= parts[0].nbytes:
             count -= parts.pop(0).nbytes
@@ -137,7 +139,7 @@ class TcpChannel:
         self._unsent.popleft()
         return True
 
-    # ------------------------------------------------------------ in: one thread
+    # ------------------------------------------------------------ receiving: one thread
 
     def post_frame(self, buffer: torch.Tensor) -> _Frame:
         return _Frame(self, _memory(buffer))
@@ -162,7 +164,7 @@ class TcpChannel:
         self._read_payloads(last, time.monotonic() + timeout_s)
 
     def _read_payloads(self, last: _Payload | None, deadline_s: float) -> None:
-        """Reads payloads in the order in which they come, up to the last one that is wanted, or all."""
+        """Read payloads in order of arrival, up to the given one, or all."""
         while self._payloads and not (last is not None and last.has_come):
             payload = self._payloads.popleft()
             self._read(payload.buffer, deadline_s)
@@ -176,7 +178,7 @@ class TcpChannel:
                         raise ChannelBroken(self._aborted)
                     self._limit(socket.SO_RCVTIMEO, deadline_s)
                     count = self._in.recv_into(buffer, 0, socket.MSG_WAITALL)
-            except BlockingIOError:  # its timeout is over
+            except BlockingIOError:  # timeout
                 if time.monotonic() < deadline_s:
                     continue
                 raise ChannelBroken("the peer has sent nothing for too long") from None
@@ -187,18 +189,18 @@ class TcpChannel:
             buffer = buffer[count:]
 
     def _limit(self, which: int, deadline_s: float) -> None:
-        """A call on the socket ends by then, about."""
+        """Set the timeout of the next call on the socket, approximately."""
         left_s = max(deadline_s - time.monotonic(), 0.001)
-        if not left_s <= self._timeouts_s[which] <= 1.1 * left_s:  # setting it is a call of its own
+        if not left_s <= self._timeouts_s[which] <= 1.1 * left_s:  # setting it is a system call
             self._timeouts_s[which] = wanted_s = 1.05 * left_s
             self._out.setsockopt(socket.SOL_SOCKET, which, _TIMEVAL.pack(int(wanted_s), int(wanted_s % 1 * 1e6)))
 
-    # ------------------------------------------------------------ the end
+    # ------------------------------------------------------------ end
 
     def abort(self) -> None:
         self._aborted = self._aborted or "aborted"
-        with contextlib.suppress(OSError):  # it has ended before
-            self._out.shutdown(socket.SHUT_RDWR)  # whoever waits in it comes back at once
+        with contextlib.suppress(OSError):  # it has ended already
+            self._out.shutdown(socket.SHUT_RDWR)  # wakes threads blocked in it
         with self._writing, self._reading:
             self._writing.wait_for(lambda: not self._pushing)
             self._unsent.clear()
@@ -218,9 +220,9 @@ class TcpTransport:
         return Channels(urgent, bulk, lambda: None)
 
     def close(self) -> None:
-        """Nothing is shared."""
+        """Nothing to close."""
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """Flat bytes on the host, where they lie."""
+    """A flat view of the bytes on the host."""
     return memoryview(cast("Buffer", tensor.numpy()))

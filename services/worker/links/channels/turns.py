@@ -1,12 +1,12 @@
-"""Payloads of two lanes, both ways, in one order that both sides know.
+"""Serialises sends and receives of two lanes in an order agreed by both ranks.
 
-A communicator does one thing after another, and both sides must ask for the same: two that send first wait for ever.
-So the side of rank 0 decides. It learns over a socket what the other has posted, and says for each turn how many
-payloads go each way, of one lane: a turn costs the same for one and for several. While an urgent one is known of, no
-bulk goes; so an urgent payload waits for the turn under way, which is no more than the bulk that is in flight.
+A communicator executes one operation after another, and both sides must request the same one: two sides that send first
+deadlock. So rank 0 decides. Over a socket it learns what the other side has posted, and announces for each turn how
+many payloads of one lane go each way: a turn costs the same for one and for several. While an urgent payload is known,
+no bulk is started; an urgent payload waits at most for the turn under way.
 
-All of it is one thread's, which alone calls the mover. What waits for a payload waits for that thread's word, so no
-failure counts as delivered; an abort is that word for everything, at once.
+One thread does all this and calls the mover. Waiters for a payload wait for that thread's notification, so a failure
+never counts as delivered; an abort notifies all of them at once.
 """
 
 from __future__ import annotations
@@ -26,41 +26,42 @@ import torch
 from ballast.service.logs import get_logger
 from services.worker.links.ports import ChannelBroken
 
-_ABORT_S = 10.0  # for the mover to come back
+_ABORT_S = 10.0  # for the mover to return
 
-# A word is a byte. To rank 0: what has been posted. From it: whose turn it is, with the numbers of payloads.
+# Control messages are one byte. To rank 0: what has been posted. From it: the lane of a turn, and the numbers of
+# payloads.
 _BULK, _RECEIVES = 1, 2
-_DOWN, _UP = 1, 4  # the first bits of the numbers: payloads of rank 0, of rank 1
+_DOWN, _UP = 1, 4  # lowest bits of the numbers: payloads of rank 0, of rank 1
 _MOST = 7  # payloads each way
 
 
 class Lane(IntEnum):
-    """The smaller goes first."""
+    """Smaller values first."""
 
     URGENT = 0
     BULK = 1
 
 
 class Mover(Protocol):
-    """Moves payloads each way at a time. One thread calls it, but for `abort`."""
+    """Moves several payloads each way at a time. Called by one thread, except `abort`."""
 
     def move(self, out: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
-        """Returns when all are where they belong, and both sides have asked for the same.
+        """Returns when all have arrived; both sides must request the same.
 
         Raises:
-            Exception: something is not. After `abort` it may do either.
+            Exception: a payload has failed. After `abort` it may return or raise.
         """
         ...
 
     def abort(self) -> None:
-        """`move` comes back soon; when it has, nothing touches the tensors. Any thread."""
+        """Makes `move` return soon; afterwards nothing touches the tensors. Any thread."""
         ...
 
     def destroy(self) -> None: ...
 
 
 class Posted:
-    """A payload until it has gone or come."""
+    """A payload until it has been sent or received."""
 
     def __init__(self, turns: Turns, tensor: torch.Tensor) -> None:
         self._turns = turns
@@ -72,30 +73,30 @@ class Posted:
 
 
 class Turns:
-    """What two lanes share: `rank` 0 decides. Takes the socket over."""
+    """State shared by two lanes; `rank` 0 decides. Takes over the socket."""
 
     def __init__(self, connection: socket.socket, mover: Mover, rank: int, name: str) -> None:
         self._connection = connection
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        with suppress(OSError):  # it is no TCP
+        with suppress(OSError):  # not a TCP socket
             self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection.setblocking(True)
         self._mover = mover
         self._decides = rank == 0
         self._changed = Condition()
-        self._why = ""  # nothing moves any more
-        self._moves = False  # the mover is at work
+        self._why = ""  # reason of the abort
+        self._moves = False  # the mover is running
         self._out: dict[Lane, deque[Posted]] = {lane: deque() for lane in Lane}
         self._into: dict[Lane, deque[Posted]] = {lane: deque() for lane in Lane}
         self._theirs: dict[tuple[Lane, bool], int] = {
             (lane, receives): 0 for lane in Lane for receives in (True, False)
         }
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
-        self._left = 2  # lanes that have not been destroyed
+        self._left = 2  # lanes not yet destroyed
         self._thread = Thread(target=self._run, name=f"link-turns-{name}", daemon=True)
         self._thread.start()
 
-    # ------------------------------------------------------------ for the lanes
+    # ------------------------------------------------------------ called by the lanes
 
     def send(self, lane: Lane, payload: torch.Tensor) -> Posted:
         return self._post(lane, payload, receives=False)
@@ -111,7 +112,7 @@ class Turns:
                 raise ChannelBroken(self._why)
 
     def abort(self) -> None:
-        """Safe from any thread but the mover's. When it has returned, nothing touches what was posted."""
+        """Safe from any thread but the mover's. Afterwards nothing touches what was posted."""
         self._end("aborted")
         self._mover.abort()
         with self._changed:
@@ -149,7 +150,7 @@ class Turns:
             for waiting in (*self._out.values(), *self._into.values()):
                 waiting.clear()
             self._changed.notify_all()
-        with suppress(OSError):  # it has ended before
+        with suppress(OSError):  # it has ended already
             self._connection.shutdown(socket.SHUT_RDWR)
 
     # ------------------------------------------------------------ the thread
@@ -160,11 +161,11 @@ class Turns:
                 turn = self._decide() if self._decides else self._told()
                 if turn is not None:
                     self._take(*turn)
-        except Exception as error:  # noqa: BLE001 whatever it is, the lanes must hear of it
+        except Exception as error:  # noqa: BLE001 the lanes must be notified of any error
             self._end(f"{type(error).__name__}: {error}")
 
     def _decide(self) -> tuple[Lane, int, int] | None:
-        """The next turn, when there is one: the lane, and how many payloads rank 0 sends and how many rank 1."""
+        """The next turn, if any: the lane, and how many payloads each rank sends."""
         with self._changed:
             lane = Lane.URGENT if self._knows_of(Lane.URGENT) else Lane.BULK
             down = min(len(self._out[lane]), self._theirs[lane, True], _MOST)
@@ -181,7 +182,7 @@ class Turns:
         return bool(self._out[lane] or self._into[lane] or self._theirs[lane, True] or self._theirs[lane, False])
 
     def _listen(self) -> None:
-        """For what either side posts. What has come meanwhile is known before the next turn is decided."""
+        """Wait for posts of either side. All that have arrived are known before the next turn is decided."""
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
@@ -220,14 +221,14 @@ class Turns:
         try:
             self._mover.move(_tensors(out), _tensors(into))
             is_done = True
-        except Exception as error:  # noqa: BLE001 as above; what is raised may be anything that a device's driver says
+        except Exception as error:  # noqa: BLE001 as above; drivers raise various errors
             is_done = False
             self._end(f"{type(error).__name__}: {error}")
         with self._changed:
             self._moves = False
             for posted in (*out, *into):
                 posted.tensor = None
-                posted.is_done = is_done and not self._why  # an aborted one comes back as if it were done
+                posted.is_done = is_done and not self._why  # an aborted operation returns as if complete
             self._changed.notify_all()
 
 

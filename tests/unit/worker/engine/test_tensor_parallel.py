@@ -1,7 +1,6 @@
 """What the ranks of one instance compute together, each with its share; here they are threads."""
 
 import json
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,36 +11,10 @@ from safetensors.torch import load_file, save_file
 from ballast.common.errors import ConfigError
 from services.worker.engine.load import Engine, load_engine
 from tests.support.engine import Job, generate
+from tests.support.peers import OneOf, Together
 from tools.model.tiny import make_tiny
 
 MEMORY_BYTES = 4 << 20
-SILENCE_S = 20.0
-
-
-class Together:
-    """The sums of threads."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.barrier = threading.Barrier(count, timeout=SILENCE_S)
-        self.given: list[torch.Tensor] = [torch.empty(0)] * count
-
-
-class OneOf:
-    def __init__(self, together: Together, rank: int) -> None:
-        self._together = together
-        self.rank = rank
-        self.count = together.count
-
-    def sum(self, tensor: torch.Tensor) -> None:
-        self._together.given[self.rank] = tensor.clone()
-        self._together.barrier.wait()
-        total = torch.stack(self._together.given).sum(0)
-        self._together.barrier.wait()
-        tensor.copy_(total)
-
-    def least(self, number: int) -> int:
-        return number
 
 
 def with_all_biases(model_dir: Path) -> Path:

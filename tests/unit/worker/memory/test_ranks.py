@@ -19,6 +19,7 @@ from services.worker.ranks.channel import Done, RankLog, RankLost, Remap, RemapR
 from services.worker.ranks.load import Ranked, load_ranked, open_mirrors
 from services.worker.ranks.memory import RankedMemory
 from tests.support.fake_driver import FakeDriver, load, load_share, open_fake
+from tests.support.families import write_family
 from tests.unit.worker.memory.models import EXTENT_BYTES, books, possible
 from tools.model.tiny import make_tiny
 
@@ -47,6 +48,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def open_ranks(model: Path) -> Ranked:
     share = partial(load_share, model, device_memory_bytes=3 << 19, dtype="float64", extent_bytes=EXTENT_BYTES)
     return load_ranked(share, ["cpu"] * RANKS, RankLog())
+
+
+def test_a_layer_of_experts_comes_back_on_all_ranks(driver: FakeDriver, tmp_path: Path) -> None:
+    folder = write_family("qwen3_moe", tmp_path)
+    share = partial(load_share, folder, device_memory_bytes=8 << 20, dtype="float64", extent_bytes=EXTENT_BYTES)
+    ranked = load_ranked(share, ["cpu"] * RANKS, RankLog())
+    memory = ranked.engine.memory
+    assert memory.kv.mirrors
+    wanted = memory.parameters.loaded_checksums[2]
+    assert memory.parameters.layer_checksum(2) == wanted
+    memory.drop_layers([2])
+    memory.release_retired()
+    memory.make_room_for_layers([2], block_count=1)
+    ranked.engine.read_layer(2)
+    assert memory.parameters.layer_checksum(2) == wanted
+    ranked.engine.close()
+    ranked.crew.close()
 
 
 def test_random_changes_with_calls_that_are_refused_in_any_rank(driver: FakeDriver, model: Path) -> None:

@@ -1,0 +1,269 @@
+"""A model of `transformers` whose layers run in ranges, over whatever attention it is run in.
+
+Its forward is always run as a whole, and its layers are asked, one by one, whether they are in the range: those before
+and behind pass on what they are given, and the first of the range starts from the hidden states of the stage before.
+So what a family does before, behind and around its layers, it does by itself. The sequences of a step stand one after
+another as one row of a batch; only attention tells them apart, by the step that it is run in.
+"""
+
+import copy
+import threading
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.masking_utils import AttentionMaskInterface
+
+from ballast.common.errors import ConfigError
+from services.worker.engine.division import WHOLE, Cut, Division, divide
+from services.worker.engine.layer_attention import LayerAttentionStep, LayerKind
+from services.worker.engine.packed_parameters import PackedParameter, pack
+
+_PAGED, _PROBE = "ballast_paged", "ballast_probe"
+_PROBE_ROWS = 4
+
+
+@dataclass(slots=True)
+class LayerRun:
+    """One pass through the model: which layers compute, and what is seen on the way."""
+
+    first: int
+    last: int
+    hidden: torch.Tensor | None = None  # what the first of them is given
+    final: torch.Tensor | None = None  # what is given to what comes behind the layers
+    attention: LayerAttentionStep | None = None
+    layer: int = 0
+    embedded: torch.Tensor | None = None
+    result: torch.Tensor | None = None
+    seen: dict[int, LayerKind] | None = None  # of a probe
+
+
+_running = threading.local()  # `.decoder`: whose forward this thread is in
+
+
+class Decoder:
+    """A model of `transformers` whose layers run in ranges."""
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: torch.dtype,
+        packed: Mapping[str, PackedParameter] | None = None,
+        cuts: Mapping[str, Cut] | None = None,
+        division: Division = WHOLE,
+        *,
+        gives_tuples: bool = False,
+    ) -> None:
+        """On the meta device: without memory. `packed` parameters stay quantised, `cuts` are those of a rank's.
+
+        Raises:
+            ConfigError: it cannot be made, or its layers are not found.
+        """
+        self.config = copy.deepcopy(config)
+        try:
+            with torch.device("meta"):
+                made: Any = AutoModelForCausalLM.from_config(self.config, dtype=dtype, attn_implementation="eager")
+        except Exception as error:  # a configuration that its class does not check
+            raise ConfigError("config.json", f"transformers cannot make the model: {error}") from error
+        self.model, self.config = made.eval(), made.config
+        self.packed, self.cuts = packed or {}, cuts or {}
+        if packed or dtype == torch.float64:  # one after the other: those that are needed, in any dtype
+            self.config._experts_implementation = "eager"
+        pack(self.model, self.packed, dtype)
+        self.layers_name, self.layers = _layers(self.model, self.config.num_hidden_layers)
+        if cuts:
+            divide(self.model, self.layers_name, cuts, division)
+        self.gives_tuples = gives_tuples
+        self._run: LayerRun | None = None
+        for index, layer in enumerate(self.layers):
+            layer.forward = self._in_range(index, layer.forward)
+
+    def _in_range(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        last = len(self.layers) - 1
+
+        def layer(*args: Any, **named: Any) -> Any:
+            run = self._run
+            if run is None:
+                return forward(*args, **named)
+            hidden = args[0] if args else named.pop("hidden_states")
+            if not index:
+                run.embedded = hidden
+            if not run.first <= index < run.last:
+                if index == last and run.final is not None:
+                    hidden = run.final
+                return (hidden,) if self.gives_tuples else hidden
+            if index == run.first and run.hidden is not None:
+                hidden = run.hidden
+            run.layer = index
+            try:
+                given = forward(hidden, *args[1:], **named)
+            except ConfigError:
+                raise
+            except Exception:  # experts are chosen by numbers that a probe has not: attention has been seen by then
+                if run.seen is None or index not in run.seen:
+                    raise
+                return (hidden,) if self.gives_tuples else hidden
+            if index == run.last - 1:
+                run.result = given[0] if isinstance(given, tuple) else given
+            return given
+
+        return layer
+
+    @contextmanager
+    def _running(self, run: LayerRun | None, attention: str) -> Generator[None]:
+        before = getattr(_running, "decoder", None)
+        _running.decoder, self._run = self, run
+        if self.config._attn_implementation != attention:
+            self.config._attn_implementation = attention
+        try:
+            yield
+        finally:
+            _running.decoder, self._run = before, None
+
+    @property
+    def run(self) -> LayerRun:
+        assert self._run is not None
+        return self._run
+
+    def pass_through(self, run: LayerRun, *, with_head: bool, **inputs: torch.Tensor) -> Any:
+        """The forward of the model, or of what is below its head."""
+        with self._running(run, _PAGED):
+            return (self.model if with_head else self.model.base_model)(**inputs, use_cache=False)
+
+    def reference(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """logits_TV of one sequence by `transformers` alone: its own attention, all at once."""
+        with self._running(None, "eager"):
+            return self.model(input_ids=token_ids[None], use_cache=False).logits[0]
+
+    def probe(self) -> list[LayerKind]:
+        """What attention is in each layer, found by a forward without memory.
+
+        Raises:
+            ConfigError: a layer has another kind of state than keys and values, or cannot be run on packed rows.
+        """
+        for gives_tuples in (False, True):
+            self.gives_tuples = gives_tuples
+            run = LayerRun(0, len(self.layers), seen={})
+            ids = torch.ones(1, _PROBE_ROWS, dtype=torch.int64, device="meta")
+            try:
+                with self._running(run, _PROBE), torch.inference_mode():
+                    out = self.model.base_model(input_ids=ids, attention_mask=ids, use_cache=False)
+            except ConfigError:
+                raise
+            except Exception as error:  # whatever the modelling code does with what it is not used to
+                if gives_tuples:
+                    why = f"{type(self.model).__name__} does not run on packed rows: {error}"
+                    raise ConfigError("config.json", why) from error
+                continue
+            if out[0].dim() == 3 and out[0].shape[:2] == ids.shape:
+                break
+        assert run.seen is not None
+        missing = [i for i in range(len(self.layers)) if i not in run.seen]
+        if missing:
+            why = f"layer {missing[0]} of {type(self.model).__name__} keeps other state than keys and values"
+            raise ConfigError("config.json", f"{why}, or does not say how it attends")
+        return [run.seen[i] for i in range(len(self.layers))]
+
+
+def _layers(model: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count
+    ]
+    if not found:
+        raise ConfigError("config.json", f"{type(model).__name__} has no list of {count} layers")
+    depths = [name.count(".") for name, _ in found]
+    return found[depths.index(min(depths))]
+
+
+def _attend_paged(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """`AttentionInterface`: heads before rows in, rows before heads out."""
+    decoder = _running.decoder
+    run: LayerRun = decoder.run
+    assert run.attention is not None
+    q_TNH, k_TKH, v_TKL = (heads[0].transpose(0, 1) for heads in (query, key, value))
+    out_TNL = q_TNH.new_empty(q_TNH.shape[0], q_TNH.shape[1], v_TKL.shape[2])
+    run.attention.attend(run.layer, decoder.kv.layer(run.layer), q_TNH, k_TKH, v_TKL, out_TNL, s_aux)
+    return out_TNL[None], None
+
+
+def _attend_probe(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    sees = (None, None) if attention_mask is None else getattr(attention_mask, "sees", None)
+    if sees is None:
+        why = "is neither causal nor a window nor a chunk"
+        raise ConfigError("config.json", f"which tokens a token sees in {type(module).__name__} {why}")
+    if key.shape[2] != query.shape[2]:
+        raise ConfigError("config.json", f"{type(module).__name__} attends to other rows than its own")
+    run: LayerRun = _running.decoder.run
+    assert run.seen is not None
+    if run.layer in run.seen:
+        raise ConfigError("config.json", f"{type(module).__name__} attends more than once in a layer")
+    run.seen[run.layer] = LayerKind(
+        heads=query.shape[1],
+        kv_heads=key.shape[1],
+        key_dim=key.shape[3],
+        value_dim=value.shape[3],
+        scale=float(scaling if scaling is not None else query.shape[3] ** -0.5),
+        window=sees[0],
+        chunk=sees[1],
+        soft_cap=softcap,
+        has_sinks=s_aux is not None,
+    )
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _probe_mask(
+    *given: Any,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Any],
+    config: Any,
+    local_size: int | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """`AttentionMaskInterface`: a mask without contents that knows which tokens are seen, if that is known here."""
+    mask: Any = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device="meta")
+    mask.sees = None
+    size = local_size or 8
+    ends = sorted({0, 1, size - 1, size, size + 1, 2 * size, 3 * size + 1})
+    points = [(q, k) for q in ends for k in sorted({*ends, q - size, q - size + 1, q - 1, q}) if k >= 0]
+    try:
+        seen = [bool(mask_function(*(torch.tensor(i) for i in (0, 0, q, k)))) for q, k in points]
+    except NotImplementedError:  # chunks count from the first token behind padding, a number on the meta device
+        if local_size and local_size == getattr(config, "attention_chunk_size", None):
+            mask.sees = (None, local_size)
+        return mask
+    for window, chunk in ((None, None), (local_size, None), (None, local_size)):
+        first = [q // chunk * chunk if chunk else q + 1 - window if window else 0 for q, _ in points]
+        if seen == [low <= k <= q for low, (q, k) in zip(first, points, strict=True)]:
+            mask.sees = (window, chunk)
+            break
+    return mask
+
+
+AttentionInterface.register(_PAGED, _attend_paged)
+AttentionInterface.register(_PROBE, _attend_probe)
+AttentionMaskInterface.register(_PROBE, _probe_mask)

@@ -1,0 +1,133 @@
+"""LoRA adapters in memory, and what they add to a step: `(x @ A.T) @ B.T`, for the rows of the sequences that have one.
+
+They stay in memory for all layers on every member of a group, whichever layers it computes: a few MiB each. So a drop
+or a restore does not touch them. Legend: R rows of one adapter among the T rows of a step.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from ballast.common.errors import InvariantViolation
+from services.worker.core.batch import NewSequence, SequenceId, Slice
+from services.worker.engine.lora_files import WEIGHTS, AdapterFiles
+from services.worker.engine.packing import PackedStep
+from services.worker.engine.upload import upload
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What one adapter adds to one linear module, whose outputs begin at a column of a joined product."""
+
+    first_column: int
+    a_rD: torch.Tensor
+    b_Or: torch.Tensor  # times the adapter's scale
+
+    def add_to(self, x_RD: torch.Tensor, rows_R: torch.Tensor, out_TO: torch.Tensor) -> None:
+        added_RO = torch.mm(torch.mm(x_RD, self.a_rD.t()), self.b_Or.t())
+        columns = slice(self.first_column, self.first_column + self.b_Or.shape[0])
+        out_TO[:, columns].index_add_(0, rows_R, added_RO)
+
+
+Product = Sequence[Sequence[LowRank]]  # by adapter: what it adds to one matrix product
+
+
+class Lora:
+    """All adapters of an engine, and which rows of the present step have which. Used by one thread at a time."""
+
+    def __init__(self, adapters: Sequence[AdapterFiles], dtype: torch.dtype, device: torch.device) -> None:
+        self.adapters = tuple(adapters)
+        self._device = device
+        self._matrices = [_read(one, dtype, device) for one in adapters]
+        self._index = {one.name: i for i, one in enumerate(adapters)}
+        self._of: dict[SequenceId, int] = {}
+        self._rows: list[tuple[int, torch.Tensor]] = []
+
+    @property
+    def modules(self) -> set[str]:
+        """That any of them adds to."""
+        return {module for one in self.adapters for module in one.ranks}
+
+    def product(self, modules: Iterable[tuple[str, int]]) -> Product:
+        """Of modules that are computed as one matrix: name and first column of each."""
+        modules = tuple(modules)
+        return [
+            [LowRank(column, *matrices[module]) for module, column in modules if module in matrices]
+            for matrices in self._matrices
+        ]
+
+    def add(self, new: NewSequence) -> None:
+        name = new.sampling.adapter
+        if not name:
+            return
+        if name not in self._index:
+            raise InvariantViolation(f"sequence {new.sequence_id} has the adapter {name!r}, which is not loaded here")
+        self._of[new.sequence_id] = self._index[name]
+
+    def remove(self, sequence_id: SequenceId) -> None:
+        self._of.pop(sequence_id, None)
+
+    def forget_all(self) -> None:
+        self._of.clear()
+
+    def lay_out(self, slices: Sequence[Slice], packed: PackedStep) -> bool:
+        """From now on it is this step. Returns whether any of its rows has an adapter."""
+        found: dict[int, list[np.ndarray]] = {}
+        for part, first in zip(slices, packed.first_rows.tolist(), strict=True) if self._of else ():
+            if (index := self._of.get(part.sequence_id)) is not None:
+                found.setdefault(index, []).append(np.arange(first, first + len(part.token_ids)))
+        uploaded = upload([np.concatenate(rows) for rows in found.values()], self._device) if found else ()
+        self._rows = list(zip(found, uploaded, strict=True))
+        return bool(found)
+
+    def adapt(self, model: nn.Module) -> None:
+        """Behind each of its linear modules that an adapter adds to, for rows as one sequence of a batch."""
+        for name in sorted(self.modules):
+            product = self.product([(name, 0)])
+
+            def add(_: nn.Module, given: tuple[torch.Tensor], out: torch.Tensor, product: Product = product) -> None:
+                x_TD, out_TO = given[0].reshape(-1, given[0].shape[-1]), out.view(-1, out.shape[-1])
+                self.add_to(product, x_TD, out_TO)
+
+            model.get_submodule(name).register_forward_hook(add)
+
+    def add_to(self, product: Product, x_TD: torch.Tensor, out_TO: torch.Tensor) -> None:
+        """Add to the product of `x_TD` with the model's own matrix, where it lies."""
+        for adapter, rows_R in self._rows:
+            if parts := product[adapter]:
+                x_RD = x_TD.index_select(0, rows_R)
+                for part in parts:
+                    part.add_to(x_RD, rows_R, out_TO)
+
+
+class Adaptable(Protocol):
+    """A model that can be computed with adapters."""
+
+    def adapt(self, lora: Lora) -> None: ...
+
+
+def linears_of(model: nn.Module, layers_name: str) -> dict[str, tuple[int, int]]:
+    """Linear modules of a model's layers, by name: outputs, inputs."""
+    named = model.named_modules()
+    found = {n: m for n, m in named if isinstance(m, nn.Linear) and n.startswith(f"{layers_name}.")}
+    return {name: (module.out_features, module.in_features) for name, module in found.items()}
+
+
+def bytes_of(adapters: Iterable[AdapterFiles], dtype: torch.dtype) -> int:
+    return sum(one.element_count for one in adapters) * dtype.itemsize
+
+
+def _read(adapter: AdapterFiles, dtype: torch.dtype, device: torch.device) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Module -> A and B, which is multiplied by the scale before it is rounded."""
+    found: dict[str, tuple[torch.Tensor, ...]] = {}
+    with safe_open(adapter.folder / WEIGHTS, framework="pt") as opened:
+        for module in adapter.ranks:
+            a_rD = opened.get_tensor(adapter.key(module, "A"))
+            b_Or = opened.get_tensor(adapter.key(module, "B")).to(torch.float64) * adapter.scale
+            found[module] = a_rD.to(device, dtype).contiguous(), b_Or.to(device, dtype).contiguous()
+    return found
