@@ -1,4 +1,4 @@
-"""How many requests come to this dispatcher, and how long answers are: counted, for the planner to look ahead by."""
+"""Statistics of arrivals and answer lengths, for the planner's predictions."""
 
 from collections import Counter, deque
 from collections.abc import Sequence, Set
@@ -29,20 +29,20 @@ _NONE = LongDemand()
 
 @dataclass(slots=True)
 class _TimeBin:
-    index: int  # of _BIN_S each, since time began
+    index: int  # in units of _BIN_S since time 0
     arrived_count: int = 0
     arrived_tokens: int = 0
     ended_count: int = 0
     ended_tokens: int = 0
-    arrived_lengths: Counter[int] = field(default_factory=Counter[int])  # by `length_index`
+    arrived_lengths: Counter[int] = field(default_factory=Counter[int])  # keys by `length_index`
 
 
 @dataclass(slots=True)
 class _TrafficSums:
-    """Of some bins, as seen from a newest one."""
+    """Sums over bins, relative to the newest one."""
 
     newest: int
-    last: int  # index of the bin that they end before
+    last: int  # index of the first bin not included
     spans: list[int]  # requests, the newest RECENT_S first
     minute_count: int = 0
     minute_tokens: int = 0
@@ -66,9 +66,7 @@ class _TrafficSums:
 
 
 class TrafficCounter:
-    """Bounded: bins of two seconds over WINDOW_S, none where nothing has happened. What clients had is counted for
-    good: who looks at it twice knows what they had meanwhile.
-    """
+    """Bounded: bins of two seconds over WINDOW_S, without empty ones. Delivered tokens are cumulative counters."""
 
     def __init__(self) -> None:
         self._first_counts = [0] * WAIT_COUNTS
@@ -76,12 +74,12 @@ class TrafficCounter:
         self._later_s = 0.0
         self._open_tokens = 0
         self._bins = deque[_TimeBin]()
-        self._since_s: float | None = None  # of the first request ever
-        self._closed = _TrafficSums(-1, -1, [])  # of all bins but the last, which alone changes
-        self._waiting: dict[RequestId, float] = {}  # without a token: when they came, in that order
+        self._since_s: float | None = None  # first request ever
+        self._closed = _TrafficSums(-1, -1, [])  # all bins except the last, the only one that changes
+        self._waiting: dict[RequestId, float] = {}  # requests without a token -> arrival, in order
 
     def arrived(self, request_id: RequestId, at_s: float, token_count: int, made_count: int = 0) -> None:
-        """`made_count`: tokens that its answer has already; one with none waits for the first."""
+        """`made_count`: tokens that its answer has already; with none it waits for the first."""
         if not made_count:
             self._waiting[request_id] = at_s
         self._open_tokens += made_count
@@ -93,32 +91,32 @@ class TrafficCounter:
         here.arrived_lengths[length_index(token_count)] += 1
 
     def long_arrived(self, made_count: int) -> None:
-        """One that waits for a group which holds it is no ordinary traffic, and does not wait like that."""
+        """A request that waits for a group to hold it does not count as ordinary traffic."""
         self._open_tokens += made_count
 
     def set_aside(self, request_id: RequestId) -> None:
-        """A request has turned out to be long."""
+        """A counted request has become long."""
         self._waiting.pop(request_id, None)
 
     def ended(self, at_s: float, token_count: int) -> None:
-        """An answer of so many tokens came to its own end."""
+        """An answer of so many tokens is complete."""
         here = self._bin(at_s)
         here.ended_count += 1
         here.ended_tokens += token_count
 
     def began(self, request_id: RequestId, at_s: float) -> None:
-        """A request has had its first token."""
+        """A request has its first token."""
         if (since_s := self._waiting.pop(request_id, None)) is not None:
             self._first_counts[wait_index(at_s - since_s)] += 1
         self._open_tokens += 1
 
     def left(self, request_id: RequestId, made_count: int) -> None:
-        """A request has ended, with so many tokens or with none."""
+        """A request has ended, with a number of tokens or none."""
         self._waiting.pop(request_id, None)
         self._open_tokens -= made_count
 
     def went_on(self, token_count: int, took_s: float) -> None:
-        """Answers have had more tokens, which took so long together, each from the one before it."""
+        """Answers have got more tokens; the sum of their inter-token times."""
         self._later_count += token_count
         self._later_s += took_s
         self._open_tokens += token_count
@@ -177,8 +175,8 @@ class TrafficCounter:
         return sums
 
     def check(self, waiting: Set[RequestId], open_tokens: int) -> None:
-        """Raise InvariantViolation unless bins are in order, few, and count something, `waiting` are those without a
-        token, and the others have so many.
+        """Raise InvariantViolation unless bins are ordered, few and not empty, `waiting` are those without a token, and
+        the others have the counted tokens.
         """
         if self._open_tokens != open_tokens:
             raise InvariantViolation(f"open answers have {open_tokens} tokens, {self._open_tokens} were counted")
@@ -190,7 +188,7 @@ class TrafficCounter:
 
 
 def _told(counts: list[int]) -> tuple[int, ...]:
-    """Without the zeros at the end."""
+    """Without trailing zeros."""
     end = len(counts)
     while end and not counts[end - 1]:
         end -= 1
@@ -198,8 +196,8 @@ def _told(counts: list[int]) -> tuple[int, ...]:
 
 
 def _calm(counts: Sequence[int]) -> int:
-    """The median of the spans in WINDOW_S, those before any was counted taken to be like the calmest tenth: a burst
-    would be calm else as soon as it has lasted for half of what is known.
+    """The median of the spans in WINDOW_S, where spans before the first are assumed like the calmest tenth: otherwise a
+    burst would count as calm after half of the known time.
     """
     ordered = sorted(counts)
     unknown = [ordered[len(ordered) // 10]] * (_SPAN_COUNT - len(ordered))

@@ -55,7 +55,7 @@ from services.worker.pipeline.events import (
 )
 from services.worker.pipeline.grammars import GrammarsAhead
 from services.worker.pipeline.layers import LayerLoading, Rescue
-from services.worker.pipeline.links import LAYERS
+from services.worker.pipeline.links import LAYERS, Links
 from services.worker.pipeline.migrations import Migrations
 from services.worker.pipeline.mover import KvMover
 from services.worker.pipeline.parking import Parking
@@ -201,6 +201,10 @@ class GroupMember:
     @property
     def progress(self) -> dict[Epoch, Progress]:
         return self.published.progress
+
+    @property
+    def links(self) -> Links:
+        return self._links
 
     def handle(self, event: MemberEvent) -> list[Answer]:
         self._is_awake = self._is_awake or not isinstance(event, BatchArrived | ResultArrived)

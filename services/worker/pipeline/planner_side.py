@@ -60,6 +60,7 @@ class Transitions:
         self._now = now
         self._later = later
         self._aborted: dict[Epoch, str] = {}  # epochs aborted before their Prepare arrived, which is then stale
+        self._joined = Epoch(0)  # the newest epoch whose links are made
         self._heard_at_s = 0.0  # last call about a transition
         self._published = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -97,7 +98,11 @@ class Transitions:
         holders: dict[int, tuple[WorkerId, ...]] = {}
         for layer, holder in sources:
             holders[layer] = holders.get(layer, ()) + ((holder,) if holder else ())
-        self._post(PlanReceived(plan, addresses, holders))
+        event = PlanReceived(plan, addresses, holders)
+        if part.peers and plan.epoch > max(newest, self._joined):
+            self._joined = plan.epoch
+            self._member.links.join(event, part.peers)
+        self._post(event)
         self._watch(plan.epoch)
 
     def _watch(self, epoch: Epoch) -> None:
