@@ -39,10 +39,10 @@ class _TimeBin:
 
 @dataclass(slots=True)
 class _TrafficSums:
-    """Of some bins, as seen from a newest one."""
+    """Sums over bins, relative to the newest one."""
 
     newest: int
-    last: int  # index of the bin that they end before
+    last: int  # index of the first bin not included
     spans: list[int]  # requests, the newest RECENT_S first
     minute_count: int = 0
     minute_tokens: int = 0
@@ -74,9 +74,9 @@ class TrafficCounter:
         self._later_s = 0.0
         self._open_tokens = 0
         self._bins = deque[_TimeBin]()
-        self._since_s: float | None = None  # of the first request ever
-        self._closed = _TrafficSums(-1, -1, [])  # of all bins but the last, which alone changes
-        self._waiting: dict[RequestId, float] = {}  # without a token: when they came, in that order
+        self._since_s: float | None = None  # first request ever
+        self._closed = _TrafficSums(-1, -1, [])  # all bins except the last, the only one that changes
+        self._waiting: dict[RequestId, float] = {}  # requests without a token -> arrival, in order
 
     def arrived(self, request_id: RequestId, at_s: float, token_count: int, made_count: int = 0) -> None:
         """`made_count`: tokens that its answer has already; with none it waits for the first."""
