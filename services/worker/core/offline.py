@@ -32,10 +32,10 @@ def left_of(sequence: Sequence) -> int:
 
 
 def _online_view(sequence: Sequence, at_s: float) -> OnlineView:
-    targets = sequence.targets
-    if sequence.first_token_at_s is not None or math.isinf(targets.ttft_s):
-        return OnlineView(targets.tpot_s)
-    return OnlineView(targets.tpot_s, sequence.arrival[0] + targets.ttft_s - at_s, left_of(sequence))
+    due_in_s = math.inf
+    if sequence.first_token_at_s is None:
+        due_in_s = sequence.arrival[0] + sequence.targets.ttft_s - at_s
+    return OnlineView(sequence.targets.tpot_s, due_in_s, left_of(sequence))
 
 
 class OfflineWork:
