@@ -127,19 +127,22 @@ def draw(found: Mapping[tuple[str, str, str], Mapping[str, Any]], path: Path) ->
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 3.6))
+    models = [model for model in MODELS if any(key[0] == model for key in found)]
     for at, gpu in enumerate(GPUS):
-        for row, model in enumerate(MODELS):
+        label: str | None = gpu
+        for row, model in enumerate(models):
             pair = [found.get((model, gpu, policy)) for policy in POLICIES]
             if any(one is None or one["failed"] for one in pair):
                 continue
             plain, ours = (max(float(one["ttft_p99_s"]), 0.01) for one in pair if one is not None)
             x, colour = row + (at - 1) * 0.26, f"C{at}"
             axes.bar(x, plain, 0.11, color=colour, alpha=0.4)
-            axes.bar(x + 0.12, ours, 0.11, color=colour, label=gpu if not row else None)
+            axes.bar(x + 0.12, ours, 0.11, color=colour, label=label)
+            label = None
     axes.set_yscale("log")
-    axes.set_xticks(range(len(MODELS)), MODELS)
+    axes.set_xticks(range(len(models)), models)
     axes.set_ylabel("P99 TTFT, s")
-    axes.set_title("pale: recompute, full: drop; two dense models, three mixtures of experts")
+    axes.set_title("pale: recompute, full: drop")
     axes.legend(frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=110)

@@ -154,8 +154,9 @@ def page_of(lines: list[dict[str, str]]) -> str:
         by.setdefault(line["verdict"], {}).setdefault(_called(line), []).append(line["type"])
     counts = {verdict: sum(map(len, groups.values())) for verdict, groups in by.items()}
     said = [
-        f"Of the {len(lines)} model types with a causal language model in transformers {transformers.__version__},",
-        f"each as a small random checkpoint (`make model-types`): {counts.get('equal', 0)} equal,",
+        f"Of {len(lines)} of the {len(model_types())} model types with a causal language model in transformers",
+        f"{transformers.__version__}, each as a small random checkpoint (`make model-types`):",
+        f"{counts.get('equal', 0)} equal,",
         f"{counts.get('wrong', 0)} wrong, {counts.get('refused', 0)} refused before anything starts,",
         f"{counts.get('not compared', 0)} not compared.",
         "",
