@@ -98,7 +98,7 @@ class Recovery:
 
     Attributes:
         times_s: Until the cluster was whole again, new processes included.
-        waits_s: For each fault the longest time without a token of any request during it, until the cluster was whole. Other faults may have overlapped.
+        waits_s: For each fault the longest time without a token of any request, until the cluster was whole.
     """
 
     times_s: list[float] = field(default_factory=list[float])
