@@ -1,4 +1,4 @@
-"""From the layout and the instances' reports to what each group wants and has."""
+"""Demand and capacity of each group, from the layout and the instances' reports."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,16 +22,16 @@ Entries = Mapping[WorkerId, Entry]
 
 @dataclass(slots=True)
 class Groups:
-    """Follows the layout. Without one nobody serves: dispatchers know of nobody."""
+    """Follows the layout. Without one nothing serves, as dispatchers know no group."""
 
     layout: Layout | None = None
-    _formed: dict[WorkerId, tuple[tuple[Member, ...], float]] = field(  # leader -> its group and since when it leads it
+    _formed: dict[WorkerId, tuple[tuple[Member, ...], float]] = field(  # leader -> its group, and since when
         default_factory=dict[WorkerId, tuple[tuple[Member, ...], float]]
     )
     _serving: list[Group] = field(default_factory=list[Group])  # those that take requests, by their leaders
 
     def adopt(self, at_s: float, layout: Layout | None) -> None:
-        """None: the state server has lost it; the one before stays in force, as it does for the dispatchers."""
+        """None: the state server has lost it; the previous one stays in force, as for the dispatchers."""
         if layout is None or layout == self.layout:
             return
         before, self.layout = self._formed, layout
@@ -49,10 +49,10 @@ class Groups:
         self._serving.clear()
 
     def loads(self, entries: Entries) -> tuple[tuple[GroupLoad, ...], bool]:
-        """The groups that serve, and whether each of them is known in full.
+        """The serving groups, and whether all their reports are known.
 
-        A group that drains, leaves or is parked is left out: it takes nothing new, and what it has goes with its
-        requests.
+        Draining, leaving and parked groups are left out: they get no new requests, and their memory goes with their
+        present ones.
         """
         if self.layout is None:
             return (), False
@@ -75,7 +75,7 @@ class Groups:
         return tuple(found), complete
 
     def led(self, entries: Entries) -> list[tuple[WorkerId, LoadReport]]:
-        """What leaders of groups that serve report, by id."""
+        """Reports of the leaders of serving groups, by id."""
         leaders = [(group.members[0].worker_id, _living(group.members[0], entries)) for group in self._serving]
         return [(name, entry.load) for name, entry in leaders if entry is not None and entry.load is not None]
 
@@ -91,7 +91,7 @@ class Groups:
         queued = [waiting_bytes(sample.load, token_bytes) for sample in reversed(recent)]
         wanted = [(at, held + more) for (at, held), more in zip(used, queued, strict=True)]
         generated = slope_per_s([(s.at_s, s.load.generation_tokens_total * token_bytes) for s in reversed(recent)])
-        # What is admitted moves from waiting to used: only what is generated grows.
+        # Admission moves demand from waiting to used: only generated tokens add to it.
         growth = max(0.0, min(slope_per_s(used), generated)) * horizon_s
         return GroupDemand(
             leader_id=load.leader_id,
@@ -108,7 +108,7 @@ def _living(member: Member, entries: Entries) -> Entry | None:
 
 
 def _group_load(group: Group, leader: Entry, entries: Entries) -> GroupLoad:
-    assert leader.load is not None  # the caller has looked
+    assert leader.load is not None  # checked by the caller
     token_bytes = leader.instance.model.kv_bytes_per_token
     living = [entry for entry in (_living(member, entries) for member in group.members) if entry is not None]
     return GroupLoad(
