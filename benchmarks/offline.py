@@ -1,9 +1,11 @@
 """ConServe's figures on its hardware, simulated: offline work beside online requests, and what it does to these.
 
     python -m benchmarks.offline 5|6|7|8|curve [--seconds 150] [--out FOLDER]
+    python -m benchmarks.offline regret --traces DIR [--cells 'chat*,code*']
 
 5: a trace (`--trace FILE`); 6: on for 180 s and off for 180 s; 7: rates and burstiness; 8: offline requests as long as
-online ones, rule by rule; curve: harvest against P99 TTFT over the bound. One A100-40G with Llama-2-7B; online requests
+online ones, rule by rule; curve: harvest against P99 TTFT over the bound; regret: cells of `benchmarks.regret` without
+offline work and with, drop's policy. One A100-40G with Llama-2-7B; online requests
 of 1,024 and 128 tokens, offline ones of a summarisation's lengths, without end. In tok/s prompts and answers count.
 
 Rivals: online work alone; priorities in one batch, as engines have them (a request that runs never yields to one that
@@ -17,15 +19,17 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from ballast.common.sampling import PriorityClass
+from benchmarks.regret_cells import CELLS, figures_of, job_of
 from sim.clients import Arrival
 from sim.hardware import find_cluster, find_model, timings
-from sim.jobs.simulation import WorkerSize, production_rules
+from sim.jobs.simulation import WorkerSize, production_rules, specs_of, world_of
 from sim.offline import OfflineLoad
 from sim.policies import find_policy
 from sim.results import SimRun
@@ -38,6 +42,7 @@ WARM_S = 10.0
 HOST_BYTES = 64 << 30  # of host memory for what yields
 _NO_BOUND = 1e9
 _LONGEST_TOKENS = 4000
+_QUICK = "chat-13b-40g-x1.1,code-14b-40g-x1,calm-14b-40g-x1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,19 +269,44 @@ def draw(figure: str, load: OfflineLoadCase, outcomes: dict[OfflineMode, Offline
     return path
 
 
+def beside(traces: Path, cells: str) -> Table:
+    """Cells of the regret grid once more, with offline work without end beside the requests."""
+    table = Table(title="without / with offline work beside it", title_justify="left")
+    for name in ("cell", "P50 TTFT s", "P99 TTFT s", "P99 TPOT s", "drops", "harvest tok/s"):
+        table.add_column(name, justify="left" if name == "cell" else "right")
+    for name in [name for name in CELLS if any(fnmatch(name, pattern) for pattern in cells.split(","))]:
+        job = job_of(CELLS[name], traces, "drop", 0)
+        [(_, rules)] = specs_of(job)
+        alone = figures_of(world_of(job, rules).run())
+        last_s = max(request.arrival_s for request in job.trace.requests)
+        job = replace(job, offline=OfflineLoad(lengths=summaries(0), waiting_count=8, until_s=last_s))
+        mirrored = replace(rules.worker, swap_space_bytes=HOST_BYTES, swaps_online=False)
+        found = world_of(job, replace(rules, worker=mirrored)).run()
+        both = figures_of(found)
+        pairs = [f"{alone[key]:.3f} / {both[key]:.3f}" for key in ("ttft_p50_s", "ttft_p99_s", "tpot_p99_s")]
+        harvest = f"{found.offline_token_count / found.duration_s:,.0f}"
+        table.add_row(name, *pairs, f"{alone['drops']} / {both['drops']}", harvest)
+    return table
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("figure", choices=["5", "6", "7", "8", "curve"])
+    parser.add_argument("figure", choices=["5", "6", "7", "8", "curve", "regret"])
     parser.add_argument("--seconds", type=float, default=150.0, help="of virtual time for each run (default: 150)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--trace", type=Path, help="for figure 5: arrival_s, input_tokens, output_tokens")
     parser.add_argument("--keep", type=float, default=0.3, help="for figure 5: share of the trace (default: 0.3)")
     parser.add_argument("--load", default="", help="only loads whose name has this in it")
+    parser.add_argument("--traces", type=Path, help="for regret: the folder of its traces")
+    parser.add_argument("--cells", default=_QUICK, help="for regret: names or patterns (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="folder for figures as PNG")
     args = parser.parse_args()
     if args.figure == "5" and args.trace is None:
         parser.error("figure 5 needs --trace FILE")
     console = Console(width=150)
+    if args.figure == "regret":
+        console.print(beside(args.traces, args.cells))
+        return 0
     modes = {"curve": CURVE, "8": PARTS}.get(args.figure, MODES)
     for load in loads_of(args.figure, args):
         if args.load not in load.name:

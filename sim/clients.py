@@ -1,4 +1,4 @@
-"""Who sends requests, and what becomes of them. Checks on the way that no token is lost, repeated or skipped (I6)."""
+"""Clients of a simulation, with their requests' records. Checks that no token is lost, repeated or skipped (I6)."""
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -14,12 +14,12 @@ from sim.offline import OfflineClients
 from sim.results import Outcome, RequestRecord
 
 _DISTINCT = 1000
-_MARGIN_S = 1e-9  # two sums of the same instants
+_MARGIN_S = 1e-9  # rounding of sums of the same instants
 
 Submit = Callable[[Request], None]
 
 
-# What is the same for many requests is there once: with thousands of instances it is memory that takes the time.
+# Shared objects for equal values: with thousands of instances memory access takes the time.
 
 
 @lru_cache(maxsize=1 << 14)
@@ -28,7 +28,7 @@ def _prompt(token_count: int, token_id: int) -> tuple[int, ...]:
 
 
 def _prompt_of(token_count: int, hash_ids: tuple[int, ...], hash_tokens: int) -> tuple[int, ...]:
-    """Two prompts are alike as far as their `hash_ids` are, each of which stands for `hash_tokens` tokens."""
+    """Two prompts share as many tokens as their `hash_ids` share, each of which stands for `hash_tokens` tokens."""
     token_ids: list[int] = []
     hash_tokens = min(hash_tokens, token_count)
     for hash_id in hash_ids[: -(-token_count // hash_tokens)]:
@@ -48,8 +48,8 @@ class Arrival(NamedTuple):
     input_tokens: int
     output_tokens: int
     caller: str = ""
-    hash_ids: tuple[int, ...] = ()  # of its prompt, piece by piece; empty: it is like no other, or all are alike
-    hash_tokens: int = 512  # that each of them stands for
+    hash_ids: tuple[int, ...] = ()  # of its prompt, in order; empty: it shares nothing, or all prompts are alike
+    hash_tokens: int = 512  # tokens per hash id
 
 
 class Clients:
@@ -65,10 +65,10 @@ class Clients:
         classes: Sequence[PriorityClass] = (PriorityClass.DEFAULT,),
         offline: OfflineClients | None = None,
     ) -> None:
-        """`zero_s`: of the clock, when the trace begins. `distinct`: no two prompts are alike, except where `hash_ids`
-        say so. `classes`: of requests, by turns. `offline`: what goes on beside the trace.
+        """`zero_s`: of the clock, when the trace begins. `distinct`: no two prompts share tokens, except by `hash_ids`.
+        `classes`: assigned to requests in turn. `offline`: load beside the trace.
 
-        They ask for as long an answer as the model gives: how long it will be is known where it is made.
+        Requests set no max_tokens: the answer's length is known to the model only.
         """
         self._distinct = distinct
         self._classes = classes
@@ -84,13 +84,13 @@ class Clients:
         self._callers = [arrival.caller for arrival in arrivals]
         self._hash_ids = [(arrival.hash_ids, arrival.hash_tokens) for arrival in arrivals]
         self._next_index = 0
-        self._by_id: dict[RequestId, RequestRecord] = {}  # submitted, and not ended
+        self._by_id: dict[RequestId, RequestRecord] = {}  # submitted, not ended
         self._submits: Sequence[Submit] = ()
         self.ended_count = 0
         self.stopped = not self.records  # everything has ended, or was stopped
 
     def begin(self, submits: Sequence[Submit]) -> None:
-        """Requests go to the dispatchers in turn."""
+        """Requests go to the dispatchers round robin."""
         self._submits = submits
         if self.offline is not None:
             self.offline.begin(submits)
@@ -125,12 +125,12 @@ class Clients:
         return _prompt(record.input_tokens, record.index % _DISTINCT if self._distinct else 0)
 
     def stop(self) -> None:
-        """Whoever is there stays open."""
+        """Stop: requests in progress stay open."""
         self.stopped = True
         self._clock.halt()
 
     def as_sampled(self, request: Request) -> SamplingParams:
-        """How the request is carried out: its answer ends by itself at the length that the trace has."""
+        """The request's sampling: its answer ends at the length in the trace."""
         if self.offline is not None and self.offline.owns(request.request_id):
             return self.offline.as_sampled(request)
         record = self._by_id.get(request.request_id)
@@ -153,7 +153,7 @@ class Clients:
             times_s.append(at_s)
 
     def deliver_steps(self, commands: Iterable[Deliver], instants_s: "array[float]") -> None:
-        """To each of them one token at each of these instants."""
+        """One token for each of them at each of these instants."""
         since_s = array("d", [at_s - self._zero_s for at_s in instants_s])
         count = len(since_s)
         for command in commands:
@@ -173,7 +173,7 @@ class Clients:
             raise InvariantViolation(f"{command.request_id} ends twice")
         self.ended_count += 1
         record.end_s = at_s - self._zero_s
-        record.token_times_s = record.token_times_s[:]  # an array that grows has more room than it needs
+        record.token_times_s = record.token_times_s[:]  # trims the spare capacity of a grown array
         if self.ended_count == len(self.records):
             self.stop()
         if isinstance(command, Finish):
@@ -190,7 +190,7 @@ class Clients:
             record.outcome = Outcome.FAILED
 
     def check(self, known: Set[RequestId]) -> None:
-        """Raise InvariantViolation unless exactly those that have not ended are with a dispatcher."""
+        """Raise InvariantViolation unless exactly the requests that have not ended are with a dispatcher."""
         mine = set(self._by_id)
         if self.offline is not None:
             mine |= self.offline.open_ids

@@ -1,7 +1,7 @@
-"""Virtual time: what happens next, in an order that is the same in every process.
+"""Virtual time: an event queue with a deterministic order.
 
-Two events of the same instant happen in the order in which they were scheduled. The hash over all (instant, label)
-pairs is the story of a run: two runs that differ in any decision differ in an instant sooner or later.
+Simultaneous events run in the order of scheduling. The hash over all (instant, label) pairs identifies a run: runs that
+differ in any decision differ in some instant.
 """
 
 import heapq
@@ -28,7 +28,7 @@ class Clock:
         self._story = bytearray()  # not yet hashed
 
     def at(self, at_s: float, label: bytes, act: Act) -> None:
-        """`label` says who does what; it goes into the hash."""
+        """`label` describes the event, and is hashed."""
         if at_s < self.now_s:
             raise InvariantViolation(f"{label!r} is scheduled for {at_s}, and it is {self.now_s}")
         self._serial += 1
@@ -38,7 +38,7 @@ class Clock:
         self.at(self.now_s + delay_s, label, act)
 
     def every(self, interval_s: float, label: bytes, act: Act, *, first_s: float = 0.0) -> None:
-        """`act` is called for ever, for the first time `first_s` from now."""
+        """Call `act` periodically, for the first time after `first_s`."""
 
         def step() -> None:
             act()
@@ -47,11 +47,11 @@ class Clock:
         self.after(first_s, label, step)
 
     def step(self) -> bool:
-        """The next event. False if there is none."""
+        """Run the next event. False if there is none."""
         return self.run(1) == 1
 
     def run(self, count: int) -> int:
-        """The next `count` events, or as many as there are until none is left or `halt` is called."""
+        """Run the next `count` events, until none is left or `halt` is called."""
         queue, story, pop, pack = self._queue, self._story, heapq.heappop, _INSTANT.pack
         self._halted = False
         done = 0
@@ -67,7 +67,7 @@ class Clock:
         return done
 
     def halt(self) -> None:
-        """`run` returns after the event that is happening."""
+        """`run` returns after the current event."""
         self._halted = True
 
     @property

@@ -1,4 +1,4 @@
-"""The longest context that instances of a model hold alone and together, by the catalogue's figures."""
+"""The longest context that instances of a model hold alone and together, by the catalogue."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,9 @@ from services.planner.policy.snapshot import ModelShape
 from sim.hardware import ELEMENT_BYTES, Gpu, ModelSpec, timings
 from sim.memory import Geometry
 
-COUNTS = (1, 2, 3, 4, 8)  # instances of a group
-_BLOCK_TOKENS = 64  # as workers on GPUs have it
-# A model, a GPU, and GPUs of an instance: one holds less than the model allows, but for a few beside them.
+COUNTS = (1, 2, 3, 4, 8)  # instances per group
+_BLOCK_TOKENS = 64  # as on GPU workers
+# Model, GPU, and GPUs per instance, such that one instance holds less than the model allows, with a few exceptions.
 PAIRS = (
     ("Llama-3.1-8B", "L4", 1),
     ("Llama-3.1-8B", "L40S", 1),
@@ -24,13 +24,13 @@ PAIRS = (
 @dataclass(frozen=True, slots=True)
 class Context:
     model: str
-    gpus: str  # of one instance
-    tokens: dict[int, int | None]  # instances of a group -> what it has room for; None: not even the parameters
+    gpus: str  # per instance
+    tokens: dict[int, int | None]  # instances per group -> tokens; None: the parameters do not fit
     max_model_len: int
 
 
 def context_of(model: ModelSpec, gpu: Gpu, gpu_count: int = 0) -> Context:
-    """`gpu_count`: of an instance; 0: as many as the catalogue says."""
+    """`gpu_count`: of an instance; 0: the catalogue's."""
     count = gpu_count or model.gpus_per_instance
     budget_bytes = int(gpu.memory_bytes * timings().memory_fraction) * count
     block_bytes = model.kv_elements_per_token_layer * ELEMENT_BYTES * _BLOCK_TOKENS

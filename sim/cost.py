@@ -1,8 +1,8 @@
-"""How long a stage takes for a batch.
+"""Duration of a batch on a stage.
 
-`Roofline` takes the coefficients of `services.worker.policy.roofline` from a data sheet. Equation 1 of KunServe has one
-coefficient for attention of chunks and of decodes, which fits chunks and makes decodes of long sequences far too cheap
-(a token of KV that a decode reads takes as long as computing 20 pairs of a prompt on an A800).
+`Roofline` derives the coefficients of `services.worker.policy.roofline` from a data sheet. Equation 1 of KunServe has
+one coefficient for attention of chunks and of decodes, which fits chunks and makes decodes of long sequences far too
+cheap (reading one token of KV takes as long as computing 20 pairs of a prompt on an A800).
 """
 
 from typing import Protocol
@@ -18,8 +18,8 @@ from sim.hardware import ELEMENT_BYTES, Cluster, ModelSpec, Timings
 _PREFIXES = (0, 512, 2048, 8192)
 _COUNTS = (16, 64, 256, 1024, 2048)
 _DECODES = (1, 8, 32, 128, 256)
-_MANY = 5  # the term that is about matrix products on a CPU
-_DIGITS = 6  # of coefficients: what is left of a fit on another machine's linear algebra is the same
+_MANY = 5  # index of the term for matrix products on CPUs
+_DIGITS = 6  # of coefficients: rounds away differences of linear algebra libraries
 
 
 class ExecutionModel(Protocol):
@@ -27,7 +27,7 @@ class ExecutionModel(Protocol):
 
 
 class Roofline:
-    """One instance: its GPUs compute and read side by side and add up what they have after each half of a layer."""
+    """One instance: its GPUs compute and read in parallel, with an all-reduce after each half of a layer."""
 
     def __init__(self, model: ModelSpec, cluster: Cluster, timings: Timings) -> None:
         gpu = cluster.gpu
@@ -38,12 +38,12 @@ class Roofline:
         bytes_per_s = gpu.memory_bytes_per_s * timings.bandwidth_fraction * gpus
         active = (model.active_parameter_count or model.parameter_count) - model.other_parameter_count
         experts_bytes = model.expert_parameter_count * ELEMENT_BYTES / layers
-        head_count = model.other_parameter_count / 2  # the other half is the embedding, which is looked up
+        head_count = model.other_parameter_count / 2  # the other half is the embedding, which is a lookup
         fixed_s = _measured(gpu.layer_floor_s, timings.layer_floor_s)
-        row_s = timings.row_passes * model.hidden_size * ELEMENT_BYTES / gpu.memory_bytes_per_s  # every GPU, all of it
+        row_s = timings.row_passes * model.hidden_size * ELEMENT_BYTES / gpu.memory_bytes_per_s  # on every GPU
         if gpus > 1:
             link = gpu.scale_up_bytes_per_s if gpus <= cluster.gpus_per_host else gpu.nic_bytes_per_s
-            sent_bytes = 2 * (gpus - 1) / gpus * model.hidden_size * ELEMENT_BYTES  # of an all-reduce around a ring
+            sent_bytes = 2 * (gpus - 1) / gpus * model.hidden_size * ELEMENT_BYTES  # per GPU of a ring all-reduce
             fixed_s += 2 * _measured(gpu.collective_latency_s, timings.collective_latency_s)
             row_s += 2 * sent_bytes / (link * _measured(gpu.collective_fraction, timings.collective_fraction))
         self.costs = RooflineCosts(
@@ -70,9 +70,9 @@ def _measured(figure: float | None, otherwise: float) -> float:
 
 
 def fitted(execution: ExecutionModel, layer_count: int) -> CostModel:
-    """The cost model that profiling a whole instance would fit; workers form microbatches by it.
+    """The cost model that profiling a whole instance would fit; used for microbatches.
 
-    Balance asks for ratios, so it serves for stages of any size.
+    Balancing needs ratios only, so it also serves for stages.
     """
     shares = [((prefix, count),) for prefix in _PREFIXES for count in _COUNTS]
     shares += [((prefix, 1),) * count for prefix in _PREFIXES for count in _DECODES]

@@ -1,10 +1,11 @@
-"""A dispatcher in virtual time, with the streams to its workers and the clients behind it."""
+"""A dispatcher in virtual time, with its streams to workers and clients."""
 
 import math
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import DispatcherId, WorkerId
@@ -25,8 +26,8 @@ from sim.instance import Instance
 from sim.state import Site
 from sim.streams import Output
 
-_AGAIN_S = 0.05  # until a stream that has ended is made anew
-_PLAIN_ENDINGS = (FinishReason.STOP, FinishReason.LENGTH)  # after which no other place is looked for
+_AGAIN_S = 0.05  # until an ended stream is reopened
+_PLAIN_ENDINGS = (FinishReason.STOP, FinishReason.LENGTH)  # endings after which the request is not replaced elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class DispatcherRules:
 
 
 class _WorkerLink:
-    """A stream to one life of one worker."""
+    """A stream to one incarnation of a worker."""
 
     __slots__ = (
         "_node",
@@ -60,13 +61,13 @@ class _WorkerLink:
         self.instance = instance
         self.stream_id = 0
         self.open = True
-        # Heard of a fast-forward, and not told to the core yet:
+        # A fast-forward's steps not passed to the core yet:
         self.share: Share | None = None
-        self.waits = False  # a request on the worker, throughout the fast-forward
-        self.first = self.last = 0  # steps
-        self.used = 0  # blocks, in the last one
+        self.waits = False  # a request waits on the worker throughout the fast-forward
+        self.first = self.last = 0  # step numbers
+        self.used = 0  # blocks after the last step
         self.reported = True  # the core knows the load after it
-        self.instants_s: array[float] = array("d")  # when each of them was heard of
+        self.instants_s: array[float] = array("d")  # arrival of each step
 
     def hear_step(self, share: Share, step: int, used_block_count: int) -> None:
         self._node.told_step(self, share, step, used_block_count)
@@ -100,15 +101,15 @@ class DispatcherNode:
         self._max_waiting_count = max_waiting_count
         self._deliver = clients.deliver
         self._deliver_steps = clients.deliver_steps
-        self._behind: dict[_WorkerLink, None] = {}  # have tokens of fast-forwards that the core does not know of
-        self._unreported: dict[_WorkerLink, None] = {}  # links of `_behind` with a load that it does not know of
-        self._unheard: dict[_WorkerLink, None] = {}  # links of `_behind` with a fast-forward of which it knows no step
+        self._behind: dict[_WorkerLink, None] = {}  # links with tokens of fast-forwards not passed to the core
+        self._unreported: dict[_WorkerLink, None] = {}  # links of `_behind` with a load not passed to the core
+        self._unheard: dict[_WorkerLink, None] = {}  # links of `_behind` of whose fast-forward no step was passed
         self._end = clients.end
         self._as_sampled = clients.as_sampled
         self._links: dict[WorkerKey, _WorkerLink] = {}
         self._timer_at_s = math.inf
-        self.touched = True  # the core was told something since somebody set it back, other than
-        self.stepped: dict[WorkerKey, None] = {}  # steps of these workers that only delivered tokens
+        self.touched = True  # the core has handled an event since this was reset, other than
+        self.stepped: dict[WorkerKey, None] = {}  # token-only steps of these workers
         self._labels = {what: f"{dispatcher_id} {what}".encode() for what in ("timer", "link", "place", "hears")}
 
     def submit(self, request: d.Request) -> None:
@@ -150,8 +151,8 @@ class DispatcherNode:
             self._clock.at(self._timer_at_s, self._labels["timer"], partial(self._tick, self._timer_at_s))
 
     def _catch_up_for(self, event: d.Event) -> None:
-        """Before the core hears of the event it gets to know what it will look at: the loads when a request may look
-        for a place, the tokens when something may happen to their requests.
+        """Bring the core up to date for an event: loads if a request may be placed, tokens if their requests may
+        change.
         """
         match event:
             case d.Submitted(request=request):
@@ -169,13 +170,13 @@ class DispatcherNode:
                 self.catch_up()
 
     def catch_up(self) -> None:
-        """With all fast_forwards."""
+        """For all fast-forwards."""
         for link in list(self._behind):
             self._catch_up_with(link)
 
     def _report_loads_for(self, request: d.Request) -> None:
-        """Those between which it decides: while an engine fast-forwards its free memory only shrinks, so
-        one that is not the freest of its shape before the core hears of it will not be so afterwards.
+        """Pass the loads that a placement depends on: during a fast-forward free memory only shrinks, so a worker that
+        is not the freest of its shape now will not be so later.
         """
         if not self.core.waits:
             for link in list(self._unheard):
@@ -202,14 +203,14 @@ class DispatcherNode:
         self.stepped[link.key] = None
 
     def _is_known(self, link: _WorkerLink) -> None:
-        """Its load, or will be in a moment."""
+        """True if its load is known, or about to be."""
         if not link.reported:
             link.reported = True
             del self._unreported[link]
             self._unheard.pop(link, None)
 
     def _catch_up_with(self, link: _WorkerLink) -> None:
-        """The core hears in one message what it does not know of the fast-forward yet, with all the tokens."""
+        """Pass the rest of the fast-forward, with all tokens, in one message."""
         share, instants_s = link.share, link.instants_s
         assert share is not None, "it is behind"
         link.share, link.instants_s = None, array("d")
@@ -222,11 +223,12 @@ class DispatcherNode:
         commands = self.core.handle(
             d.StepReceived(now_s, link.key, share.handles, counts, token_ids, (), (), (), load, share.seen_handle)
         )
-        self._deliver_steps([c for c in commands if isinstance(c, d.Deliver)], instants_s)
-        for command in commands:
-            if not isinstance(command, d.Deliver):
-                self.touched = True
-                self._execute(command, now_s)
+        others = [c for c in commands if not isinstance(c, d.Deliver)]
+        delivered = [c for c in commands if isinstance(c, d.Deliver)] if others else cast(list[d.Deliver], commands)
+        self._deliver_steps(delivered, instants_s)
+        for command in others:
+            self.touched = True
+            self._execute(command, now_s)
         self.stepped[link.key] = None
 
     def _tick(self, at_s: float) -> None:
@@ -255,7 +257,7 @@ class DispatcherNode:
     # ------------------------------------------------------------ streams
 
     def _reach(self, link: _WorkerLink, delay_label: bytes, act: Callable[[], None]) -> None:
-        """What is done at the worker, after a delay."""
+        """Call a function at the worker, after the delay."""
 
         def arrive() -> None:
             self._lines.bring(self.name, link.key.worker_id, act)
@@ -263,7 +265,7 @@ class DispatcherNode:
         self._clock.after(self._delays.rpc_s, delay_label, arrive)
 
     def _be_reached(self, link: _WorkerLink, delay_label: bytes, act: Callable[[], None]) -> None:
-        """What is done here, after a delay."""
+        """Call a function here, after the delay."""
 
         def arrive() -> None:
             self._lines.bring(link.key.worker_id, self.name, act)
@@ -328,16 +330,16 @@ class DispatcherNode:
         self._reach(link, self._labels["place"], arrive)
 
     def told(self, link: _WorkerLink, output: Output) -> None:
-        """The worker's side calls this when its turn has ended."""
+        """Called by the worker's side at the end of its turn."""
         self._clock.after(self._delays.rpc_s, self._labels["hears"], partial(self._hear, link, output))
 
     def told_step(self, link: _WorkerLink, share: Share, step: int, used_block_count: int) -> None:
-        """The worker's side calls this for a step of a fast_forward."""
+        """Called by the worker's side for a step of a fast-forward."""
         act = partial(self._hear_step, link, share, step, used_block_count)
         self._clock.after(self._delays.rpc_s, self._labels["hears"], act)
 
     def _hear_step(self, link: _WorkerLink, share: Share, step: int, used_block_count: int) -> None:
-        """A request that waits, here or on that worker, may have found a place by it; else the core hears later."""
+        """A step that may make room for a waiting request is passed to the core; others later."""
         if not link.open:
             return
         if link.share is not share:
@@ -366,7 +368,7 @@ class DispatcherNode:
         self._be_reached(link, self._labels["link"], arrive)
 
     def _connect_again(self, lost: _WorkerLink) -> None:
-        """As long as the worker is in the layout, and that life of it goes on."""
+        """While that incarnation is in the layout and alive."""
         if self._links.get(lost.key) is lost:
             link = self._links[lost.key] = _WorkerLink(self, lost.key, lost.instance)
             self._reach(link, self._labels["link"], partial(self._connect, link))

@@ -1,6 +1,4 @@
-"""An engine in virtual time: what it executes takes as long as a model of costs says, and so does what is read beside
-it.
-"""
+"""An engine in virtual time: execution, checksums and loading take as long as a cost model says."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ _Result = TypeVar("_Result")
 
 
 def disk_of(worker_id: WorkerId) -> str:
-    """The network's name of where an instance reads the checkpoint."""
+    """Network name of the disk from which an instance loads the checkpoint."""
     return f"disk of {worker_id}"
 
 
@@ -43,7 +41,7 @@ def no_texts(count: int) -> tuple[str, ...]:
 
 
 def result_of(batch: Batch, execute_s: float = 0.0, copy_s: float = 0.0) -> StepResult:
-    """A token is the number of its place, so that whoever gets it sees gaps."""
+    """A token is its own position, so that clients detect gaps."""
     token_ids = tuple([first + len(ids) for _, first, ids, samples in batch.slices if samples])
     count = len(token_ids)
     if count not in _NO_LOGPROBS:
@@ -52,14 +50,14 @@ def result_of(batch: Batch, execute_s: float = 0.0, copy_s: float = 0.0) -> Step
 
 
 class Busy(Protocol):
-    """Whose engine it is."""
+    """The owner of the engine."""
 
     def begin(self, work: Work, token_count: int, layer_count: int, *, is_last: bool = True) -> float:
-        """How long its stage of so many layers takes for that work, which gives so many tokens in the last ones."""
+        """Seconds that its stage of so many layers takes for that work; the last layers sample so many tokens."""
         ...
 
     def spend(self, seconds: float) -> None:
-        """Its engine is busy for so long."""
+        """Keep the engine busy for that long."""
         ...
 
 
@@ -69,9 +67,7 @@ class SimEngine:
     def __init__(
         self, busy: Busy, execution: ExecutionModel, layer_count: int, token_bytes: int, marks: Marks | None = None
     ) -> None:
-        """`token_bytes` of activations, for each token. With `marks` it is seen at once when a batch reads KV that is
-        not its sequences', or layers that are not what they should be.
-        """
+        """`token_bytes`: of activations, per token. With `marks`, reading wrong KV or wrong layers is detected."""
         self._busy = busy
         self._execution = execution
         self._layer_count = layer_count
@@ -88,7 +84,7 @@ class SimEngine:
         last_layer: int,
         preempted: Callable[[], bool] = never,
     ) -> StepResult | torch.Tensor:
-        """A stage runs to its end here, in a moment of virtual time: `preempted` is not asked."""
+        """A stage runs to its end in no virtual time here: `preempted` is not called."""
         if self._marks is not None:
             self._look(self._marks, batch, block_tables, range(first_layer, last_layer))
         if not batch.slices:
@@ -120,13 +116,13 @@ class SimEngine:
 
 
 class SimCopier:
-    """A `BlockCopier`: beside what the engine computes, both ways at once. Marks of KV go along."""
+    """A `BlockCopier`: concurrent with the engine, both directions at once. Copies marks, too."""
 
     def __init__(
         self, memory: SimMemory | None, block_s: float, now: Callable[[], float], busy: Callable[[float], None]
     ) -> None:
-        """`memory`: with marks, or None. `block_s`: for the KV in a block of one layer, one way. `busy` is told how
-        long the engine waits for it.
+        """`memory`: with marks, or None. `block_s`: for a block's KV in one layer, one way. `busy` gets the time for
+        which the engine waits.
         """
         self._memory = memory
         self._block_s = block_s
@@ -136,7 +132,7 @@ class SimCopier:
         self._began_s = self._took_s = 0.0
 
     def copy(self, copies: Sequence[BlockCopy], layers: Sequence[int]) -> float:
-        """How long it takes."""
+        """Returns the duration."""
         if self._memory is not None:
             for copy in copies:
                 for layer in layers:
@@ -151,11 +147,11 @@ class SimCopier:
         return self._took_s
 
     def close(self) -> None:
-        """There is no thread."""
+        """Nothing to close."""
 
 
 class SimBackground:
-    """See `services.worker.pipeline.context.Background`. What is known of layers when the world begins took no time."""
+    """See `services.worker.pipeline.context.Background`. Initial checksums took no time."""
 
     def __init__(
         self,
@@ -166,10 +162,10 @@ class SimBackground:
         checksum_bytes_per_s: float,
         host_bytes_per_s: float,
     ) -> None:
-        """`checksum_bytes_per_s`: 0: what layers are is known. `host_bytes_per_s`: to host memory, and from it."""
+        """`checksum_bytes_per_s`: 0: no time. `host_bytes_per_s`: to and from host memory."""
         self._host_bytes_per_s = host_bytes_per_s
         self._host_free_at_s = 0.0
-        self._kept: set[int] = set()  # layers that are in host memory
+        self._kept: set[int] = set()  # layers in host memory
         self._me = me
         self._memory = memory
         self._clock = clock
@@ -178,7 +174,7 @@ class SimBackground:
         self._label = f"{me} beside".encode()
 
     def submit(self, job: Callable[[*_Given], _Result], /, *given: *_Given) -> Future[_Result]:
-        """It is over when what it has read of layers has been read."""
+        """The job ends when all the bytes that it reads have been read."""
         done: Future[_Result] = Future()
         done.set_running_or_notify_cancel()
         read_bytes = self._memory.read_bytes
@@ -219,12 +215,12 @@ class SimBackground:
         return done
 
     def _copy(self, size_bytes: int, done: Callable[[], None]) -> None:
-        """One copy after the other."""
+        """Copies run one after the other."""
         self._host_free_at_s = max(self._clock.now_s, self._host_free_at_s) + size_bytes / self._host_bytes_per_s
         self._clock.at(self._host_free_at_s, self._label, done)
 
     def rest(self, stopped: Callable[[], bool], hurried: Callable[[], bool] = never) -> None:
-        """Nobody waits here for anything that is done at once."""
+        """Jobs without urgency take no time."""
 
     def shutdown(self) -> None:
-        """There are no threads."""
+        """Nothing to stop."""

@@ -1,8 +1,7 @@
-"""Steps of a lone instance in which nothing is decided, each of them an event, and no books kept until they end.
+"""Fast-forward: decode-only steps of a lone instance, each an event, without updates of its core until they end.
 
-While an engine fast-forwards its core stands still: it is told of the steps when somebody asks (see
-`services.worker.core.plain`). When a step ends, and what its dispatchers are told and when, is unchanged. Books of
-dispatchers and clients, too, are kept up to date only where they are read.
+Meanwhile the core is told of the steps only on demand (see `services.worker.core.plain`). Instants of steps and of
+messages to dispatchers are unchanged. Dispatchers and clients are likewise updated only where they are read.
 """
 
 from collections.abc import Sequence
@@ -10,18 +9,19 @@ from collections.abc import Sequence
 from ballast.common.load import LoadReport
 from services.worker.core.plain import PlainSteps
 
-# The numbers of places, once for all tokens of all sequences: most of what a run remembers would be such numbers.
-_PLACES = tuple(range(1 << 16))
+# Position numbers, shared by all sequences: most of a run's memory would be such numbers.
+_PLACE_COUNT = 1 << 16
+_PLACES = tuple(range(_PLACE_COUNT))
 
 
 def places(first: int, count: int) -> Sequence[int]:
     """So many numbers."""
     end = first + count
-    return _PLACES[first:end] if end <= len(_PLACES) else range(first, end)
+    return _PLACES[first:end] if end <= _PLACE_COUNT else range(first, end)
 
 
 class Pace:
-    """What the load is after each step."""
+    """The load after each step."""
 
     __slots__ = ("at_s", "before", "sequence_count")
 
@@ -33,11 +33,11 @@ class Pace:
 
     @property
     def waiting_count(self) -> int:
-        """Requests on the worker for which there is no room, throughout."""
+        """Requests waiting on the worker for room, throughout."""
         return self.before.waiting_count
 
     def report(self, landed: int, used_block_count: int, at_s: float) -> LoadReport:
-        """After so many steps. What of retained KV has made way for them is said when they end."""
+        """The load after `count` steps. Evictions of retained KV are reported at the end."""
         before = self.before
         return LoadReport(
             block_tokens=before.block_tokens,
@@ -78,18 +78,18 @@ class Pace:
 
 
 class Share:
-    """The part of the steps that goes to one dispatcher. Holds no reference to the fast-forward: no cycle."""
+    """One dispatcher's part of the steps. Does not reference the fast-forward, which avoids a cycle."""
 
     __slots__ = ("handles", "pace", "places", "seen_handle")
 
     def __init__(self, pace: Pace) -> None:
         self.pace = pace
         self.handles: list[int] = []
-        self.places: list[int] = []  # of the first step's tokens
+        self.places: list[int] = []  # positions of the first step's tokens
         self.seen_handle = 0
 
     def token_ids(self, first: int, count: int) -> list[int]:
-        """Token ids of `count` steps from the `first`-th on (counted from 1), handle by handle."""
+        """Token ids of `count` steps from step `first` on (counted from 1), by handle."""
         ids: list[int] = []
         for place in self.places:
             ids += places(place + first - 1, count)
@@ -97,16 +97,16 @@ class Share:
 
 
 class FastForward:
-    """Steps of one instance in which nothing is decided, until something comes up."""
+    """The decode-only steps of one instance until an event."""
 
     __slots__ = ("_report", "landed", "pace", "plain", "shares", "used_block_count")
 
     def __init__(self, plain: PlainSteps, before: LoadReport, at_s: float) -> None:
-        """`before`: what the load is before the first step, at `at_s`."""
+        """`before`: the load before the first step, at `at_s`."""
         self.plain = plain
         self.pace = Pace(before, len(plain.sequences), at_s)
-        self.landed = 0  # steps
-        self.used_block_count = before.used_block_count  # after the last step taken
+        self.landed = 0  # completed steps
+        self.used_block_count = before.used_block_count  # after the last completed step
         self.shares: dict[int, Share] = {}  # by stream
         self._report = before
         for sequence in plain.sequences:
@@ -116,11 +116,11 @@ class FastForward:
             share.places.append(sequence.token_count)
 
     def token_ids(self) -> list[Sequence[int]]:
-        """Token ids of each sequence, of the steps that have landed: a token is the number of its place."""
+        """Token ids of each sequence in the completed steps; a token is its position."""
         return [places(s.token_count, self.landed) for s in self.plain.sequences]
 
     def load(self, at_s: float) -> LoadReport:
-        """After the last step that has landed."""
+        """After the last completed step."""
         if self._report.steps_total != self.pace.before.steps_total + self.landed:
             self._report = self.pace.report(self.landed, self.used_block_count, at_s)
         return self._report

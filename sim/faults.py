@@ -1,4 +1,4 @@
-"""What breaks during a simulation, and when."""
+"""Faults of workers in a simulation. A new kind is added here and to `sim.world.World.strike`."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -7,23 +7,22 @@ from ballast.common.errors import ConfigError
 
 
 class FaultKind(StrEnum):
-    CRASH = "crash"  # the worker's process ends, and does not come back, or after a time in a new life
-    PAUSE = "pause"  # it is stopped for a time, and goes on as if nothing had happened
-    SLOW = "slow"  # it takes `factor` times as long for everything that it executes
+    CRASH = "crash"  # the worker's process ends; after a time it may restart as a new incarnation
+    PAUSE = "pause"  # the process is stopped for a time, and continues
+    SLOW = "slow"  # all execution takes `factor` times as long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    at_s: float  # of the trace's time
+    at_s: float  # in the trace's time
     kind: FaultKind
-    worker: int  # its number, from 0
-    duration_s: float | None = None  # of PAUSE and SLOW, and until a process is started again; None: until the end
+    worker: int  # index, from 0
+    duration_s: float | None = None  # of PAUSE and SLOW, or until the restart; None: until the end
     factor: float = 1.0  # of SLOW
 
     def check(self, worker_count: int) -> None:
-        """
-        Raises:
-            ConfigError: there is no such worker, or the times make no sense.
+        """Raises:
+        ConfigError: there is no such worker, or the times are invalid.
         """
         where = f"faults: {self.kind.value} at {self.at_s} s"
         if not 0 <= self.worker < worker_count:

@@ -1,7 +1,7 @@
-"""Placement of requests on instances that come when they are needed and go when they are empty, over the cost model.
+"""Request placement on instances that start on demand and stop when empty, over the cost model.
 
-Steps are taken together in ticks, so an hour of twenty instances takes seconds. Neither the services' cores nor their
-delays: what is compared here is who is where, and how many instances that takes. `ballast sim` runs the cores.
+Steps are taken together in ticks, so an hour of twenty instances takes seconds. No service cores and no delays: it
+compares placements and the number of instances. `ballast sim` runs the cores.
 """
 
 import math
@@ -19,16 +19,16 @@ from sim.hardware import Cluster, ModelSpec, Timings
 from sim.jobs.settled import capacity_tokens, prompt_s
 
 _TICK_S = 0.25
-_LOOK_TICKS = 2  # between two looks of a placement at everything: its epoch
-_MARGIN_TOKENS = 24  # of each request, for the steps until the next look
+_LOOK_TICKS = 2  # between two rebalancing rounds of a placement: its epoch
+_MARGIN_TOKENS = 24  # per request, for the growth until the next round
 _MOST_RUNNING = 256
-_UNEVEN = 0.2  # of the memory, between the fullest and the emptiest: balancing moves something
-_SETTLED = 0.2  # of the time, after which means are taken
+_UNEVEN = 0.2  # difference of memory between the fullest and the emptiest that triggers balancing
+_SETTLED = 0.2  # fraction of the time before means are taken
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request on its way."""
+    """One request in progress."""
 
     number: int
     at_s: float
@@ -49,7 +49,7 @@ class Node:
 
     number: int
     jobs: dict[int, Job] = field(default_factory=dict[int, Job])
-    prompts: deque[list[float]] = field(default_factory=deque[list[float]])  # job, seconds that are left
+    prompts: deque[list[float]] = field(default_factory=deque[list[float]])  # job, remaining seconds
     leaving: bool = False
 
     @property
@@ -63,7 +63,7 @@ class Placement(Protocol):
     def ended(self, job: Job) -> None: ...
 
     def look(self) -> list[tuple[Job, Node]]:
-        """Who is to move where."""
+        """The moves wanted now."""
         ...
 
 
@@ -71,10 +71,10 @@ class Placement(Protocol):
 class Outcome:
     mean_nodes: float
     most_nodes: int
-    used: float  # of the memory of those that are on
+    used: float  # fraction of the memory of running instances
     moves_per_s: float
     moved_bytes: float
-    kv_share: float  # of the moves, that went with their KV
+    kv_share: float  # fraction of the moves that transferred KV
     recomputed_count: int
     ttft_p99_s: float
     series: tuple[tuple[float, int], ...]  # second, instances
@@ -109,7 +109,7 @@ class Fleet:
     # ------------------------------------------------------------ running
 
     def run(self, jobs: Sequence[Job]) -> Outcome:
-        """Until the last has come."""
+        """Until the last request has arrived."""
         coming, waiting, over = deque(jobs), deque[Job](), list[Job]()
         series: list[tuple[float, int]] = []
         used: list[float] = []
@@ -154,7 +154,7 @@ class Fleet:
         node.prompts.append([job.number, prompt_s(self._costs, self._model.layer_count, job.tokens)])
 
     def _advance(self, node: Node, now_s: float) -> list[Job]:
-        """Prompts first, then steps of all others for what is left of the tick. Gives who has ended."""
+        """Prompts first, then steps of all others in the rest of the tick. Returns ended jobs."""
         left_s, computed = _TICK_S, {int(number) for number, _ in node.prompts}
         while node.prompts and left_s > 0.0:
             number, needed_s = node.prompts[0]
@@ -180,7 +180,7 @@ class Fleet:
         return ended
 
     def _overflowing(self, node: Node) -> list[Job]:
-        """The newest go, and are computed anew, until what is left fits."""
+        """The newest are preempted for recomputation until the rest fits."""
         out: list[Job] = []
         while node.used > self.capacity and len(node.jobs) > 1:
             job = max(node.jobs.values(), key=lambda job: (job.at_s, job.number))
@@ -196,7 +196,7 @@ class Fleet:
         node.prompts = deque(prompt for prompt in node.prompts if int(prompt[0]) != job.number)
 
     def _move(self, job: Job, target: Node, now_s: float) -> None:
-        """With its KV or as tokens, whichever takes less time; it stands still meanwhile."""
+        """With its KV or by recomputation, whichever is faster; it stands still meanwhile."""
         source = next((node for node in self.nodes.values() if job.number in node.jobs), None)
         if source is None or source is target:
             return
@@ -219,7 +219,7 @@ class Fleet:
 
 
 class Fit:
-    """Best or worst fit; with `whole`, room is kept for the whole answer, which is taken to be known."""
+    """Best or worst fit; with `whole`, room is reserved for the whole answer, assumed to be known."""
 
     def __init__(self, fleet: Fleet, *, best: bool, whole: bool = False, balances: bool = False) -> None:
         self._fleet, self._best, self._whole, self._balances = fleet, best, whole, balances
@@ -240,7 +240,7 @@ class Fit:
         pass
 
     def look(self) -> list[tuple[Job, Node]]:
-        """Balancing, as Llumnix does it: the fullest gives one to the emptiest."""
+        """Balancing as in Llumnix: the fullest gives one to the emptiest."""
         fleet = self._fleet
         if not self._balances or len(fleet.nodes) < 2:
             return []
@@ -253,7 +253,7 @@ class Fit:
 
 
 class Freeness:
-    """As dispatchers place: where most is free for each that runs and the newcomer."""
+    """As dispatchers place: most free memory per request, the new one included."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -304,7 +304,7 @@ class Lean:
 
 
 class Mell:
-    """`batched`: moves of an epoch are merged; else each operation's are carried out."""
+    """`batched`: an epoch's moves are merged; otherwise those of each operation are executed."""
 
     def __init__(self, fleet: Fleet, *, repaired: bool, batched: bool = True) -> None:
         self._fleet, self._batched = fleet, batched
@@ -346,7 +346,7 @@ class Mell:
         node = self._nodes.get(number)
         if node is None:
             node = self._nodes[number] = self._fleet.open()
-        self._fleet.nodes[node.number] = node  # it may have been empty for a moment
+        self._fleet.nodes[node.number] = node  # it may have been empty temporarily
         return node
 
 
@@ -365,7 +365,7 @@ PLACEMENTS: Mapping[str, Callable[[Fleet], Placement]] = {
 
 
 def jobs_of(arrivals_s: Sequence[float], lengths: Callable[[], tuple[int, int]], capacity: int) -> list[Job]:
-    """None is larger than most of an instance: the prompt is cut first."""
+    """No job is larger than most of an instance: longer prompts are truncated."""
     jobs: list[Job] = []
     for number, at_s in enumerate(arrivals_s):
         prompt, answer = lengths()

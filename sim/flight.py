@@ -1,11 +1,11 @@
-"""What goes with a batch through the stages of a pipeline, in the place of activations."""
+"""Stand-in for activations: accompanies a batch through the stages of a pipeline."""
 
 from typing import NamedTuple
 
 from services.worker.core.batch import Batch
 from sim.cost import Work
 
-BATCH_BYTES = 64  # of a message, for each sequence
+BATCH_BYTES = 64  # of a message, per sequence
 
 
 class Flight(NamedTuple):
@@ -14,6 +14,6 @@ class Flight(NamedTuple):
 
 
 def flight_of(batch: Batch, work: Work, *, token_bytes: int) -> Flight:
-    """`token_bytes`: of activations, for each token."""
+    """`token_bytes`: of activations, per token."""
     token_count = sum([len(part.token_ids) for part in batch.slices])
     return Flight(work, BATCH_BYTES * (1 + len(batch.slices)) + token_count * token_bytes)

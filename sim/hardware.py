@@ -1,4 +1,4 @@
-"""What there is to choose from: GPUs, models and timings, read from `catalogue/`, where each figure has its source."""
+"""GPUs, models and timings, read from `catalogue/`, which has the source of each figure."""
 
 import re
 from collections.abc import Mapping
@@ -25,10 +25,10 @@ class Gpu(_CatalogueEntry):
     flops_per_s: float = Field(gt=0)
     memory_bytes_per_s: float = Field(gt=0)
     scale_up_bytes_per_s: float = Field(gt=0)  # to another GPU of the same host, one direction
-    nic_bytes_per_s: float = Field(gt=0)  # for what comes and goes together
+    nic_bytes_per_s: float = Field(gt=0)  # both directions together
     host_bytes_per_s: float = Field(gt=0)  # from host memory
     gpus_per_host: int = Field(ge=1)
-    # Measured, where somebody has; None: as in timings.yaml
+    # Measured, if known; None: as in timings.yaml
     layer_floor_s: float | None = Field(None, ge=0)
     collective_latency_s: float | None = Field(None, ge=0)
     collective_fraction: float | None = Field(None, gt=0, le=1)
@@ -39,7 +39,7 @@ class ModelSpec(_CatalogueEntry):
     name: str
     architecture: str
     parameter_count: int = Field(gt=0)
-    other_parameter_count: int = Field(ge=0)  # embedding, head: no layer
+    other_parameter_count: int = Field(ge=0)  # embedding, head
     active_parameter_count: int | None = None  # None: all
     expert_parameter_count: int = 0
     experts_per_layer: int = 0
@@ -51,7 +51,7 @@ class ModelSpec(_CatalogueEntry):
     vocab_size: int = Field(ge=1)
     max_model_len: int = Field(ge=2)
     gpus_per_instance: int = Field(ge=1)
-    instance_parameter_bytes: int | None = None  # None: one copy
+    instance_parameter_bytes: int | None = None  # None: one replica
     source: str
 
     @property
@@ -99,7 +99,7 @@ class Timings(_CatalogueEntry):
     remap_s: float
     rpc_s: float
     state_s: float
-    checksum_bytes_per_s: float  # 0: known
+    checksum_bytes_per_s: float  # 0: no time
     disk_bytes_per_s: float
 
 
@@ -107,7 +107,7 @@ class Cluster(_CatalogueEntry):
     gpu: Gpu
     gpu_count: int = Field(ge=1)
     gpus_per_host: int = Field(ge=1)
-    others: tuple["Cluster", ...] = ()  # GPUs of further kinds, on hosts of their own
+    others: tuple["Cluster", ...] = ()  # GPUs of other kinds, on hosts of their own
 
     @property
     def kinds(self) -> tuple["Cluster", ...]:
@@ -117,9 +117,8 @@ class Cluster(_CatalogueEntry):
         return sum(kind.gpu_count // model.gpus_per_instance for kind in self.kinds)
 
     def require_one_kind(self, what: str) -> None:
-        """
-        Raises:
-            ConfigError: it has GPUs of several kinds, and `what` asks for one.
+        """Raises:
+        ConfigError: the cluster has several kinds of GPUs, and `what` requires one.
         """
         if self.others:
             raise ConfigError("cluster", f"{what} takes GPUs of one kind, got {self.gpu_name}")
@@ -150,19 +149,19 @@ def timings() -> Timings:
 
 
 def find_model(name: str) -> ModelSpec:
-    """Whatever the spelling: qwen2.5-14b and Qwen-2.5-14B are the same.
+    """Ignores spelling differences: qwen2.5-14b and Qwen-2.5-14B are the same.
 
     Raises:
-        ConfigError: naming those that are known.
+        ConfigError: names the known models.
     """
     return _find(models(), "model", name)
 
 
 def find_gpu(name: str, what: str) -> Gpu:
-    """The GPU of that name in the catalogue, or of a file of one's own (`is_gpu_file`).
+    """The GPU of that name in the catalogue, or in a user's file (`is_gpu_file`).
 
     Raises:
-        ConfigError: of `what` (a flag, a field), naming those that are known; or of the file.
+        ConfigError: of `what` (a flag or field), names the known GPUs; or of the file.
     """
     if is_gpu_file(name):
         return read_gpu(Path(name))
@@ -174,10 +173,10 @@ def is_gpu_file(name: str) -> bool:
 
 
 def read_gpu(path: Path) -> Gpu:
-    """One entry as the catalogue has it. Without a `name` it is called as its file, without a `source` it is its own.
+    """One entry in the catalogue's format. The default `name` is the file's name.
 
     Raises:
-        ConfigError: naming the file and the first figure that is missing or wrong; a misspelt one before both.
+        ConfigError: names the file and the first missing or wrong figure; misspelt ones first.
     """
     try:
         content: object = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -196,11 +195,11 @@ def read_gpu(path: Path) -> Gpu:
 
 
 def find_cluster(text: str) -> Cluster:
-    """`8xA800`: so many GPUs; `2x8xH800`: so many servers with so many GPUs each; `8xmine.yaml`: of a file.
-    `4xA100-40G+2xH100-80G`: of several kinds.
+    """`8xA800`: eight GPUs; `2x8xH800`: two hosts with eight each; `8xmine.yaml`: of a file; `4xA100-40G+2xH100-80G`:
+    of several kinds.
 
     Raises:
-        ConfigError: naming the GPUs that are known.
+        ConfigError: names the known GPUs.
     """
     first, *others = [_kind_of_gpus(part) for part in text.split("+")]
     return first.model_copy(update={"others": tuple(others)})

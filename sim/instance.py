@@ -1,7 +1,7 @@
 """One worker in virtual time: the turns of `services.worker.core.turns` around the real core and member.
 
-The engine does one thing at a time. What comes meanwhile waits in the inbox until the step boundary, and what the core
-has to say to dispatchers goes out when a turn has ended.
+The engine does one thing at a time. Events wait in the inbox until the step boundary, and the core's output goes to
+dispatchers at the end of a turn.
 """
 
 from collections import deque
@@ -35,15 +35,14 @@ from sim.processors import Processors
 from sim.streams import Listener, Stream
 
 _MAX_FRUITLESS = 4
-_MIN_CRUISE = 2  # steps: one by itself is as cheap
-_LOOK_S = 1.0  # between two looks of an engine that rests while its member waits for something, as in the shell
+_MIN_CRUISE = 2  # steps: a single one is as cheap without
+_LOOK_S = 1.0  # polling interval of an idle engine whose member waits, as in the shell
 
-Times = Generator[float, None, None]  # seconds that the engine is busy; below 0: until something comes
+Times = Generator[float, None, None]  # seconds that the engine is busy; below 0: until an event
 
 
 class Instance(Turns):
-    # There may be thousands, and a dictionary for each is what an event would spend its time on.
-    # fmt: off
+    # Slots, as there may be thousands of instances.
     __slots__ = (
         "_acts",
         "_alarm_at_s",
@@ -95,31 +94,31 @@ class Instance(Turns):
         fast_forwards: bool,
         processors: Processors | None,
     ) -> None:
-        """`processors` that it shares with others, if any.
-        `fast_forwards`: take steps in which nothing is decided together; it changes the run time only.
+        """`processors`: shared with other engines, if any. `fast_forwards`: take decode-only steps together; changes
+        the run time only.
         """
         super().__init__(core, lambda: clock.now_s)
         self.worker_id = worker_id
         self.incarnation = incarnation
         self.fence = Fence()
         self.crashed = False
-        self.paused = False  # its process is stopped: nothing happens in it until it goes on
-        self._owes_turn = False  # one was due meanwhile
+        self.paused = False  # its process is stopped
+        self._owes_turn = False  # a turn was due meanwhile
         self._through_member = False
-        self.ahead_s = 0.0  # the engine is busy for so long with what it does now
-        self.slowness = 1.0  # everything that is executed takes so many times as long
-        self.touched = True  # something has happened here since somebody set it back
+        self.ahead_s = 0.0  # remaining busy time of the present activity
+        self.slowness = 1.0  # factor on all execution times
+        self.touched = True  # an event was handled since this was reset
         self.busy_s = 0.0  # executing batches
-        self.pipelined_busy_s = 0.0  # executing batches as a stage of several
-        self.pipelined_s = 0.0  # leader: stages times the time in which its pipeline had something in flight
+        self.pipelined_busy_s = 0.0  # executing batches as a pipeline stage
+        self.pipelined_s = 0.0  # leader: stages times the time with batches in flight
         self._clock = clock
         self._execution = execution
         self._costs = execution.costs if fast_forwards and isinstance(execution, Roofline) else None
         self._processors = processors
         self._fast_forward: FastForward | None = None
-        self._acts: list[Callable[[], None]] = []  # to be done when the engine has done what it does
-        self._sliced: tuple[float, float, int] | None = None  # a batch that is about to run: see `_run_slices`
-        self._preempted = False  # it gave way
+        self._acts: list[Callable[[], None]] = []  # executed at the end of the present activity
+        self._sliced: tuple[float, float, int] | None = None  # the batch about to run: see `_run_slices`
+        self._preempted = False  # it was preempted
         self._inbox: deque[Event | MemberEvent] = deque()
         self._streams: dict[int, Stream] = {}
         self._next_stream_id = 1
@@ -138,8 +137,8 @@ class Instance(Turns):
         *,
         through_member: bool,
     ) -> None:
-        """Once, before all else. `crash_links`: they end with the process. `through_member`: it runs the batches of a
-        lone instance too.
+        """Once, before all else. `crash_links`: ends them with the process. `through_member`: the member runs a lone
+        instance's batches, too.
         """
         self._through_member = through_member
         self._copier = copier
@@ -151,10 +150,10 @@ class Instance(Turns):
         next(self._engine)
         self._go_on()
 
-    # ------------------------------------------------------------ from outside
+    # ------------------------------------------------------------ called from outside
 
     def post(self, what: Event | MemberEvent) -> None:
-        """Into the engine's inbox; a resting engine looks at it at once."""
+        """Queue an event for the engine; an idle engine handles it at once."""
         if self.crashed:
             return
         self._inbox.append(what)
@@ -186,7 +185,7 @@ class Instance(Turns):
         self._lose_streams("its process has ended")
 
     def go_on(self) -> None:
-        """After a pause."""
+        """Continue after a pause."""
         self.paused = False
         if self._owes_turn or (self._resting and self._inbox):
             self._owes_turn = False
@@ -203,23 +202,23 @@ class Instance(Turns):
         return self._report if self._fast_forward is None else self._fast_forward.load(self._clock.now_s)
 
     def now(self) -> float:
-        """The instant as the engine sees it."""
+        """Present time of the engine."""
         return self._clock.now_s + self.ahead_s
 
     def spend(self, seconds: float) -> None:
-        """What is done now keeps the engine busy for so long."""
+        """Extend the present activity."""
         self.ahead_s += seconds
 
     def afterwards(self, act: Callable[[], None]) -> None:
-        """When the engine has done what it does now; at once if it is idle."""
+        """Execute at the end of the present activity; at once if idle."""
         if self.ahead_s:
             self._acts.append(act)
         else:
             act()
 
     def catch_up(self) -> None:
-        """Account for the steps of a fast-forward that have completed. Only once nothing else will happen: the
-        fast-forward does not go on.
+        """Apply the completed steps of a fast-forward. Only if nothing else happens at that instant: the fast-forward
+        ends.
         """
         if self._fast_forward is not None:
             self._end_fast_forward(self._fast_forward)
@@ -264,7 +263,7 @@ class Instance(Turns):
             self._go_on()
 
     def _run(self) -> Times:
-        """One turn after the other, for ever."""
+        """Endless sequence of turns."""
         inbox = self._inbox
         yield -1.0
         while True:
@@ -291,7 +290,7 @@ class Instance(Turns):
         return False
 
     def _lapse(self, turn: Iterator[None]) -> Times:
-        """Lets the time pass that parts of a turn take."""
+        """Let the time of a turn's parts pass."""
         for _ in turn:
             if self._sliced is not None:
                 sliced, self._sliced = self._sliced, None
@@ -300,7 +299,7 @@ class Instance(Turns):
                 yield from self._be_busy()
 
     def _run_slices(self, seconds: float, copy_s: float, count: int) -> Generator[float, None, bool]:
-        """A batch of so many slices and the copies beside it. True: online work has come, and it was preempted."""
+        """Run a batch in slices, with its copies. True: it was preempted by online work."""
         for done in range(1, count):
             yield seconds / count
             if any(isinstance(event, Submitted) and not event.priority.offline for event in self._inbox):
@@ -312,7 +311,7 @@ class Instance(Turns):
         return False
 
     def _be_busy(self) -> Times:
-        """The engine is busy for as long as what has been done takes; then what follows from it leaves."""
+        """The engine is busy for the accumulated time; then the consequences take effect."""
         acts, self._acts = self._acts, []
         seconds, self.ahead_s = self.ahead_s, 0.0
         yield seconds
@@ -335,7 +334,7 @@ class Instance(Turns):
         return () if outcome.result is None else no_texts(len(outcome.result.token_ids))
 
     def _fast_forward_ahead(self) -> FastForward | None:
-        """If what comes is a number of steps in which nothing is decided, and each dispatcher has tokens in each."""
+        """Fast-forward if the next steps are decode-only, and each dispatcher has tokens in each."""
         if self._costs is None or self.member.role.stages or self.commands or not self.member.at_rest:
             return None
         plain = self.core.plain_steps()
@@ -353,12 +352,12 @@ class Instance(Turns):
         return fast_forward
 
     def _step_fast_forward(self, fast_forward: FastForward) -> Times:
-        """Step by step, as `_steps` and `_tell` do it, until something has come or a step is another one."""
+        """Fast-forward decode-only steps until an event arrives or the batch changes."""
         assert self._costs is not None, "asked before"
-        # What each step looks at is at hand: there may be thousands of instances, and what one needs is in no cache.
+        # Local variables for all that a step needs: with thousands of instances nothing stays in the cache.
         plain, inbox, growth = fast_forward.plain, self._inbox, fast_forward.plain.growth
         count, context, limit = len(plain.sequences), plain.context_tokens, plain.limit
-        # Of a step only what is read of the KV differs: `RooflineCosts.decodes(count, context).on(layer_count)`.
+        # Only reading KV differs between steps: `RooflineCosts.decodes(count, context).on(layer_count)`.
         layer_s, head_s, stage_s = self._costs.decodes(count, 0)
         context_s, layer_count = self._costs.context_s, len(self.member.role.layers)
         hearers = [(self._streams[stream_id], share) for stream_id, share in fast_forward.shares.items()]
@@ -400,18 +399,18 @@ class Instance(Turns):
         return self.core.load(self._clock.now_s, member.memory.report(), member.newest_epoch, member.parks)
 
     def _token_count(self, batch: Batch) -> int:
-        """New tokens that the batch gives; 0 where no processors are shared, as they do not matter there."""
+        """Tokens that the batch samples; 0 without shared processors, for which alone they matter."""
         return 0 if self._processors is None else sum([part.samples for part in batch.slices])
 
     def begin(self, work: Work, token_count: int, layer_count: int, *, is_last: bool = True) -> float:
-        """Seconds that a batch takes in so many layers that begins now and, in the last ones, gives so many tokens."""
+        """Seconds of a batch that begins now, in so many layers, sampling so many tokens in the last ones."""
         seconds = self._busy(work.on(layer_count, is_last=is_last), token_count if is_last else 0)
         if layer_count < self.member.role.layer_count:
             self.pipelined_busy_s += seconds
         return seconds
 
     def _busy(self, seconds: float, token_count: int) -> float:
-        """With what would take so long on a machine as it should be, and by itself."""
+        """Seconds including slowdown by a fault and by shared processors."""
         seconds *= self.slowness
         if self._processors is not None:
             seconds *= self._processors.slowdown(self.worker_id, self._clock.now_s, seconds, token_count)
@@ -426,7 +425,7 @@ class Instance(Turns):
         self.pipelined_s += (now_s - self._flying_since_s) * self.member.led_stage_count
         self._flying_since_s = now_s
 
-    # ------------------------------------------------------------ news for dispatchers
+    # ------------------------------------------------------------ output for dispatchers
 
     def _tell(self, events: list[Event | MemberEvent]) -> None:
         now_s = self._clock.now_s

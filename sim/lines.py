@@ -1,7 +1,7 @@
-"""Who hears whom: lines between two processes, each direction for itself, that may be cut or slow for a while.
+"""Connectivity of processes: directed lines that may be cut or slow for a time.
 
-What is sent over a line that is cut arrives when it is whole again, in its order, as TCP has it; whoever has given the
-connection up by then takes no notice. Processes go by their names: workers, dispatchers, monitors, planners.
+Messages over a cut line arrive when it is restored, in order, as with TCP, unless the receiver has closed the
+connection. Processes are identified by name: workers, dispatchers, monitors, planners.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,11 @@ _LATE = b"late"
 class Lines:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self.troubled = False  # some line is not well, or was not a moment ago
-        self.forgets = False  # a call that its caller has given up does not arrive any more
+        self.troubled = False  # some line is, or was recently, cut or slow
+        self.forgets = False  # calls that timed out at the caller do not arrive
         self._cut: dict[tuple[str, str], list[Act]] = {}
         self._late_s: dict[tuple[str, str], float] = {}
-        self._last_s: dict[tuple[str, str], float] = {}  # when the last message over a slow line arrives
+        self._last_s: dict[tuple[str, str], float] = {}  # arrival of the last message over a slow line
 
     def cut(self, source: str, to: str) -> None:
         self.troubled = True
@@ -31,19 +31,19 @@ class Lines:
 
     @property
     def whole(self) -> bool:
-        """Nothing is cut, and nothing late."""
+        """True if no line is cut or slow."""
         return not (self._cut or any(self._late_s.values()))
 
     def is_cut(self, source: str, to: str) -> bool:
         return (source, to) in self._cut
 
     def slow(self, source: str, to: str, late_s: float) -> None:
-        """0: as usual from now on."""
+        """`late_s` 0: normal again."""
         self.troubled = True
         self._late_s[source, to] = late_s
 
     def holds(self, source: str, to: str, act: Act) -> bool:
-        """Whether what would arrive now does so later. Ask only if some line is `troubled`."""
+        """True if a message arriving now is delayed. Only to be asked if some line is `troubled`."""
         line, now_s = (source, to), self._clock.now_s
         if (held := self._cut.get(line)) is not None:
             held.append(act)
@@ -62,6 +62,6 @@ class Lines:
             act()
 
     def bring(self, source: str, to: str, act: Act) -> None:
-        """It would arrive now."""
+        """A message would arrive now."""
         if not (self.troubled and self.holds(source, to, act)):
             act()

@@ -1,7 +1,7 @@
-"""Links between members in virtual time: what `services.worker.links` are with sockets and threads.
+"""Links between members in virtual time, in place of the sockets and threads of `services.worker.links`.
 
-Messages of one direction arrive in their order; a transfer is announced, takes as long as the network says, and then
-what lies in its pieces is copied. Epochs are joined and left as over real connections: that code is the same.
+Messages of one direction arrive in order; a transfer is announced, takes the network's time, and then the contents of
+its pieces are copied. Epochs are joined and left by the real code.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 _WORD_BYTES = 64
 SILENCE_S = TransportConfig().silence_timeout_s
-_CONTROL_BYTES = 1024  # of a message, beside what it says
+_CONTROL_BYTES = 1024  # of a message, besides its body
 _BULK = {TrafficClass.KV: Bulk.KV, TrafficClass.CHECKPOINT: Bulk.PARAMETERS, TrafficClass.PARAMETERS: Bulk.PARAMETERS}
 _TERMS = Terms(1, "simulation", 1 << 60, 1 << 60, 1 << 60, 1 << 60)
 
 
 class Wires:
-    """What all planes of a simulation have in common."""
+    """Shared by all planes of a simulation."""
 
     def __init__(self, clock: Clock, network: Network, lines: Lines, *, latency_s: float, connect_s: float) -> None:
         self.clock = clock
@@ -53,7 +53,7 @@ class Wires:
         self.latency_s = latency_s
         self.connect_s = connect_s
         self.planes: dict[str, SimPlane] = {}
-        self.max_transfers = TransportConfig().max_transfers  # unfinished ones, in each direction
+        self.max_transfers = TransportConfig().max_transfers  # unfinished, in each direction
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class SimPlane:
     """All links of a worker: see `services.worker.links.plane.DataPlane`."""
 
     def __init__(self, me: WorkerId, wires: Wires, hub: Hub, afterwards: Callable[[Callable[[], None]], None]) -> None:
-        """`afterwards` does something when the engine has done what it does now, or at once if it is idle."""
+        """`afterwards` executes at the end of the engine's present activity, or at once if idle."""
         self.me = me
         self.wires = wires
         self.hub = hub
@@ -77,13 +77,13 @@ class SimPlane:
         self._wanted: dict[str, list[_Wanted]] = {}  # by peer
         self._oldest_epoch = 0
         self._down = False
-        self._stopped: list[Callable[[], None]] | None = None  # what is to be taken in when the process goes on
+        self._stopped: list[Callable[[], None]] | None = None  # events to be handled when the process continues
         wires.planes[me] = self
 
     # ------------------------------------------------------------ the process is stopped
 
     def stop(self) -> None:
-        """Nothing is taken in. Peers see connections break when nothing has come over them for long."""
+        """Handle no events. Peers end connections after a time of silence."""
         stopped = self._stopped = []
         self.wires.clock.after(SILENCE_S, f"{self.me} is silent".encode(), lambda: self._silent(stopped))
 
@@ -98,7 +98,7 @@ class SimPlane:
             act()
 
     def take_in(self, act: Callable[[], None]) -> None:
-        """A thread of this process does `act`, once the process runs."""
+        """Execute on a thread of this process, once the process runs."""
         if self._stopped is None:
             act()
         else:
@@ -107,23 +107,23 @@ class SimPlane:
     # ------------------------------------------------------------ the line to another process
 
     def hears_nothing(self, peer_id: str) -> None:
-        """Nothing has come from the peer for so long that the connection is given up."""
+        """The peer was silent for so long that the connection is ended."""
         connection = self._connections.get(peer_id)
         if connection is not None and connection.is_up:
             self.take_in(lambda: connection.give_up("nothing has come for long"))
 
     def reset(self, peer_id: str) -> None:
-        """Something between them ends the connection: both hear of it."""
+        """End the connection at both sides."""
         connection = self._connections.get(peer_id)
         if connection is not None and connection.is_up:
             connection.reset()
 
     def try_again(self, peer_id: str) -> None:
-        """The line is whole again."""
+        """The line is restored."""
         if self._wanted.get(peer_id):
             self._meet(peer_id)
 
-    # ------------------------------------------------------------ as of DataPlane
+    # ------------------------------------------------------------ interface of DataPlane
 
     def link(self, peer_id: str, epoch: int) -> Link | None:
         connection = self._connections.get(peer_id)
@@ -158,7 +158,7 @@ class SimPlane:
         for _, connection in sorted(self._connections.items()):
             connection.close()
 
-    # ------------------------------------------------------------ making them
+    # ------------------------------------------------------------ connecting
 
     def _meet(self, peer_id: str) -> None:
         other = self.wires.planes[peer_id]
@@ -166,7 +166,7 @@ class SimPlane:
         if self._down or other._down or (there is not None and there.is_up):
             return
         if not self._wanted.get(peer_id) or not other._wanted.get(self.me):
-            return  # one of them has given up waiting
+            return  # one of them has timed out
         lines = self.wires.lines
         if lines.is_cut(self.me, peer_id) or lines.is_cut(peer_id, self.me):
             return
@@ -183,7 +183,7 @@ class SimPlane:
         self.settle(connection)
 
     def settle(self, connection: SimConnection) -> None:
-        """The peer takes part in some epochs now, or the connection has ended."""
+        """The peer has joined epochs, or the connection has ended."""
         left: list[_Wanted] = []
         met: list[_Wanted] = []
         for wanted in self._wanted.pop(connection.peer_id, ()):
@@ -240,7 +240,7 @@ class SimConnection(Connection):
         self._label = f"link {plane.me}>{peer.me}".encode()
 
     def shared(self, epoch: int) -> Link | None:
-        """The link that both take part in."""
+        """The link of an epoch that both take part in."""
         link = self._links.get(epoch)
         return link if link is not None and link.met and self.is_up else None
 
@@ -251,7 +251,7 @@ class SimConnection(Connection):
     # ------------------------------------------------------------ messages
 
     def _say(self, size_bytes: int, hear: Callable[[SimConnection], None]) -> None:
-        """At the other end, unless it has ended by then."""
+        """Execute at the other end, unless it has ended by then."""
 
         def arrive() -> None:
             self._bring(take)
@@ -267,7 +267,7 @@ class SimConnection(Connection):
         self._plane.afterwards(leave)
 
     def _bring(self, act: Callable[[], None]) -> None:
-        """It would arrive at the other end now."""
+        """A message would arrive at the other end now."""
         lines, plane = self._wires.lines, self.other._plane
         if not (lines.troubled and lines.holds(self._me, self.peer_id, lambda: plane.take_in(act))):
             plane.take_in(act)
@@ -305,7 +305,7 @@ class SimConnection(Connection):
         return done
 
     def carry(self, epoch: int, size_bytes: int, event: MemberEvent) -> None:
-        """What a message would say, without making one."""
+        """Deliver a message without serialising it."""
 
         def hear(end: SimConnection) -> None:
             if epoch in end._links:
@@ -359,12 +359,12 @@ class SimConnection(Connection):
         )
 
     def _sent(self, number: int) -> None:
-        """Its last byte has come."""
+        """Its last byte has arrived."""
         if number in self._outgoing:
             self._bring(lambda: self._taken(number))
 
     def _taken(self, number: int) -> None:
-        """The other process takes the transfer in."""
+        """The other process handles the transfer."""
         if (outgoing := self._outgoing.get(number)) is not None and self.other.is_up:
             outcome, why = self.other._arrived(number, outgoing.pieces)
             self._after_latency(lambda: self.other._bring(lambda: self._settle(number, outcome, why)))
@@ -434,7 +434,7 @@ class SimConnection(Connection):
         self.begin_close()
 
     def vanish(self) -> None:
-        """The process is gone, and its socket is closed for it."""
+        """The process has ended, and its socket is closed."""
         self._state = LinkState.BROKEN
         self._end_other(LinkState.BROKEN, "the connection ended")
 
@@ -444,7 +444,7 @@ class SimConnection(Connection):
             end._plane.take_in(lambda end=end: end._finish(LinkState.BROKEN, why))
 
     def fall_silent(self) -> None:
-        """The peer gives it up, and this side finds that out when it goes on."""
+        """The peer ends the connection; this side notices when it continues."""
         why = "nothing has come for long"
         self.other._finish(LinkState.BROKEN, why)
         self._plane.take_in(lambda: self._finish(LinkState.BROKEN, why))
@@ -453,7 +453,7 @@ class SimConnection(Connection):
         return not self.is_up
 
     def check(self) -> None:
-        """There is one queue, and it is the network's."""
+        """There is one queue, the network's."""
 
     def _refuse_ended(self) -> None:
         if not self.is_up:
@@ -483,14 +483,14 @@ class SimConnection(Connection):
 
 
 class _LongFrameMeta:
-    """A message's meta in the place of a tensor of bytes."""
+    """Stand-in for a long message's tensor of bytes."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
 
 
 class SimLinks(Links):
-    """Batches and their results, of which there are many, are not made bytes of."""
+    """Batches and results, the most frequent messages, are not serialised."""
 
     def pass_batch(self, batch: Batch, hidden_TD: torch.Tensor | None) -> None:
         flight = cast("Flight | None", hidden_TD)

@@ -1,4 +1,4 @@
-"""A device's memory in virtual time: a worker's own, over extents that are not there. Remapping takes engines time."""
+"""A device's memory in virtual time: the worker's code over extents without memory. Remapping takes time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GRANULARITY_BYTES = 2 << 20
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Sizes that do not change. In extents unless they say otherwise."""
+    """Constant sizes, in extents unless they say otherwise."""
 
     extent_bytes: int
     budget: int
@@ -29,13 +29,13 @@ class Geometry:
     layer_parameters: int
     other_parameters: int
     block_bytes: int  # of one KV block in one layer
-    rest_bytes: int = 0  # of the budget, less than an extent
+    rest_bytes: int = 0  # remainder of the budget below an extent
 
     @staticmethod
     def choose(
         *, budget_bytes: int, layer_count: int, layer_parameter_bytes: int, other_parameter_bytes: int, block_bytes: int
     ) -> Geometry:
-        """The geometry that a worker chooses on a device with large pages.
+        """The geometry chosen by a worker on a device with large pages.
 
         Raises:
             ConfigError: parameters and a block for each layer do not fit.
@@ -63,12 +63,12 @@ class Geometry:
 
     @property
     def parameters(self) -> int:
-        """Extents of a whole copy of the parameters."""
+        """Extents of one replica of the parameters."""
         return self.layer_parameters * self.layer_count + self.other_parameters
 
     @property
     def home_kv(self) -> int:
-        """Extents of each layer's KV while all layers are held."""
+        """Extents of each layer's KV with all layers held."""
         return (self.budget - self.parameters) // self.layer_count
 
     def blocks_in(self, extents: int) -> int:
@@ -82,7 +82,7 @@ _ELEMENT = "float16"
 
 
 class SimBackend(PhantomBackend):
-    """Counts what is read of layers."""
+    """Counts the bytes of layers that are read."""
 
     read_bytes = 0
 
@@ -92,7 +92,7 @@ class SimBackend(PhantomBackend):
 
 
 class SimMemory(DeviceMemory):
-    """`takes_s` is told how long the engine is busy with each change."""
+    """`takes_s` gets the duration of each change."""
 
     backend: SimBackend
     takes_s: Callable[[float], None]

@@ -35,12 +35,12 @@ class MonitorNode:
         name: str = "m0",
         elected: bool = False,
     ) -> None:
-        """`listens`: whether that life of a worker is at its address. `elected`: there are others."""
+        """`listens`: True if that incarnation of a worker is at its address. `elected`: there are several monitors."""
         self.name = name
         self.process = Process(name)
         self.core = MonitorCore(rules)
         self.signals: list[tuple[float, Signal]] = []
-        self.touched = True  # the core was told something since somebody set it back
+        self.touched = True  # the core has handled an event since this was reset
         self._clock = clock = site.clock
         self._state = state = site.state
         self._delays = site.delays
@@ -76,7 +76,7 @@ class MonitorNode:
         return f"{what}-{self._numbers}"
 
     def tell(self, event: Callable[[float], m.Event]) -> None:
-        """What the event is at the instant at which the process hears of it."""
+        """The event, made at the instant at which the process handles it."""
         self.process.run(lambda: self.feed(event(self._clock.now_s)))
 
     def feed(self, event: m.Event) -> None:
@@ -101,7 +101,7 @@ class MonitorNode:
                 case m.DismissWatchers():
                     self._watchers.clear()
                 case _:
-                    pass  # registry: of a monitor that may be lost
+                    pass  # the registry, of a monitor that may be lost
 
     def _probed(self, instance: m.Instance, cause_id: str) -> None:
         worker_id, life = instance.worker_id, instance.incarnation
@@ -117,7 +117,7 @@ class MonitorNode:
         return self._stream_count
 
     def follow(self, name: str, told: Hear) -> None:
-        """None: a snapshot begins. For a monitor that does not lead nothing does."""
+        """None: start with a snapshot. No effect at a standby."""
         if not self.core.active:
             return
         told(None, "snapshot")
@@ -147,14 +147,14 @@ class Reporting(Protocol):
 
 
 class Monitors(NamedTuple):
-    """As a worker knows them."""
+    """Monitors, from a worker's view."""
 
-    leader: Callable[[], MonitorNode | None]  # as found in the state server, where the worker looks again and again
-    by_name: Mapping[str, MonitorNode]  # all that it has heard of: asked where that one does not lead or answer
+    leader: Callable[[], MonitorNode | None]  # as found in the state server, which the worker polls
+    by_name: Mapping[str, MonitorNode]  # known addresses: tried if the leader does not answer
 
 
 class Reporter:
-    """A worker's reports to the monitor that leads."""
+    """Sends a worker's reports to the active monitor."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class Reporter:
     # ------------------------------------------------------------ streams
 
     def _say(self, event: Callable[[MonitorNode, int, float], m.Event]) -> None:
-        """Over the stream that is open: it arrives now."""
+        """Send over the open stream."""
         monitor, stream_id = self._monitor, self._stream_id
         if monitor is not None and stream_id:
             self._lines.bring(
@@ -201,7 +201,7 @@ class Reporter:
             )
 
     def closed(self, monitor: MonitorNode, stream_id: int) -> None:
-        """The monitor has closed the stream: a worker that lives announces itself again, over another one."""
+        """The monitor has closed the stream: a live worker announces itself again over another one."""
         self._lines.bring(monitor.process.name, self._name, lambda: self._hear_closed(monitor, stream_id))
 
     def _hear_closed(self, monitor: MonitorNode, stream_id: int) -> None:
@@ -217,7 +217,7 @@ class Reporter:
         return next(filter(self._leads, self._monitors.values()), found)
 
     def _leads(self, monitor: MonitorNode) -> bool:
-        """It says so, if it is reached."""
+        """True if it is reachable and reports to lead."""
         process, cut = monitor.process, self._lines.is_cut
         reached = not (cut(self._name, process.name) or cut(process.name, self._name))
         return reached and monitor.core.active and not (process.crashed or process.paused)
@@ -241,11 +241,11 @@ class Reporter:
 
     @property
     def _least_s(self) -> float:
-        """Seconds between two reports that the monitor asks for."""
+        """Report interval requested by the monitor."""
         return 0.0 if self._monitor is None else self._monitor.core.least_report_interval_s
 
     def _report(self) -> None:
-        """It was sent a moment ago, and says what was then."""
+        """Arrival of a report sent before."""
         if self._ended:
             return
         if self._worker.crashed:
@@ -268,7 +268,7 @@ class Reporter:
         self._lines.bring(self._name, monitor.process.name, come)
 
     def _has_gone_over(self) -> bool:
-        """To another monitor, which leads now; or has to look for one, as the one that it knew has ended."""
+        """Follow a change of the active monitor, or search for one after its end."""
         monitor, leader = self._monitor, self._find()
         if leader is monitor and monitor is not None and not monitor.process.crashed:
             return False
@@ -278,7 +278,7 @@ class Reporter:
         return True
 
     def requests_came(self, load: LoadReport) -> None:
-        """The monitor hears of a jump of the demand at once, as from a real worker."""
+        """A jump of the demand is reported at once, as by a real worker."""
         if self._told is None or self._hastens or not load.has_jumped(self._told):
             return
         self._hastens = True
@@ -298,7 +298,7 @@ def share_traffic(
     *,
     interval_s: float,
 ) -> None:
-    """Says for ever what waits in a dispatcher and what has come, and nothing when there is nothing."""
+    """Publish a dispatcher's waiting requests and recent traffic periodically; nothing while there are none."""
     serial = 0
 
     def say() -> None:

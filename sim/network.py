@@ -1,9 +1,8 @@
 """Messages and bulk transfers between instances.
 
-Urgent messages of one pair arrive in their order and wait for at most one chunk of bulk data (I4). Of the
-bulk transfers of one pair one is on its way at a time: KV before parameters, then first come first served. Transfers
-of different pairs share what they have in common, evenly: a network card, both directions of it together; within a
-host the direct link, each direction for itself; a host's disk.
+Urgent messages of one pair are ordered and wait for at most one chunk of bulk data (I4). Of a pair's bulk transfers one
+is active: KV before parameters, then first come first served. Transfers of different pairs share resources evenly: a
+network card, both directions together; within a host the direct link, per direction; a host's disk.
 """
 
 from collections import deque
@@ -22,7 +21,7 @@ class Bulk(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What an instance is connected with: the sums over its GPUs."""
+    """Network resources of an instance: sums over its GPUs."""
 
     name: str
     host: int
@@ -33,7 +32,7 @@ class Endpoint:
 @dataclass(slots=True)
 class _Resource:
     bytes_per_s: float
-    flows: "dict[_Pair, None]" = field(default_factory=dict["_Pair", None])  # in order of their beginning
+    flows: "dict[_Pair, None]" = field(default_factory=dict["_Pair", None])  # in order of start
 
 
 @dataclass(slots=True)
@@ -45,7 +44,7 @@ class _NetworkTransfer:
 
 
 def _nobody() -> None:
-    """Nobody waits for it any more."""
+    """Placeholder for a cancelled callback."""
 
 
 class _Pair:
@@ -70,12 +69,12 @@ class _Pair:
         self.current: _NetworkTransfer | None = None
         self.bytes_per_s = 0.0
         self.settled_s = 0.0
-        self.serial = 0  # of the newest word on when the current transfer ends
+        self.serial = 0  # of the latest scheduled end of the current transfer
         self.last_arrival_s = 0.0
 
 
 class Sending(NamedTuple):
-    """A transfer under way, for whoever may cancel it."""
+    """A transfer in progress, for cancelling."""
 
     pair: _Pair
     transfer: _NetworkTransfer
@@ -91,7 +90,7 @@ class Network:
         rate_fraction: float = 1.0,
         coordinated: bool = True,
     ) -> None:
-        """Not `coordinated`: one queue for each direction of a pair, urgent messages and bulk data in their order."""
+        """Not `coordinated`: one FIFO queue per direction of a pair for urgent messages and bulk data."""
         self._clock = clock
         self._latency_s = latency_s
         self._chunk_bytes = chunk_bytes
@@ -106,7 +105,7 @@ class Network:
         self._endpoints[endpoint.name] = endpoint
 
     def add_source(self, name: str, bytes_per_s: float) -> None:
-        """Somewhere that only sends: a disk, the memory of a host."""
+        """Add an endpoint that only sends: a disk, or a host's memory."""
         self._resources[name, "source"] = _Resource(bytes_per_s)
 
     # ------------------------------------------------------------ urgent messages
@@ -136,8 +135,8 @@ class Network:
     def transfer(
         self, source: str, to: str, size_bytes: int, kind: Bulk, done: Callable[[], None], rank: int = 0
     ) -> Sending:
-        """`done` is called when the receiver has all of it. Of those that wait, and are of one kind, the smallest rank
-        goes first.
+        """`done` is called when the receiver has all of it. Among waiting transfers of one kind the smallest rank goes
+        first.
         """
         self.bulk_bytes[kind] += size_bytes
         pair = self._pair(source, to)
@@ -148,7 +147,7 @@ class Network:
         queue.insert(at, transfer)
         if pair.current is None:
             self._begin(pair)
-        elif kind < pair.current.kind:  # at the next chunk: at once, for what is counted here
+        elif kind < pair.current.kind:  # after the present chunk: treated as at once
             self._settle(pair)
             pair.queues[pair.current.kind].appendleft(pair.current)
             pair.current = pair.queues[kind].popleft()
@@ -156,7 +155,7 @@ class Network:
         return Sending(pair, transfer)
 
     def cancel(self, sending: Sending) -> None:
-        """The rest of it is not sent, and nobody is told."""
+        """Stop sending, without a callback."""
         pair, transfer = sending.pair, sending.transfer
         transfer.done = _nobody
         if pair.current is not transfer:
@@ -167,7 +166,7 @@ class Network:
         self._expect(pair)
 
     def _begin(self, pair: _Pair) -> None:
-        """The next one in line; whoever shares something with it gets less from now on, or more again."""
+        """Start the next transfer; bandwidths of all that share resources with it change."""
         waiting = next((queue for queue in pair.queues if queue), None)
         was_idle, pair.current = pair.current is None, waiting.popleft() if waiting is not None else None
         pair.settled_s = self._clock.now_s
@@ -179,7 +178,7 @@ class Network:
                 resource.flows[pair] = None
             else:
                 del resource.flows[pair]
-        pair.serial += 1  # what was said about its end is over
+        pair.serial += 1  # invalidates its scheduled end
         affected = {other: None for resource in pair.resources for other in resource.flows}
         for other in affected:
             self._settle(other)
@@ -207,7 +206,7 @@ class Network:
         self._begin(pair)
         self._clock.after(self._latency_s, b"bulk is there", done)
 
-    # ------------------------------------------------------------ who shares what
+    # ------------------------------------------------------------ sharing
 
     def _pair(self, source: str, to: str) -> _Pair:
         pair = self._pairs.get((source, to))

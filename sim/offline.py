@@ -1,4 +1,4 @@
-"""Offline work without end beside a trace: requests of which a few always wait for a worker to ask for them."""
+"""Endless offline load beside a trace: a few requests always wait for a worker to pull them."""
 
 import math
 import random
@@ -12,21 +12,21 @@ from services.dispatcher.core.events import Deliver, Fail, Finish, Refuse, Reque
 from sim.clock import Clock
 
 _PREFIX = "offline-"
-_ROWS = 4096  # of lengths, drawn anew from then on
+_ROWS = 4096  # of drawn lengths, repeated afterwards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineLoad:
-    """`lengths`: prompt and answer of each request, drawn with replacement. None comes after `until_s` of the clock."""
+    """`lengths`: of prompts and answers, drawn with replacement. No request after `until_s` of the clock."""
 
     lengths: Sequence[tuple[int, int]]
-    waiting_count: int = 8  # of each dispatcher: requests that have had no token yet
+    waiting_count: int = 8  # of each dispatcher: requests without a token
     until_s: float = math.inf
-    priority: PriorityClass = PriorityClass.BATCH  # another class: what engines do that know priorities alone
+    priority: PriorityClass = PriorityClass.BATCH  # another class: for engines that only have priorities
 
 
 class OfflineClients:
-    """Counts the tokens that offline requests get: those of a prompt with its first token."""
+    """Counts tokens of offline requests; a prompt's tokens count with its first token."""
 
     def __init__(self, clock: Clock, load: OfflineLoad, seed: int, deadline_s: float) -> None:
         self.token_count = 0
@@ -34,7 +34,7 @@ class OfflineClients:
         self._load = load
         self._random = random.Random(seed)
         self._deadline_s = deadline_s
-        self._open: dict[RequestId, tuple[int, int, int]] = {}  # prompt, answer, tokens that have come
+        self._open: dict[RequestId, tuple[int, int, int]] = {}  # prompt, answer, tokens received
         self._submits: Sequence[Callable[[Request], None]] = ()
         self._next = 0
 

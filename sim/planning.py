@@ -1,4 +1,4 @@
-"""Planners in virtual time, and what they ask of workers."""
+"""Planners in virtual time, and their calls to workers."""
 
 import contextlib
 import math
@@ -24,7 +24,9 @@ from services.planner.core.record import TransitionRecord
 from services.planner.core.transition import Journal, MemberSaid
 from services.planner.peers import PROBE_TIMEOUT_S
 from services.planner.policy.migrate import MigrationRules, Move, is_round_due, migrations
+from services.planner.policy.partners import likely_partners
 from services.planner.shell.balancing import INTERVAL_S, WITHIN_S
+from services.planner.shell.partners import MOST
 from services.planner.shell.reaching import SOON_S, reach_now
 from services.worker.core import plan as wp
 from services.worker.pipeline.planner_side import HOLD_S, NOT_PREPARED, NOT_TAKEN_UP, Transitions
@@ -33,13 +35,13 @@ from sim.process import Process
 from sim.state import Candidacy, Site, lead_for_ever
 
 _CALL_TIMEOUT_S = 2.0
-_HELD = {p.Call.PREPARE: NOT_PREPARED, p.Call.COMMIT: NOT_TAKEN_UP}  # answers that wait for a member to be further
-_LOOK_S = 0.001  # between two looks whether it is
-_LOOK_UP_S = 0.5  # between two looks whether another monitor leads
+_HELD = {p.Call.PREPARE: NOT_PREPARED, p.Call.COMMIT: NOT_TAKEN_UP}  # answers delayed until the member has progressed
+_LOOK_S = 0.001  # polling interval for that
+_LOOK_UP_S = 0.5  # polling interval for another active monitor
 
 
 class Peer(Protocol):
-    """An instance, as the planner sees it."""
+    """An instance, from the planner's view."""
 
     crashed: bool
     paused: bool
@@ -60,18 +62,18 @@ class PlannerNode:
         name: str = "p0",
         elected: bool = False,
     ) -> None:
-        """`monitor` that leads. Members that are stopped answer no call, and hear of it later. `elected`: there are
-        other planners, or may be other monitors.
+        """`monitor`: the active one. Stopped members answer no calls, and handle them later. `elected`: there are
+        several planners, or perhaps monitors.
         """
         self._migrations = migrations
         self.process = Process(name)
         self.core = PlannerCore(rules)
-        self.records: list[TransitionRecord] = []  # of transitions that have ended
+        self.records: list[TransitionRecord] = []  # of ended transitions
         self.touched = True  # as the monitor's
-        self.published: list[Epoch] = []  # of layouts, as watchers hear them
+        self.published: list[Epoch] = []  # of layouts, as seen by watchers
         self.nothing_done: list[tuple[float, p.NothingDone]] = []
-        self.predicted: list[Predicted] = []  # of which is known what came
-        self.decides_until_s = math.inf  # from then on it reads no loads, so that nothing is changed any more
+        self.predicted: list[Predicted] = []  # with known outcome
+        self.decides_until_s = math.inf  # no load is read afterwards, so nothing changes any more
         self.name = name
         self._clock = clock = site.clock
         self._state = state = site.state
@@ -86,8 +88,8 @@ class PlannerNode:
         self._timer = 0
         self._numbers = 0
         self._candidacy: Candidacy | None = None
-        self._reach: Reach | None = None  # as told last
-        self._empties = False  # another round of moves is due
+        self._reach: Reach | None = None  # as last published
+        self._empties = False  # another balancing round is due
         self.feed(p.TimerFired(clock.now_s, "start"))
         if elected:
             self._candidacy = Candidacy(clock, state, self.process, "planner", LEADERSHIP_TTL_S, self._lead)
@@ -134,9 +136,11 @@ class PlannerNode:
             case p.TransitionMoved(record, _):
                 if record.journal.stage.over:
                     self.records.append(record)
+                    self._clock.after(self._delays.rpc_s, b"planner names", lambda: self.process.run(self._name))
             case p.Publish(layout, _):
                 self.published.append(layout.epoch)
                 self._empty(layout)
+                self._clock.after(self._delays.rpc_s, b"planner names", lambda: self.process.run(self._name))
                 if self.core.rules.transitions.policy is OverloadPolicy.DROP:
                     self._tell_reach()
             case p.NothingDone():
@@ -144,7 +148,7 @@ class PlannerNode:
             case p.PredictionSettled(predicted):
                 self.predicted.append(predicted)
             case _:
-                pass  # for watchers and operators, whom nobody plays here
+                pass  # for watchers and operators, which are not simulated
 
     # ------------------------------------------------------------ state server, time
 
@@ -206,7 +210,7 @@ class PlannerNode:
         self._followed = None
 
     def _look_for_monitor(self) -> None:
-        """A stream that has ended, or of a monitor that leads no more, is left for another, as by a real planner."""
+        """Replace an ended stream, or that of a former leader, as a real planner does."""
         followed = self._followed
         if self.core.active and (followed is None or followed is not self._monitor() or not followed.tells(self.name)):
             self._follow()
@@ -244,7 +248,7 @@ class PlannerNode:
         self._ask_loads(hear)
 
     def _ask_loads(self, hear: Callable[[p.ClusterLoad, str], None]) -> None:
-        """`hear` gets what the leading monitor says, or why it says nothing."""
+        """`hear` gets the active monitor's reports, or the failure."""
         monitor, late = self._monitor(), self._lines
         reached = monitor is not None and not (monitor.process.crashed or monitor.process.paused)
         if monitor is None or not reached or late.is_cut(self.name, monitor.process.name):
@@ -256,6 +260,15 @@ class PlannerNode:
             self.process.run(lambda: hear(load, why))
 
         self._clock.after(wait_s, b"planner has loads", arrive)
+
+    def _name(self) -> None:
+        """As `services.planner.shell.partners`, once per layout."""
+        if (layout := self.core.layout_at_rest) is None:
+            return
+        for member, partners in likely_partners(layout, MOST):
+            named = [pb.Partner(worker_id=one.worker_id, data_address=one.data_address) for one in partners]
+            request = pb.NamePartnersRequest(partners=named)
+            self._tell_order(member, lambda peer, to_name=request: peer.transitions.name_partners(to_name), self._token)
 
     # ------------------------------------------------------------ migrations
 
@@ -273,7 +286,7 @@ class PlannerNode:
         self._clock.after(self._delays.rpc_s, b"planner asks loads", lambda: self._ask_loads(order))
 
     def _empty(self, layout: Layout) -> None:
-        """As long as somebody leaves, rounds of balancing, which elsewhere are for those that balance."""
+        """Balancing rounds while an instance leaves, with balancing itself disabled."""
         leaves = any(m.standing is Standing.LEAVING for group in layout.groups for m in group.members)
         if leaves and not (self._empties or self._migrations.balances):
             self._empties = True
@@ -286,7 +299,7 @@ class PlannerNode:
             self._empty(self.core.layout)
 
     def _order(self, epoch: Epoch, move: Move) -> None:
-        """All members hear of it. What is ordered and not heard is ordered anew in the next round."""
+        """All members get the order. Lost orders are repeated by the next round."""
         request = pb.MigrateRequest(
             epoch=epoch,
             source=[_party(member) for member in move.source.members],
@@ -297,36 +310,29 @@ class PlannerNode:
         )
         token = self._token
         for member in (*move.target.members, *reversed(move.source.members)):
-            self._clock.after(self._delays.rpc_s, b"planner orders", partial(self._tell_order, member, request, token))
-
-    def _tell_order(self, member: Member, request: pb.MigrateRequest, token: int) -> None:
-        peer = self._members[member.worker_id]
-
-        def take() -> None:
-            if not peer.crashed:
-                with contextlib.suppress(StaleEpoch):
-                    peer.fence.take(token)
-                    peer.transitions.migrate(request)
-
-        self._lines.bring(self.name, member.worker_id, take)
+            migrate = partial(self._tell_order, member, lambda peer: peer.transitions.migrate(request), token)
+            self._clock.after(self._delays.rpc_s, b"planner orders", migrate)
 
     def _tell_standing(self, command: p.OrderStanding, token: int) -> None:
-        """What is ordered and not heard is ordered anew."""
         member = command.member
+        self._tell_order(member, lambda peer: peer.transitions.park(member.incarnation, park=command.park), token)
+
+    def _tell_order(self, member: Member, give: Callable[[Peer], object], token: int) -> None:
+        """A lost order is repeated."""
         peer = self._members[member.worker_id]
 
         def take() -> None:
             if not peer.crashed:
                 with contextlib.suppress(StaleEpoch):
                     peer.fence.take(token)
-                    peer.transitions.park(member.incarnation, park=command.park)
+                    give(peer)
 
         self._lines.bring(self.name, member.worker_id, take)
 
     # ------------------------------------------------------------ members
 
     def _probe(self, command: p.ProbeInstance) -> None:
-        """As `services.planner.peers.Members.probe`: a machine that is there refuses for a process that is gone."""
+        """As `services.planner.peers.Members.probe`: a live host refuses the connection for an ended process."""
         name, lines = command.worker_id, self._lines
 
         def answered() -> None:
@@ -345,8 +351,8 @@ class PlannerNode:
         self._clock.after(self._delays.rpc_s, b"planner probes", answered)
 
     def _call(self, command: p.CallMember) -> None:
-        """The member's engine hears of it at its next step boundary; the answer is how far it is, and waits
-        for a moment until it is ready, as a worker's does.
+        """The member's engine handles the call at its next step boundary; the answer has its progress, and waits
+        briefly until it is ready, as a worker's does.
         """
         worker_id = command.member.worker_id
         key = (worker_id, command.call)
@@ -404,7 +410,7 @@ class PlannerNode:
         label: bytes,
         answer: Callable[[MemberSaid | None], None],
     ) -> None:
-        """Answers, once the member is further or the moment is over."""
+        """Answers when the member has progressed, or after a short timeout."""
         if said is None or said.phase not in _HELD.get(command.call, ()) or self._clock.now_s >= until_s:
             self._clock.after(self._delays.rpc_s, label, lambda: answer(said))
             return
@@ -422,7 +428,7 @@ class PlannerNode:
             self.feed(p.MemberAnswered(self._clock.now_s, command.cause_id, command.journal.epoch, told))
 
     def _ask(self, peer: Peer, command: p.CallMember, token: int) -> MemberSaid | None:
-        """None: a refusal that is no answer."""
+        """None: a refusal without an answer."""
         worker_id, journal = command.member.worker_id, command.journal
         epoch, door, now_s = journal.epoch, peer.transitions, self._clock.now_s
         try:
@@ -455,7 +461,7 @@ def _plan_of(journal: Journal) -> wp.Plan:
 
 
 def _translate(change: m.Change | None, at_s: float, cause_id: str) -> p.MonitorEvent | None:
-    """None for what the planner has no event for."""
+    """None if the planner has no event for it."""
     match change:
         case None:
             return p.SnapshotBegan(at_s, cause_id)

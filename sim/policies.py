@@ -1,4 +1,4 @@
-"""What the cluster does when KV runs out, by name. Each policy is a change of the rules of the production code."""
+"""Overload policies by name. Each is a change of the production code's rules."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -9,7 +9,7 @@ from sim.rules import ClusterRules, WorkerRules
 
 Policy = Callable[[ClusterRules], ClusterRules]
 
-# InferCept keeps all that is swapped out; servers with such GPUs have far more memory than this for each.
+# InferCept keeps everything swapped out; hosts of such GPUs have far more memory than this for each.
 DEFAULT_SWAP_BYTES = 64 << 30
 
 

@@ -1,4 +1,4 @@
-"""A process of the control plane: it may be stopped for a while, or end."""
+"""A process of the control plane, which may be stopped for a time, or end."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ Act = Callable[[], None]
 
 
 class Process:
-    """While it is stopped nothing happens in it; what came, and what was due, happens when it goes on."""
+    """While it is stopped nothing happens; messages and timers are handled when it continues."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -26,7 +26,7 @@ class Process:
             act()
 
     def run_due(self, what: str, act: Act) -> None:
-        """`run` for something that is done again and again: what was due several times is done once."""
+        """`run` for periodic work: several missed calls are made up by one."""
         if self.paused and not self.crashed:
             self._due[what] = act
         else:

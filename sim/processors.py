@@ -1,8 +1,7 @@
-"""Engines that compute on processors of one machine, beside all that serves them: how much longer a step takes there.
+"""CPU contention of engines on one machine with their services: the slowdown of a step.
 
-An engine is one thread. Whoever passes its tokens on (its own service, dispatcher, client) takes processor time for
-each step and for each token, and where there is not enough for all, everybody gets an equal share of what there is.
-GPUs have nothing of this.
+An engine is one thread. The processes that pass on its tokens (its service, dispatcher, client) take processor time for
+each step and token; when processors are scarce, each process gets an equal share. Irrelevant for GPUs.
 """
 
 import math
@@ -13,25 +12,25 @@ from ballast.common.ids import WorkerId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contention:
-    """Measured on a machine, with its services: see `benchmarks.fidelity`."""
+    """Measured on a machine with its services: see `benchmarks.fidelity`."""
 
     processors: int
-    step_s: float = 0.0  # of a processor, outside of the engine, for a step: somebody has to pass on what it gives
-    token_s: float = 0.0  # the same, for each token that it gives
-    background: float = 0.0  # processors that are taken whatever happens
-    together: float = 1.0  # so many times as long takes a step beside another engine's: caches, memory
+    step_s: float = 0.0  # processor time outside of the engine, per step
+    token_s: float = 0.0  # the same, per token
+    background: float = 0.0  # processors in constant use
+    together: float = 1.0  # slowdown of a step beside another engine: caches, memory
 
 
 class Processors:
-    """What goes on there now."""
+    """Present use of the processors."""
 
     def __init__(self, contention: Contention) -> None:
         self._contention = contention
-        self._busy: dict[WorkerId, tuple[float, float]] = {}  # engine -> until when, and how many processors it takes
+        self._busy: dict[WorkerId, tuple[float, float]] = {}  # engine -> end of its step, and processors used
 
     def slowdown(self, engine: WorkerId, now_s: float, seconds: float, token_count: int) -> float:
-        """How many times as long as alone a step takes that begins now and gives so many tokens; `seconds`: alone. What
-        goes on beside it when it begins is taken to go on until it ends: all of them last about as long.
+        """Slowdown of a step that begins now, samples so many tokens and takes `seconds` alone. Other steps in progress
+        are assumed to last as long.
         """
         costs = self._contention
         served_s = costs.step_s + costs.token_s * token_count

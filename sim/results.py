@@ -1,4 +1,4 @@
-"""What a simulation has seen, as plain data. Instants count from the arrival of the trace's zero."""
+"""Results of a simulation, as plain data. Instants count from the beginning of the trace."""
 
 from array import array
 from collections.abc import Sequence
@@ -45,22 +45,22 @@ class Sample:
     running_count: int
     waiting_count: int
     preemptions_total: int
-    stranded_count: int  # they wait where it is full, at the sample before too, while another has room for them
+    stranded_count: int  # wait on a full instance, at the previous sample too, while another one has room
     epoch: int
     epoch_reason: str
     group_sizes: tuple[int, ...]
-    on_count: int  # instances that have not given their memory back
-    away_count: int  # that leave or are parked
+    on_count: int  # instances with allocated memory
+    away_count: int  # leaving or parked
 
 
 def mean_on(samples: Sequence[Sample], until_s: float) -> float:
-    """Instances, on average over the samples until then."""
+    """Mean number of instances with memory, over the samples until then."""
     counts = [sample.on_count for sample in samples if sample.at_s <= until_s]
     return sum(counts) / len(counts) if counts else 0.0
 
 
 def leaves(samples: Sequence[Sample]) -> tuple[int, int]:
-    """Instances that left, and those of them that were wanted again within a minute; the last to leave comes first."""
+    """Instances that left, and how many of them were needed again within a minute; last in, first out."""
     left_at_s, count, soon = list[float](), 0, 0
     for before, sample in pairwise(samples):
         change = sample.away_count - before.away_count
@@ -75,16 +75,16 @@ def leaves(samples: Sequence[Sample]) -> tuple[int, int]:
 class SimRun:
     records: list[RequestRecord]
     samples: list[Sample]
-    transitions: list[TransitionRecord]  # instants are those of the world: take `zero_s` off
-    predicted: list[Predicted]  # what the planner predicted of its decisions, and what came; instants likewise
+    transitions: list[TransitionRecord]  # in the world's time: subtract `zero_s`
+    predicted: list[Predicted]  # predictions of the planner with outcomes; likewise
     signals: list[tuple[float, Signal]]
     zero_s: float  # instant of the world at which the trace begins
-    duration_s: float  # from then to the end of the last request
+    duration_s: float  # until the end of the last request
     event_count: int
     step_count: int
     trace_hash: str
-    busy_fraction: float  # share of the time in which the engines execute batches
-    offline_token_count: int  # prompts and answers of offline requests, beside the trace
-    offline_lost_token_count: int  # computed for them once more, after they had yielded
+    busy_fraction: float  # fraction of the time in which engines execute batches
+    offline_token_count: int  # prompts and answers of offline requests
+    offline_lost_token_count: int  # recomputed after preemptions
     offline_yield_count: int
-    bubble_fraction: float | None  # idle share of pipeline stages while their group had work; None: no pipeline was
+    bubble_fraction: float | None  # idle fraction of pipeline stages while their group had work; None: no pipeline

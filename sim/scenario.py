@@ -1,4 +1,4 @@
-"""A simulation as a file: which trace, model and cluster, and what is compared."""
+"""A simulation as a file: trace, model, cluster and policies to compare."""
 
 from pathlib import Path
 from typing import Literal
@@ -17,20 +17,20 @@ class _Section(BaseModel):
 class Burst(_Section):
     at_s: float = Field(ge=0)
     for_s: float = Field(gt=0)
-    factor: float = Field(gt=0)  # times the rate
+    factor: float = Field(gt=0)  # of the rate
 
 
 class Arrivals(_Section):
-    """Drawn, where there is no trace."""
+    """Synthetic arrivals, without a trace."""
 
     span_s: float = Field(gt=0)
     rate_per_s: float = Field(gt=0)  # outside of bursts
-    cv: float = Field(1.0, gt=0)  # of the intervals; 1: a Poisson process
+    cv: float = Field(1.0, gt=0)  # coefficient of variation of intervals; 1: a Poisson process
     bursts: tuple[Burst, ...] = ()
 
 
 class RepeatedBurst(_Section):
-    """The densest window comes again and again, and nothing after it."""
+    """The densest window is repeated, with nothing after it."""
 
     window_s: float = Field(gt=0)
     times: int = Field(ge=1)
@@ -47,25 +47,25 @@ class FaultPlan(_Section):
 
 
 class Scenario(BaseModel):
-    """Unknown keys are errors. Whoever runs it may give the trace, and change the rest."""
+    """Unknown keys are errors. The caller may supply the trace, and override fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     description: str
-    source: str = ""  # what it reproduces
-    trace: str | None = None  # relative to the file; None: arrivals are drawn, or it must be given
+    source: str = ""  # the experiment it reproduces
+    trace: str | None = None  # relative to the file; None: arrivals are drawn, or the caller supplies it
     arrivals: Arrivals | None = None
     repeat_burst: RepeatedBurst | None = None
-    lengths: str | None = None  # a data set's name; None: those of the trace
+    lengths: str | None = None  # a data set's name; None: the trace's lengths
     model: str
     cluster: str
     policies: tuple[str, ...] = ("recompute", "drop")
     rate_scale: float = Field(1.0, gt=0)
-    burst_scale: float = Field(1.0, gt=0)  # times as many requests in the densest half minute
-    network_gbps: float | None = Field(None, gt=0)  # of each GPU's card; None: of the catalogue
+    burst_scale: float = Field(1.0, gt=0)  # factor of requests in the densest half minute
+    network_gbps: float | None = Field(None, gt=0)  # of each GPU's card; None: the catalogue's
     time_scale: float = Field(1.0, gt=0)
     length_scale: float = Field(1.0, gt=0)
-    answer_scale: float | None = Field(None, gt=0)  # of answers, in place of length_scale
+    answer_scale: float | None = Field(None, gt=0)  # of answers, instead of length_scale
     limit: int | None = Field(None, ge=1)
     seed: int = 0
     deadline_s: float = Field(3600.0, gt=0)
@@ -73,7 +73,7 @@ class Scenario(BaseModel):
     max_num_seqs: int = Field(256, ge=1)
     tpot_target_s: float | None = Field(None, gt=0)
     max_num_batched_tokens: int = Field(2048, ge=1)
-    stop_after_s: float | None = Field(None, gt=0)  # whoever is there then has no ending
+    stop_after_s: float | None = Field(None, gt=0)  # requests still running then have no ending
     faults: tuple[FaultPlan, ...] = ()
     microbatching: Literal["lookahead", "token-count"] = "lookahead"
 

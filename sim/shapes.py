@@ -1,6 +1,6 @@
-"""The catalogue entry of any model, from its config.json: parameters and KV are counted from the shapes.
+"""Catalogue entries from a model's config.json: parameters and KV are counted from the shapes.
 
-Dense models of the Llama kind and mixtures of experts of the Mixtral and Qwen kind, which is what most are.
+Supports dense models like Llama, and mixtures of experts like Mixtral and Qwen.
 """
 
 from collections.abc import Mapping
@@ -9,22 +9,21 @@ from typing import cast
 from ballast.common.errors import ConfigError
 from sim.hardware import ELEMENT_BYTES, Gpu, ModelSpec
 
-_PARAMETERS_AT_MOST = 0.75  # of the memory of an instance: the rest is for the KV cache
+_PARAMETERS_AT_MOST = 0.75  # maximum fraction of an instance's memory: the rest is for KV
 _MOST_GPUS = 64
 _BIASED = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM")  # query, key and value have biases
-_NORMED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")  # queries and keys are normed
+_NORMED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")  # queries and keys are normalised
 _NOT_COUNTED = ("kv_lora_rank", "ssm_state_size", "state_size", "linear_num_key_heads")
 
 
 def spec_of_config(name: str, config: Mapping[str, object], gpu: Gpu) -> ModelSpec:
-    """
-    Args:
-        name: What the model is called.
-        config: Its config.json; of a model that sees or hears, the part of the text is looked at.
+    """Args:
+        name: The model's name.
+        config: Its config.json; of a multimodal model the text part counts.
         gpu: Instances take as few of these as leave a quarter of their memory to the KV cache.
 
     Raises:
-        ConfigError: a key is missing or makes no sense, or layers are of a kind that is not counted here.
+        ConfigError: a key is missing or invalid, or a kind of layer is unsupported.
     """
     text = config.get("text_config")
     shape = _ModelSizes(name, {**config, **cast("Mapping[str, object]", text)} if isinstance(text, Mapping) else config)
@@ -88,7 +87,7 @@ class _ModelSizes:
         return value
 
     def layer_parameters(self) -> int:
-        """Parameters of one layer, without experts that are chosen among."""
+        """Parameters of one layer, without routed experts."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = self.hidden * (2 * queries + 2 * keys)
         if self.architecture in _BIASED:

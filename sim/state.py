@@ -1,4 +1,4 @@
-"""The state server in virtual time: what its scripts do, as a model that a differential test holds to the real one."""
+"""The state server in virtual time: a model of its scripts, compared with the real server by a differential test."""
 
 import copy
 import math
@@ -19,17 +19,17 @@ from sim.clock import Clock
 from sim.lines import Lines
 from sim.process import Process
 
-STATE = "state"  # the server's name, for the lines to it
-_TIMEOUT_S = 2.0  # of an operation, as services have it
-_POLL_S = 1.0  # dispatchers look at the layout even if nobody has told them of a new one
-_BEGAN_S = 1e6  # by the server's clock, when the world begins: tokens are times, and epochs are not
+STATE = "state"  # the server's name, for its lines
+_TIMEOUT_S = 2.0  # of an operation, as in the services
+_POLL_S = 1.0  # dispatchers poll the layout at this interval
+_BEGAN_S = 1e6  # of the server's clock at the start: tokens are times, and differ from epochs
 _REMEMBERED_S = 10.0
-NOBODY = "?"  # holds the leases of a server whose keys are garbage
+NOBODY = "?"  # holds the leases of a server with corrupted keys
 
 
 @dataclass(frozen=True, slots=True)
 class Delays:
-    """Delays of one call between services, and of one to the state server."""
+    """Delays of a call between services, and of a call to the state server."""
 
     rpc_s: float
     state_s: float
@@ -44,7 +44,7 @@ class Lease:
 
 @dataclass(slots=True)
 class Contents:
-    """What lies in the server; each method is one script. Times are the server's own, in seconds."""
+    """Content of the server; each method is one script. Times are the server's, in seconds."""
 
     leases: dict[str, Lease] = field(default_factory=dict[str, Lease])
     counters: dict[str, int] = field(default_factory=dict[str, int])
@@ -56,7 +56,7 @@ class Contents:
     def acquire(self, name: str, holder: str, ttl_s: float, now_s: float, above: int = 0) -> int | None:
         lease = self._lease(name, now_s)
         if lease is not None and lease.until_s == math.inf and lease.holder != holder:
-            lease = None  # without expiry it is nobody's
+            lease = None  # a lease without expiry counts as free
         if lease is not None and lease.holder != holder:
             return None
         token = lease.token if lease is not None else 0
@@ -122,7 +122,7 @@ class Contents:
 
 
 class StateServer:
-    """It may be away, slow, empty again, or what it was some time ago."""
+    """It may be unreachable, slow, emptied, or reset to an earlier state."""
 
     def __init__(self, clock: Clock, delays: Delays, lines: Lines) -> None:
         self._clock = clock
@@ -131,11 +131,11 @@ class StateServer:
         self.contents = Contents()
         self.backlogs: dict[DispatcherId, BacklogWord] = {}
         self.is_up = True
-        self.slow_s = 0.0  # each operation takes so much longer
+        self.slow_s = 0.0  # additional time of each operation
         self._watchers: list[tuple[str, Callable[[Layout], None]]] = []
         self._reach_watchers: list[tuple[str, Callable[[Reach], None]]] = []
-        self.on_journal: Callable[[Journal], None] = lambda _: None  # hears of each that has been written, at once
-        self._leaders: dict[tuple[str, str], str] = {}  # by lease and by who looked: as it has found them last
+        self.on_journal: Callable[[Journal], None] = lambda _: None  # called with each journal written, at once
+        self._leaders: dict[tuple[str, str], str] = {}  # by lease and caller: the last answer
         self._past: list[tuple[float, Contents]] | None = None
 
     @property
@@ -147,11 +147,11 @@ class StateServer:
         return self._clock.now_s + _BEGAN_S
 
     def watch(self, told: Callable[[Layout], None], name: str = STATE) -> None:
-        """`name` of the process that watches."""
+        """`name`: the watching process."""
         self._watchers.append((name, told))
 
     def reaches(self, name: str) -> bool:
-        """Whether it answers that process."""
+        """True if it answers that process."""
         lines = self._lines
         return self.is_up and not (lines.troubled and (lines.is_cut(name, STATE) or lines.is_cut(STATE, name)))
 
@@ -160,7 +160,9 @@ class StateServer:
     def ask(
         self, what: str, operation: Callable[[], Callable[[], None]], failed: Callable[[], None], by: Process
     ) -> None:
-        """Done after one delay; what it gives is called after another one, or `failed` when there was no answer."""
+        """Executed after one delay; the result is delivered after another one, or `failed` is
+        called without an answer.
+        """
 
         def arrive() -> None:
             if not self.reaches(by.name):
@@ -168,7 +170,7 @@ class StateServer:
                 return
             answered = operation()
             label = f"{what} answered".encode()
-            if self.slow_s >= _TIMEOUT_S:  # it has been done, and nobody waits for the answer any more
+            if self.slow_s >= _TIMEOUT_S:  # executed, but the caller has timed out
                 self._clock.after(_TIMEOUT_S, label, lambda: by.run(failed))
             else:
                 self._clock.after(self._delays.state_s, label, lambda: by.run(answered))
@@ -194,7 +196,7 @@ class StateServer:
         return self.contents.acquire(name, holder, ttl_s, self.now_s, above)
 
     def leader(self, name: str, by: str) -> str | None:
-        """The leader as `by` finds it, who looks again and again: the last one while there is none, or no answer."""
+        """The leader as polled by `by`: the last one while there is none, or no answer."""
         lease = self.contents.leases.get(name)
         if self.reaches(by) and lease is not None and lease.until_s > self.now_s and lease.holder != NOBODY:
             self._leaders[name, by] = lease.holder
@@ -209,15 +211,15 @@ class StateServer:
             self._clock.after(3 * self._delays.state_s, b"reach", bring)
 
     def _tell(self, layout: Layout) -> None:
-        """Whoever watches gets a hint, and reads."""
+        """Watchers get a notification, and read."""
         for name, told in self._watchers:
             bring = partial(self._lines.bring, STATE, name, partial(told, layout))
             self._clock.after(3 * self._delays.state_s, b"layout", bring)
 
-    # ------------------------------------------------------------ what may become of it
+    # ------------------------------------------------------------ faults
 
     def remember(self) -> None:
-        """From now on, so that it can go back."""
+        """Record the content from now on, for `go_back`."""
         self._past = []
         self._clock.every(0.25, b"snapshot", self._take_snapshot)
 
@@ -236,7 +238,7 @@ class StateServer:
         self._clock.after(_POLL_S, b"dispatchers look", self._look)
 
     def become_garbage(self) -> None:
-        """Leases have a holder that nobody is, and no expiry; what dispatchers have said cannot be read."""
+        """Corrupt it: leases have an unknown holder and no expiry; dispatchers' entries are unreadable."""
         for name, lease in self.contents.leases.items():
             self.contents.leases[name] = Lease(NOBODY, lease.token, math.inf)
         self.backlogs.clear()
@@ -246,7 +248,7 @@ class StateServer:
         self.backlogs.clear()
 
     def go_back(self, by_s: float) -> None:
-        """The contents are as after a restart from a snapshot that is so old."""
+        """Reset to a snapshot of that age."""
         then_s = self._clock.now_s - by_s
         older = [contents for at_s, contents in self._past or () if at_s <= then_s]
         if older:
@@ -260,7 +262,7 @@ class StateServer:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What all processes of a cluster share."""
+    """Shared by all processes of a cluster."""
 
     clock: Clock
     delays: Delays
@@ -269,7 +271,7 @@ class Site:
 
 
 class Candidacy:
-    """A replica's: the state server says which of them leads, as `ballast.service.leadership` asks it."""
+    """A replica's part in leader election, as in `ballast.service.leadership`."""
 
     def __init__(
         self,
@@ -287,7 +289,7 @@ class Candidacy:
         self._on_change = on_change
         self._token: int | None = None
         self._decided = False
-        self.floor = 0  # somebody has seen this token
+        self.floor = 0  # the highest token known to be used
         label = f"{process.name} renews"
         clock.every(ttl_s / 3, label.encode(), lambda: process.run_due("lease", self._renew))
 
@@ -305,6 +307,6 @@ class Candidacy:
 
 
 def lead_for_ever(state: StateServer, lease: str, holder: str) -> int:
-    """The only replica there is. Returns its token."""
+    """For a single replica: lead permanently. Returns its token."""
     state.contents.leases[lease] = Lease(holder, 1, math.inf)
     return 1

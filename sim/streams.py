@@ -1,4 +1,4 @@
-"""Streams of news from a worker to the dispatchers."""
+"""Output streams from a worker to dispatchers."""
 
 from typing import NamedTuple, Protocol
 
@@ -8,7 +8,7 @@ from sim.fast_forward import Share
 
 
 class Output(NamedTuple):
-    """What one turn has for one dispatcher."""
+    """A turn's output for one dispatcher."""
 
     emit: Emit | None
     load: LoadReport
@@ -21,11 +21,11 @@ class Listener(Protocol):
     def hear(self, output: Output) -> None: ...
 
     def hear_step(self, share: Share, step: int, used_block_count: int) -> None:
-        """News of a fast_forward: its `step`-th step, after which so many blocks are in use."""
+        """A step of a fast-forward: its `step`-th, with so many blocks in use afterwards."""
         ...
 
     def lost(self, why: str) -> None:
-        """The worker's end of the stream is gone."""
+        """The worker's end of the stream is lost."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What may happen to a whole cluster while it is simulated, beside what `sim.faults` says of workers."""
+"""Faults of lines, links, monitors and planners in a simulation; those of workers are in `sim.faults`."""
 
 import math
 from functools import partial
@@ -14,12 +14,12 @@ class Troubles:
     def __init__(self, world: World) -> None:
         self._world = world
         self._clock = world.clock
-        self._cuts: dict[tuple[str, str], int] = {}  # by line: how often it has been cut
+        self._cuts: dict[tuple[str, str], int] = {}  # by line: number of cuts
 
     # ------------------------------------------------------------ lines
 
     def cut(self, source: str, to: str, for_s: float) -> None:
-        """Nothing arrives that way. Nothing if it is cut already."""
+        """Cut a line. No effect if it is cut already."""
         lines, line = self._world.lines, (source, to)
         if lines.is_cut(source, to):
             return
@@ -46,7 +46,7 @@ class Troubles:
         self._clock.after(for_s, b"line is fast", lambda: self._world.lines.slow(source, to, 0.0))
 
     def reset(self, one: str, other: str) -> None:
-        """The link between two workers."""
+        """End the link between two workers."""
         self._world.planes[one].reset(other)
 
     # ------------------------------------------------------------ monitors and planners
@@ -58,7 +58,7 @@ class Troubles:
             self._clock.after(for_s, b"process goes on", process.go_on)
 
     def replace(self, node: MonitorNode | PlannerNode, after_s: float) -> None:
-        """Its process ends, and after a while another one is started."""
+        """End its process, and start another one after a while."""
         if node.process.crashed:
             return
         node.process.crash()

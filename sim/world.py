@@ -1,6 +1,7 @@
 """A cluster in one process and one thread: real dispatchers, monitor, planner and workers in virtual time.
 
-Rule 1: nothing here decides what the services decide. Rule 2: the same arguments give the same run, to the last bit.
+Rule 1: no decision of a service is made here.
+Rule 2: the same arguments give the same run, bit by bit.
 """
 
 import gc
@@ -56,7 +57,7 @@ from sim.results import Sample, SimRun
 from sim.rules import ClusterRules
 from sim.state import Delays, Site, StateServer
 
-_SETTLE_S = 2.0  # after the monitor has warmed up: for the first layout and the streams
+_SETTLE_S = 2.0  # after the monitor's warm-up: for the first layout and the streams
 _SAMPLE_INTERVAL_S = 0.5
 _PROGRESS_EVENTS = 4096
 _PAGES = HugePages()
@@ -69,21 +70,21 @@ class WorldOptions:
     cluster: Cluster
     timings: Timings
     rules: ClusterRules
-    execution: ExecutionModel | None = None  # None: from the catalogue's figures
+    execution: ExecutionModel | None = None  # None: from the catalogue
     geometry: Geometry | None = None  # of each device's memory; None: of a GPU with large pages
     dispatcher_count: int = 1
-    monitor_count: int = 1  # of several one leads, and others stand by
+    monitor_count: int = 1  # one is active, the others are standbys
     planner_count: int = 1
     seed: int = 0
     deadline_s: float = 3600.0  # of each request
     check_every: int = 0  # events between two checks of all invariants; 0: none
-    contention: Contention | None = None  # None: engines share no processors
-    marks: bool = False  # KV and layers are marked, and what batches read is looked at
-    fast_forwards: bool = True  # steps in which nothing is decided are taken together: the same run in less time
+    contention: Contention | None = None  # None: no shared processors
+    marks: bool = False  # KV and layers carry marks, which are verified when batches read them
+    fast_forwards: bool = True  # take decode-only steps together: the same run in less time
     faults: Sequence[Fault] = ()
-    stop_after_s: float | None = None  # of the trace's time: a request that is there then stays open
+    stop_after_s: float | None = None  # in the trace's time: later requests stay open
     offline: OfflineLoad | None = None  # beside the trace
-    classes: Sequence[PriorityClass] = (PriorityClass.DEFAULT,)  # of the trace's requests, by turns
+    classes: Sequence[PriorityClass] = (PriorityClass.DEFAULT,)  # assigned to the trace's requests in turn
 
 
 class World:
@@ -123,7 +124,7 @@ class World:
         for _ in range(options.monitor_count):
             self.add_monitor()
         self.instances: dict[WorkerId, Instance] = {}
-        self._lives: list[Instance] = []  # those that have ended, too
+        self._lives: list[Instance] = []  # including ended ones
         self._peers: dict[WorkerId, Peer] = {}
         self._processors = Processors(options.contention) if options.contention is not None else None
         for number in range(count):
@@ -143,7 +144,7 @@ class World:
         )
         self.dispatchers = [self._add_dispatcher(number) for number in range(options.dispatcher_count)]
         self.samples: list[Sample] = []
-        self._full: dict[WorkerId, int] = {}  # where requests wait in vain -> how many, at the last sample
+        self._full: dict[WorkerId, int] = {}  # with requests waiting in vain, and their number at the last sample
         self.clock.every(_SAMPLE_INTERVAL_S, b"sample", self._sample, first_s=self.zero_s)
         for fault in options.faults:
             fault.check(count)
@@ -153,7 +154,7 @@ class World:
 
     @property
     def monitor(self) -> MonitorNode:
-        """That leads, or one of them."""
+        """The active one, or any."""
         living = [node for node in self.monitors.values() if not node.process.crashed]
         return next((node for node in living if node.core.active), (living or list(self.monitors.values()))[0])
 
@@ -193,14 +194,14 @@ class World:
         return not instance.crashed and instance.incarnation == incarnation
 
     def _later(self, delay_s: float, act: Callable[[Epoch], None], epoch: Epoch, /) -> Timer:
-        """A timer for what workers do when no planner asks any more. Where nothing breaks, that never happens."""
+        """A timer for workers whose planner is silent, which only happens with faults."""
         timer = Timer(act, epoch)
         if self._elects or self.options.marks:
             self.clock.after(delay_s, b"watchdog", timer.ring)
         return timer
 
     def _place(self, number: int) -> tuple["_EventKind", int]:
-        """Of an instance: its kind, and the host that it is on."""
+        """Kind and host of an instance."""
         before = hosts = 0
         for kind in self._kinds:
             if number < before + kind.instance_count:
@@ -327,7 +328,7 @@ class World:
                 self.planes[worker_id].stop()
                 self.clock.after(fault.duration_s or 0.0, b"pause ends", partial(self._go_on, worker_id, instance))
             case FaultKind.CRASH | FaultKind.PAUSE:
-                pass  # what has crashed, or is stopped already
+                pass  # crashed or stopped already
             case FaultKind.SLOW:
                 instance.slowness = fault.factor
                 if fault.duration_s is not None:
@@ -339,7 +340,7 @@ class World:
             instance.go_on()
 
     def _restart(self, number: int, before: Instance) -> None:
-        """The same worker in a new life: it holds all layers, and knows nothing."""
+        """A new incarnation of the worker, with all layers and no requests."""
         self._add_instance(number, Incarnation(before.incarnation + 1), 0.0)
 
     @property
@@ -348,13 +349,13 @@ class World:
 
     @property
     def silent(self) -> set[WorkerId]:
-        """Processes that are stopped."""
+        """Workers whose processes are stopped."""
         return {name for name, instance in self.instances.items() if instance.paused}
 
     # ------------------------------------------------------------ running
 
     def run(self, progress: Callable[[int, float], None] | None = None) -> SimRun:
-        """The run until each request is over. `progress` is told now and then: requests ended, instant of the trace."""
+        """Run until each request has ended. `progress` is called periodically: requests ended, instant of the trace."""
         with _no_collector(), silence():
             return self._run(progress)
 
@@ -391,13 +392,13 @@ class World:
             )
 
     def check(self) -> None:
-        """Raise InvariantViolation unless the books of all services balance, and those of the world itself."""
+        """Raise InvariantViolation unless the state of all services, and of the world, is consistent."""
         for part in (*self.instances.values(), *self.dispatchers, *self.monitors.values(), *self.planners.values()):
             part.touched = True
         self._check_touched()
 
     def _check_touched(self) -> None:
-        """A service that was told nothing since the last look cannot have changed, and is left out."""
+        """A service without events since the last check is unchanged, and skipped."""
         for instance in self.instances.values():
             if instance.touched:
                 instance.touched = False
@@ -442,7 +443,7 @@ class World:
         )
 
     def _stranded(self, leaders: Sequence[WorkerId]) -> int:
-        """Requests that wait on a full instance, at the last sample too, while another one has room for them."""
+        """Requests waiting on a full instance, at the last sample too, while another one has room for them."""
         before, self._full = self._full, {}
         loads = {name: self.instances[name].load() for name in leaders}
         room = max((_room(load) for load in loads.values() if not load.waiting_count), default=0)
@@ -485,7 +486,9 @@ class World:
 
 @contextmanager
 def _no_collector() -> Generator[None]:
-    """What an event makes has no cycles, and looking for some takes a tenth of the time where many objects live."""
+    """Disable the garbage collector: events make no cycles, and collections take a tenth of the
+    time with many objects.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -496,7 +499,7 @@ def _no_collector() -> Generator[None]:
 
 
 def _room(load: LoadReport) -> int:
-    """Blocks that the next newcomer may have."""
+    """Blocks available to the next new request."""
     if load.running_count >= load.max_running_count:
         return 0
     kept = load.kept_block_count if load.running_count else 0
@@ -504,9 +507,8 @@ def _room(load: LoadReport) -> int:
 
 
 def instance_count(model: ModelSpec, cluster: Cluster) -> int:
-    """
-    Raises:
-        ConfigError: not even one instance is there.
+    """Raises:
+    ConfigError: too few GPUs for one instance.
     """
     count = cluster.instances_of(model)
     if count < 1:
@@ -552,7 +554,7 @@ def _limits(options: WorldOptions) -> WorkerLimits:
     return WorkerLimits(
         block_tokens=rules.block_tokens,
         max_model_len=model.max_model_len,
-        vocab_size=max(model.vocab_size, model.max_model_len + 1),  # tokens are the numbers of their places
+        vocab_size=max(model.vocab_size, model.max_model_len + 1),  # a token is its position
         max_running_count=rules.max_running_count,
         max_batch_tokens=rules.max_batch_tokens,
         max_waiting_count=rules.max_waiting_count,

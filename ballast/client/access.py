@@ -1,4 +1,4 @@
-"""The right by which a client calls, and how it knows whom it talks to: a token, TLS, for operators a certificate."""
+"""A client's credentials and its verification of servers: token, TLS, and operators' certificates."""
 
 import os
 from dataclasses import dataclass
@@ -57,13 +57,13 @@ class Access:
 
     @property
     def how(self) -> str:
-        """What to say of a connection that fails: what the other side must do, too."""
+        """What to add to a connection error: what the other side needs, too."""
         if self.ca_file is not None:
             return f"with TLS and a certificate of {self.ca_file} for this address"
         return "with TLS and a certificate for this address" if self.tls else "without TLS"
 
     def open(self, address: str) -> grpc.aio.Channel:
-        """To a dispatcher, or to all that a name stands for.
+        """Open a channel to a dispatcher, or to all behind a name.
 
         Raises:
             ConfigError: the CA cannot be read, or a token would travel to another machine in the clear.
@@ -78,11 +78,11 @@ class Access:
         return open_channel(address, to_all=True)
 
     def bearing(self, channel: grpc.aio.Channel) -> grpc.aio.Channel:
-        """What stubs for that dispatcher are made of."""
+        """The object from which that dispatcher's stubs are made."""
         return bearing(channel, self.token)
 
     def open_peer(self, address: str, role: str) -> grpc.aio.Channel:
-        """To a worker, planner or monitor itself, as `role` says."""
+        """Open a channel to a worker, planner or monitor, as `role` says."""
         if self.tls_dir is None:
             return open_channel(address, None, role)
         from ballast.rpc.tls import TlsFolder

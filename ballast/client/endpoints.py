@@ -1,4 +1,4 @@
-"""The dispatchers a client knows: which to ask next, and their connections."""
+"""The dispatchers known to a client: which to try next, and their connections."""
 
 import asyncio
 import time
@@ -41,10 +41,10 @@ class Endpoint:
         self._avoided_until_s = time.monotonic() + _AVOID_S
 
     async def connect(self, timeout_s: float, *, patiently: bool = False) -> "InferenceServiceAsyncStub":
-        """Returns once connected; without this, an address that swallows packets would hold a call for ever.
+        """Returns once connected; without this, an address that drops packets would block a call forever.
 
         Args:
-            patiently: Waits for the next attempt where one is in vain, for a moment: it may be about to be back.
+            patiently: Retry after a failed attempt, for a short time: it may be restarting.
 
         Raises:
             Unavailable: no connection within `timeout_s`, or refused; or this side has been closed.
@@ -89,14 +89,14 @@ class Endpoints:
         self._turn = 0
 
     def in_turn(self) -> list[Endpoint]:
-        """Every dispatcher once, another one first each time; those that just failed come last."""
+        """Every dispatcher once, starting at a different one each time; recently failed ones come last."""
         start = self._turn % len(self.all)
         self._turn += 1
         rotated = self.all[start:] + self.all[:start]
         return sorted(rotated, key=lambda endpoint: endpoint.avoided)  # stable: False first
 
     def avoid(self, address: str) -> None:
-        """That one has just gone."""
+        """Deprioritise a dispatcher that has just failed."""
         for endpoint in self.all:
             if endpoint.address == address:
                 endpoint.avoid()

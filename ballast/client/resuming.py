@@ -1,4 +1,4 @@
-"""What a client keeps of a request to go on with it at another dispatcher (`Resumption` in inference.proto)."""
+"""State with which a client resumes a request at another dispatcher (`Resumption` in inference.proto)."""
 
 import asyncio
 import os
@@ -11,13 +11,13 @@ from ballastpb.inference.v1 import inference_pb2 as pb
 
 _SECRET_BYTES = 16
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 1.0
-_MAX_VAIN = 5  # dispatchers that die one after the other without a token: perhaps it is the request
+_MAX_VAIN = 5  # dispatchers lost in a row without a token: the request may be the cause
 
 
 class Progress:
-    """What has come of the answer. `request` is sent again with it, each time as another attempt.
+    """The answer so far. `request` is sent again with it, each time as another attempt.
 
-    Draws a seed where there is none: what follows has to be what would have followed.
+    Draws a seed if there is none, so that every attempt generates the same tokens.
     """
 
     def __init__(self, request: pb.GenerateRequest) -> None:
@@ -49,7 +49,7 @@ class Progress:
 
 
 class Patience:
-    """How long dispatchers are asked, one after the other, to go on with a request that was cut off."""
+    """How long to look for a dispatcher that resumes a request."""
 
     def __init__(self, within_s: float) -> None:
         self._within_s = within_s
@@ -68,10 +68,10 @@ class Patience:
         self._vain_count = 0
 
     async def wait(self, why: BallastError, cut: Unavailable) -> None:
-        """Returns when the dispatchers may be asked again.
+        """Returns when the dispatchers may be tried again.
 
         Raises:
-            Unavailable: it has taken too long, or too many have died. Tells of the cut and of why nobody goes on.
+            Unavailable: it has taken too long, or too many have died; names both causes.
         """
         if self._vain_count > _MAX_VAIN:
             why_not = f"{self._vain_count} dispatchers have gone, one after the other, without a token between"

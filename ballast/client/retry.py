@@ -1,4 +1,4 @@
-"""What to do when a dispatcher says it is overloaded."""
+"""Retries after an overloaded dispatcher's refusal."""
 
 import asyncio
 import random

@@ -163,7 +163,7 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
             return await self._resume(self._progress, error)
 
     async def _resume(self, progress: Progress, cut: Unavailable) -> pb.GenerateResponse | None:
-        """What follows, from whichever dispatcher goes on with the request."""
+        """The rest of the answer, from any dispatcher that resumes the request."""
         while True:
             try:
                 response = await self._try_each()
@@ -185,7 +185,7 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
                 self._patience.restore()
 
     def _seen(self, usage: Usage) -> Usage:
-        """With the times of the whole request: the dispatcher that has ended it knows its own part only."""
+        """With the times of the whole request: the last dispatcher knows only its own part."""
         first_s = self._began_s if self._first_s is None else self._first_s
         return replace(usage, ttft_s=first_s - self._began_s, e2e_s=time.monotonic() - self._began_s)
 
@@ -198,7 +198,7 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
                 await self._retry.wait(error, self._time_left_s())
 
     async def _try_each(self) -> pb.GenerateResponse | None:
-        """Asks the dispatchers in turn until one answers, with what has come so far, so that nothing is repeated."""
+        """Try the dispatchers in turn until one answers, sending the tokens so far, so that none is repeated."""
         first: BallastError | None = None
         endpoints = self._endpoints.in_turn()
         for patiently, endpoint in itertools.product((False, True), endpoints):

@@ -1,4 +1,4 @@
-"""What the SDK hands out: frozen dataclasses, no protobuf."""
+"""Types returned by the SDK: frozen dataclasses, no protobuf."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

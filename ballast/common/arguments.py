@@ -1,4 +1,4 @@
-"""Types of command line arguments: what is wrong with one is told before any work begins."""
+"""Types of command line arguments, which validate before any work begins."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Where time comes from. Cores never see a clock: shells read it once per event."""
+"""Source of time. Cores read no clock: shells read it once per event."""
 
 from typing import Protocol
 

@@ -1,12 +1,11 @@
-"""What a batch costs a stage: equations 1 to 3 of KunServe (EuroSys '26, section 4.3), and three terms more.
+"""Cost of a batch on a stage: equations 1 to 3 of KunServe (EuroSys '26, section 4.3), and three terms more.
 
-A chunk reads the KV of its prefix once, however few tokens it has, so `prefix_s` counts the prefix itself. Without it
-decodes with long contexts come out at half of what they take on a CPU. The time of a matrix product is no straight
-line over its rows: `many_s` is what it takes more than a product with one vector, and `beyond_s` what a token takes
-more once there are so many (`knee_tokens`) that reading the parameters hides nothing of it. With these at 0 it is the
-paper's model.
+A chunk reads the KV of its prefix once, however few tokens it has: `prefix_s`. Without it decodes with long contexts
+come out at half of their time on a CPU. The time of a matrix product is not linear in its rows: `many_s` is the
+additional time over a product with one vector, and `beyond_s` that of each token above `knee_tokens`, where reading the
+parameters overlaps with nothing more. With these at 0 it is the paper's model.
 
-Costs that decide are added with `math.fsum`: what `sum` gives for floats depends on the version of Python.
+Costs that decide are summed with `math.fsum`: float results of `sum` depend on the version of Python.
 """
 
 import math
@@ -14,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-KNEE_TOKENS = 64  # where nothing else is known
+KNEE_TOKENS = 64  # default
 
 
 class Chunk(NamedTuple):
@@ -50,8 +49,8 @@ class CostModel:
         return math.fsum(costs) - max(0, len(costs) - 1) * self.shared_s + self.together_s(token_count)
 
     def decodes_s(self, count: float, context_tokens: float) -> float:
-        """So many decodes together whose prefixes have so many tokens: equation 3 for a mean batch, which need not
-        have a whole number of them.
+        """Cost of `count` decodes with a total prefix length: equation 3 for a mean batch, possibly with fractional
+        counts.
         """
         own_s = self.attention_s * (context_tokens + count) + self.prefix_s * context_tokens
         own_s += (self.token_s + self.chunk_s) * count - max(0.0, count - 1.0) * self.shared_s
@@ -64,11 +63,11 @@ class CostModel:
         return self.attention_s * pairs + self.token_s * count + self.prefix_s * prefix + self.chunk_s
 
     def together_s(self, token_count: int) -> float:
-        """What depends on the tokens of the whole batch."""
+        """The part that depends on the tokens of the whole batch."""
         return (self.many_s if token_count > 1 else 0.0) + self.beyond_s * max(0, token_count - self.knee_tokens)
 
     def joining_s(self, prefix_tokens: int) -> float:
-        """What a chunk adds to a batch that has others, before its first token is counted."""
+        """Cost of adding a chunk to a non-empty batch, before its first token."""
         return self.chunk_s - self.shared_s + self.prefix_s * prefix_tokens
 
     def scaled(self, factor: float) -> "CostModel":
@@ -85,7 +84,7 @@ class CostModel:
         )
 
     def plus(self, other: "CostModel") -> "CostModel":
-        """The costs of a stage that does both with the same batch."""
+        """The costs of a stage that executes both for the same batch."""
         return CostModel(
             self.attention_s + other.attention_s,
             self.token_s + other.token_s,

@@ -23,11 +23,11 @@ class InvalidRequest(BallastError):
 
 
 class Unauthenticated(BallastError):
-    """Nobody knows who calls: a token or a certificate is missing, or is not valid here."""
+    """The caller is not authenticated: a token or certificate is missing or invalid."""
 
 
 class PermissionDenied(BallastError):
-    """The caller is known, and has no right to what it asks for."""
+    """The caller lacks a right."""
 
 
 class AlreadyExists(BallastError):
@@ -61,11 +61,11 @@ class Unavailable(BallastError):
 
 
 class DeadlineExceeded(BallastError):
-    """The caller's time was up."""
+    """The caller's deadline has passed."""
 
 
 class Cancelled(BallastError):
-    """The caller withdrew the request."""
+    """The caller has cancelled the request."""
 
 
 class StaleEpoch(BallastError):
@@ -79,11 +79,11 @@ class StaleEpoch(BallastError):
 
 
 class NotPossible(BallastError):
-    """What was asked for does not fit what is there now. Look (`ballast status`), then decide anew."""
+    """The request does not fit the present state. Look (`ballast status`), then decide anew."""
 
 
 class NotActive(BallastError):
-    """A standby was asked for what only the active one of its kind does. Find the active one, then retry there."""
+    """A standby was called for what only the active replica does. Find the active one, then retry there."""
 
     def __init__(self, who: str) -> None:
         super().__init__(f"{who} is a standby, not the active one")
@@ -100,7 +100,7 @@ class PeerViolation(BallastError):
 
 
 class CallFailed(BallastError):
-    """A call came upon something that nobody foresaw. The service goes on; its log and metrics have the cause."""
+    """An unexpected error in a call. The service goes on; its log and metrics have the cause."""
 
 
 class ConfigError(BallastError):
@@ -113,7 +113,7 @@ class ConfigError(BallastError):
 
 
 class InvariantViolation(BallastError):
-    """Our mistake. The process stops (exit status 70) and tells the story of the object concerned."""
+    """A bug. The process stops (exit status 70) and logs the history of the object concerned."""
 
     def __init__(self, why: str, story: Sequence[str] = ()) -> None:
         super().__init__(why if not story else why + "\n  " + "\n  ".join(story))
@@ -122,5 +122,5 @@ class InvariantViolation(BallastError):
 
 
 def broken_core(error: Exception) -> InvariantViolation:
-    """What an exception means that nobody raised on purpose inside of a core: half of a decision has been made."""
+    """Wraps an unexpected exception inside of a core, whose state is then inconsistent."""
     return InvariantViolation(f"a core failed amid a decision: {type(error).__name__}: {error}")

@@ -8,7 +8,7 @@ from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
 
 
 class Standing(StrEnum):
-    """Whether an instance that lives has a part in serving."""
+    """Whether a live instance takes part in serving."""
 
     SERVING = "serving"
     LEAVING = "leaving"  # takes nothing new and gives its requests away, to be parked; undone at once, at no cost
@@ -25,13 +25,13 @@ class Member:
     address: str  # host:port of its WorkerService
     first_layer: int
     last_layer: int
-    draining: bool = False  # finishes what it has, takes nothing new
+    draining: bool = False  # finishes its requests, takes no new ones
     data_address: str = ""  # host:port where links to it are made
     standing: Standing = Standing.SERVING  # another one only of an instance alone
 
     @property
     def takes_new(self) -> bool:
-        """Whether requests may be sent to it."""
+        """True if requests may be sent to it."""
         return self.standing is Standing.SERVING and not self.draining
 
 
@@ -49,9 +49,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What an instance says of its own part: since `epoch` it has been in this group, whose members have no addresses.
+    """An instance's report of its place: since `epoch` it has been in this group, whose members have no addresses.
 
-    Of one that is alone since its group was lost, the group may not hold every layer.
+    If its group was lost and it is alone, the group may not hold every layer.
     """
 
     epoch: Epoch
@@ -105,7 +105,7 @@ def members_of(group: Group | None) -> tuple[WorkerId, ...]:
 
 
 def participants(base: Layout, group: Group) -> set[WorkerId]:
-    """The members of a coming group, and those of every group of `base` that one of them comes from."""
+    """The members of a future group, and those of every group of `base` that one of them comes from."""
     chosen = set(members_of(group))
     for worker_id in members_of(group):
         chosen.update(members_of(group_of(base, worker_id)))

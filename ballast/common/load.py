@@ -1,4 +1,4 @@
-"""What an instance says about itself: the numbers that routing, forecasting and `ballast status` are made from."""
+"""An instance's load report: the input of routing, forecasting and `ballast status`."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class MemoryReport:
     parameter_bytes: int
     kv_bytes: int
     free_bytes: int
-    extent_bytes: int = 0  # memory is dealt out in multiples of this; 0: it does not say
+    extent_bytes: int = 0  # granularity of memory; 0: not reported
 
     def check(self) -> None:
         if self.parameter_bytes + self.kv_bytes + self.free_bytes != self.budget_bytes:
@@ -33,9 +33,9 @@ class LoadReport:
     """
 
     block_tokens: int
-    block_count: int  # KV blocks in all
-    used_block_count: int  # not free: held by requests, or, for moments after a restore, by KV that is still moving
-    waiting_block_count: int  # needed by the prompts of accepted requests that do not run yet, head of line included
+    block_count: int  # all KV blocks
+    used_block_count: int  # held by requests, or, temporarily after a restore, by KV being moved
+    waiting_block_count: int  # needed by prompts of accepted, not running requests, head of line included
     running_count: int
     waiting_count: int
     max_running_count: int  # --max-num-seqs, or what --tpot-target-s allows
@@ -43,35 +43,35 @@ class LoadReport:
     preemptions_total: int
     prompt_tokens_total: int
     generation_tokens_total: int
-    step_age_s: float  # since the engine last completed a step or was idle; readiness is judged by it
+    step_age_s: float  # since the engine last completed a step or was idle; determines readiness
     draining: bool
     memory: MemoryReport
-    newest_epoch: int = 0  # of a transition that the instance has heard of; it takes part in no lower one
-    kept_block_count: int = 0  # free ones that are for no newcomer while anything runs
-    prompt_token_count: int = 0  # of prompts here, in no batch yet; one that runs counts as a full batch at most
-    max_prompt_token_count: int = 0  # from so many on nobody is let in; 0: however many
-    # Of a leader whose group before dissolves: blocks that the group before keeps to grow into. They count as used by
-    # its members, and no request needs them.
+    newest_epoch: int = 0  # highest known epoch of a transition; lower ones are refused
+    kept_block_count: int = 0  # free, but not given to a new request while another one runs
+    prompt_token_count: int = 0  # uncomputed prompt tokens here; a running prompt counts at most one full batch
+    max_prompt_token_count: int = 0  # beyond which none is admitted; 0: no limit
+    # Of a leader with a draining group: blocks that this group keeps in reserve. They count as used by its members, and
+    # no request needs them.
     spare_block_count: int = 0
     offline_block_count: int = 0  # held by offline requests
     offline_running_count: int = 0
     offline_waiting_count: int = 0
-    offline_wanted_tokens: int = 0  # of prompts of more offline requests that it could begin
+    offline_wanted_tokens: int = 0  # prompt tokens of further offline requests that it could admit
     offline_tokens_total: int = 0  # computed for offline requests, of prompts and answers
-    offline_lost_tokens_total: int = 0  # computed for offline requests that yielded, and computed anew
-    uncomputed_token_count: int = 0  # of prompts that run or wait here: in no batch yet, and not to be had from others
-    prefixes_kept_s: float = 0.0  # whatever was used within so many seconds is still here
-    retained_block_count: int = 0  # free ones whose KV is kept for prompts that begin so
-    prefix_queries_total: int = 0  # tokens of requests let in for the first time
-    prefix_hits_total: int = 0  # those of them whose KV was there
-    prefix_host_hits_total: int = 0  # of these, those whose KV came back from host memory
-    host_block_count: int = 0  # of host memory, with copies of what is retained or was
-    offline_yields_total: int = 0  # times an offline request gave its blocks or its place to online work
-    longest_token_count: int = 0  # of the longest online request that runs
-    longest_limit_tokens: int = 0  # that this one may come to, with all of its answer
-    busiest_caller_count: int = 0  # online requests that run, of the caller that has the most of them
-    parked: bool = False  # takes no request until woken; its device memory is given back, or about to be
-    wake_s: float = 0.0  # that waking takes, as measured lately or estimated; 0: it cannot be parked
+    offline_lost_tokens_total: int = 0  # computed, then dropped by preemptions of offline requests
+    uncomputed_token_count: int = 0  # uncomputed tokens of running or waiting prompts, without cached ones
+    prefixes_kept_s: float = 0.0  # all prefixes used within this time are still cached
+    retained_block_count: int = 0  # free blocks with cached prefixes
+    prefix_queries_total: int = 0  # prompt tokens of requests admitted for the first time
+    prefix_hits_total: int = 0  # of these, cached ones
+    prefix_host_hits_total: int = 0  # of these, those copied back from host memory
+    host_block_count: int = 0  # of host memory, with copies of cached prefixes
+    offline_yields_total: int = 0  # preemptions of offline requests
+    longest_token_count: int = 0  # of the longest running online request
+    longest_limit_tokens: int = 0  # maximum of that request, with its whole answer
+    busiest_caller_count: int = 0  # running online requests of the caller with the most
+    parked: bool = False  # takes no request until woken; its device memory is released
+    wake_s: float = 0.0  # time to wake (seconds), measured or estimated; 0: it cannot be parked
 
     @property
     def kv_usage_fraction(self) -> float:
@@ -87,6 +87,6 @@ class LoadReport:
         return self.prefix_hits_total / self.prefix_queries_total if self.prefix_queries_total else 0.0
 
     def has_jumped(self, since: "LoadReport") -> bool:
-        """So much more KV is wanted than was told that nobody should learn it only with the next regular report."""
+        """True if demand has grown so much since the last report that the next one should be sent at once."""
         more = self.used_block_count + self.waiting_block_count - since.used_block_count - since.waiting_block_count
         return more > 0 and more * _JUMP_SHARE >= self.block_count

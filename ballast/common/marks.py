@@ -1,7 +1,7 @@
-"""Marks: what workers and dispatchers call the beginnings of prompts by, in 8 bytes for each so many tokens.
+"""Prefix marks: 8-byte identifiers of prompt prefixes, shared by workers and dispatchers.
 
-A mark stands for all tokens up to its end. Two prompts that begin alike have the same marks as far as they do; other
-prompts may, once in 2^64: a mark that is wrong costs the computing of a prompt, and never a token.
+A mark stands for all tokens up to its end. Prompts share marks as far as they share tokens; a collision has probability
+2^-64 and costs a recomputation, never a wrong token.
 """
 
 from array import array

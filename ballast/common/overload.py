@@ -1,4 +1,4 @@
-"""What becomes of requests when KV memory runs short: `--overload-policy`, of planner and workers."""
+"""Overload policies: what happens when KV memory runs short (`--overload-policy` of planner and workers)."""
 
 from enum import StrEnum
 
@@ -7,9 +7,7 @@ class OverloadPolicy(StrEnum):
     """The planner acts (`drop`, `static-pipeline`: it merges instances; `migrate`), or each worker for itself."""
 
     DROP = "drop"  # replicated layers make room for KV, and come back afterwards (KunServe)
-    RECOMPUTE = "recompute"  # who does not fit gives its KV up and is computed anew (vLLM)
-    SWAP = "swap"  # who does not fit waits with its KV in host memory (InferCept)
-    MIGRATE = (
-        "migrate"  # running requests move to instances with more room; who fits nowhere is computed anew (Llumnix)
-    )
+    RECOMPUTE = "recompute"  # preempted requests drop their KV and are recomputed (vLLM)
+    SWAP = "swap"  # preempted requests wait with their KV in host memory (InferCept)
+    MIGRATE = "migrate"  # running requests migrate to instances with more room; others are recomputed (Llumnix)
     STATIC_PIPELINE = "static-pipeline"  # layers are dropped from the start, for good (vLLM with pipelines)

@@ -1,11 +1,11 @@
-"""The longest context that a cluster holds: what the planner tells dispatchers, through the state server."""
+"""The longest context that a cluster can hold: published by the planner for dispatchers, in the state server."""
 
 from dataclasses import astuple, dataclass
 
 from ballast.common.errors import InvariantViolation
 
 _MOST = 1 << 40
-MARGIN = 1.05  # a group for a long request has so much more room than that one and all that runs there take
+MARGIN = 1.05  # a group for a long request has this factor of the room needed by it and by running requests
 
 
 @dataclass(frozen=True, slots=True)

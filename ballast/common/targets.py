@@ -1,4 +1,4 @@
-"""What tokens of a request may take (service level objectives), by class and by request."""
+"""Latency targets (service level objectives), by class and by request."""
 
 import json
 import math
@@ -14,13 +14,13 @@ _ONLINE = [each for each in PriorityClass if not each.offline]
 
 
 class Targets(NamedTuple):
-    """In seconds; inf: whatever it takes."""
+    """In seconds; inf: none."""
 
     ttft_s: float = math.inf  # the first token
     tpot_s: float = math.inf  # each after it, on average
 
     def or_else(self, other: "Targets") -> "Targets":
-        """The other's where this says nothing."""
+        """Own values, with the other's as defaults."""
         return Targets(
             other.ttft_s if math.isinf(self.ttft_s) else self.ttft_s,
             other.tpot_s if math.isinf(self.tpot_s) else self.tpot_s,

@@ -1,4 +1,4 @@
-"""What clients have asked of a cluster lately, and how fast its instances are: what an outlook is made from."""
+"""Recent traffic of a cluster, and speeds of its instances: the input of the planner's predictions."""
 
 import math
 from bisect import bisect_left
@@ -21,19 +21,19 @@ LENGTH_COUNTS = len(_LENGTHS) + 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongDemand:
-    """Requests that wait for a group which holds them, for no instance does alone."""
+    """Requests waiting for a group that holds them, as no single instance does."""
 
     count: int = 0
-    need_tokens: int = 0  # of the one that needs most, with what its answer may still grow by
+    need_tokens: int = 0  # of the largest, with the expected rest of its answer
     prompt_tokens: int = 0  # tokens of these requests' prompts that are yet to be computed
     wait_s: float = 0.0  # of the first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Counts of dispatchers, which add up."""
+    """Counters of dispatchers, which can be summed."""
 
-    queued_count: int = 0  # requests that no worker knows of yet
+    queued_count: int = 0  # requests on no worker
     queued_tokens: int = 0  # of their prompts, and of what earlier attempts have generated
     recent_count: int = 0  # requests that came in the last RECENT_S
     minute_count: int = 0  # in the last MINUTE_S
@@ -42,7 +42,7 @@ class Traffic:
     ended_count: int = 0  # answers that ended in the last WINDOW_S
     ended_tokens: int = 0  # tokens of these
     open_tokens: int = 0  # so far, of answers that have not ended
-    known_s: float = 0.0  # for so long it has been counted, at most WINDOW_S
+    known_s: float = 0.0  # observed time, at most WINDOW_S
     oldest_wait_s: float = 0.0  # of the requests that have had no token yet, wherever they are
     # Requests that have ever had a first token, by the `wait_index` of their wait; zeros at the end are left out.
     first_counts: tuple[int, ...] = ()
@@ -57,7 +57,7 @@ class Traffic:
         return not (self.queued_count or self.minute_count or self.ended_count or self.calm_per_s or self.long.count)
 
     def is_believable(self, max_model_len: int) -> bool:
-        """False: prompts or answers are longer on average than the model allows."""
+        """False if mean lengths exceed the model's limits."""
         told = (
             (self.queued_tokens, self.queued_count),
             (self.minute_tokens, self.minute_count),
@@ -66,7 +66,7 @@ class Traffic:
         return all(tokens <= max_model_len * count for tokens, count in told)
 
     def prompt_quantile(self, share: float) -> float | None:
-        """The tokens that this share of the last minute's prompts does not exceed; None where there were no prompts."""
+        """Quantile of the last minute's prompt lengths; None if there were none."""
         return _quantile(self.prompt_counts, share, _LENGTHS)
 
 
@@ -166,7 +166,7 @@ def length_index(token_count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Waits and times of tokens between two looks at the traffic."""
+    """Waits and token times between two reads of the traffic."""
 
     first_count: int  # requests that had their first token
     ttft_p99_s: float | None  # of these requests; None where there are none
@@ -175,7 +175,7 @@ class Served:
 
 
 def served_between(before: Traffic, after: Traffic) -> Served | None:
-    """None: a dispatcher is gone, and with it what it has counted."""
+    """None: a dispatcher is lost, with its counters."""
     pairs = list(zip_longest(before.first_counts, after.first_counts, fillvalue=0))
     counts = [later - earlier for earlier, later in pairs]
     tokens, took_s = after.later_count - before.later_count, after.later_s - before.later_s
@@ -201,7 +201,7 @@ def _quantile(counts: Sequence[int], share: float, bounds: Sequence[float]) -> f
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What a batch costs an instance that executes so many layers, as it has learnt from its own steps."""
+    """Batch costs of an instance with `layer_count` layers, learnt from its steps."""
 
     cost: CostModel
     layer_count: int
@@ -209,6 +209,6 @@ class Pace:
 
     @property
     def is_believable(self) -> bool:
-        """False: a step of one token takes a minute, or no time at all."""
+        """False: a step of one token takes a minute, or no time."""
         one_s = self.cost.chunk_cost_s(Chunk(0, 1))
         return self.layer_count > 0 and _LEAST_STEP_S <= one_s <= _MOST_STEP_S

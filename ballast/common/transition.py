@@ -1,4 +1,4 @@
-"""What the planner and the members of groups say to each other of a change of the layout."""
+"""Types of the planner's calls to group members about a change of the layout."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,21 +12,21 @@ class TransitionKind(StrEnum):
 
 
 class Phase(StrEnum):
-    """How far a member is. A later one is never followed by an earlier one."""
+    """Progress of a member. Phases only advance."""
 
-    NONE = "none"  # it knows nothing of the epoch
+    NONE = "none"  # it does not know the epoch
     PREPARING = "preparing"
     PREPARED = "prepared"
-    COMMITTING = "committing"  # waits for the step boundary, or for the other members
-    EXCHANGING = "exchanging"  # the new layout is in force; KV of victims travels
+    COMMITTING = "committing"  # waiting for the step boundary, or for the other members
+    EXCHANGING = "exchanging"  # the new layout is in force; KV is being transferred
     DONE = "done"
-    FAILED = "failed"  # before commit: Abort follows; after it: a member was lost, this one gets its layers by itself
+    FAILED = "failed"  # before commit: Abort follows; after it: a member was lost, this one loads its layers by itself
     ABORTED = "aborted"
 
 
 @dataclass(slots=True, kw_only=True)
 class Status:
-    """How far a transition is on one member, and what it has counted. Seconds are of its own clock."""
+    """Progress and counters of a transition on one member. Seconds are of its own clock."""
 
     epoch: Epoch
     phase: Phase = Phase.NONE
@@ -39,15 +39,15 @@ class Status:
     kv_bytes_received: int = 0
     parameter_bytes_to_pull: int = 0
     parameter_bytes_pulled: int = 0
-    victim_count: int = 0  # of the whole group; the leader says it
+    victim_count: int = 0  # of the whole group; reported by the leader
     victims_waiting: int = 0
-    victims_recomputed: int = 0  # there was no room for their KV: they start over
+    victims_recomputed: int = 0  # recomputed for lack of room
     prepare_s: float = 0.0
     layers_s: float = 0.0  # of a restore: from hearing of it until all layers are here
     remap_s: float = 0.0
     boundary_wait_s: float = 0.0  # from Commit to the new layout in force
     exchange_s: float = 0.0
-    max_stall_s: float = 0.0  # longest time that a victim has waited for its KV
+    max_stall_s: float = 0.0  # longest wait of a moved sequence for its KV
     p99_stall_s: float = 0.0
-    repulled_layers: int = 0  # their checksum was wrong
+    repulled_layers: int = 0  # received with a wrong checksum
     waves: int = 0  # of victims, as room for their KV was made by sending the KV of those before

@@ -1,7 +1,7 @@
-"""Bounds on what others may say: a value is looked at where it comes in, and everybody behind that relies on it.
+"""Validation of values from other processes, at the point where they arrive.
 
-The codec applies these, so no plain type is made of a message that makes no sense. Whoever reads a message names the
-sender of what is refused (`ballast.service.refusals`) and goes on.
+The codec applies it, so no plain type is made from an invalid message. The reader of a message names the sender of what
+is refused (`ballast.service.refusals`) and continues.
 """
 
 from collections.abc import Collection
@@ -27,10 +27,10 @@ MAX_SECONDS: Final = 1e9
 
 
 def name(field: str, text: str) -> str:
-    """An id: it becomes a key, a label and a word of the log.
+    """An id: it becomes a key, a label and part of log lines.
 
     Raises:
-        InvalidRequest: it is empty, too long, or has characters that cannot be shown.
+        InvalidRequest: it is empty, too long, or has unprintable characters.
     """
     if not 0 < len(text) <= MAX_ID_CHARS:
         raise InvalidRequest(field, f"must have 1 to {MAX_ID_CHARS} characters, has {len(text)}")
@@ -40,7 +40,7 @@ def name(field: str, text: str) -> str:
 
 
 def text(field: str, value: str, most_chars: int = MAX_TEXT_CHARS) -> str:
-    """Words for people."""
+    """Text for people."""
     if len(value) > most_chars:
         raise InvalidRequest(field, f"has {len(value)} characters, at most {most_chars} are allowed")
     return value
@@ -78,11 +78,11 @@ def distinct(field: str, values: Collection[str]) -> None:
 
 
 def adds_up(field: str, memory: MemoryReport) -> None:
-    """Parameters + KV + free = budget. Not asked by the codec: `ballast status` shows it where it is not so."""
+    """Parameters + KV + free = budget. Not checked by the codec, as `ballast status` shows violations."""
     if memory.parameter_bytes + memory.kv_bytes + memory.free_bytes != memory.budget_bytes:
         raise InvalidRequest(field, f"parameters, KV and free must add up to the budget: {memory}")
 
 
 def claimed_epoch(field: str, epoch: int, layout_epoch: int) -> None:
-    """What an instance says that it has heard of, or been in, while the layout in force has `layout_epoch`."""
+    """An epoch that an instance reports, validated against the layout's epoch in force."""
     within(field, epoch, 0, max(MAX_CLAIMED_EPOCH, layout_epoch + CLAIM_SLACK))

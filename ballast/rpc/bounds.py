@@ -1,6 +1,6 @@
-"""How much of a server one connection, one token and all large messages together may take at a time.
+"""Limits of the calls of one connection, of one token, and of all large messages together.
 
-Whoever wants more is refused with a reason that names the bound; nobody else notices.
+Calls beyond are refused with a reason that names the limit; others are not affected.
 """
 
 from collections import Counter
@@ -49,7 +49,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class CallBook:
-    """Counts what runs. Lives in the event loop of its server."""
+    """Counts running calls. Lives in the event loop of its server."""
 
     def __init__(self, bounds: CallBounds) -> None:
         self.bounds = bounds
@@ -62,10 +62,10 @@ class CallBook:
         return self._of_connection.total()
 
     def enter(self, connection: str, caller: str, context: _Context) -> None:
-        """The call counts from now on until it is over. An empty `caller` is nobody in particular.
+        """Count the call until it has ended. An empty `caller` has no limit of its own.
 
         Raises:
-            Overloaded: one more would be too many.
+            Overloaded: a limit is reached.
         """
         bounds = self.bounds
         if self._of_connection[connection] >= bounds.per_connection:
@@ -92,7 +92,7 @@ class CallBook:
         context.add_done_callback(cast(Any, leave))
 
     def hold(self, byte_count: int) -> "Held":
-        """Room for a large message, for as long as what is returned lives.
+        """Reserve room for a large message, for the lifetime of the returned object.
 
         Raises:
             Overloaded: there is none.

@@ -1,4 +1,4 @@
-"""Who makes the call that is being handled: known to handlers, decided before they run."""
+"""The authenticated caller of the current call, for handlers."""
 
 from collections.abc import Callable
 from contextvars import ContextVar

@@ -1,4 +1,4 @@
-"""`python -m services.dispatcher`: builds the parts, wires them, and waits for the signal to stop."""
+"""`python -m services.dispatcher`: constructs the parts, connects them, and runs until a stop signal."""
 
 import asyncio
 import contextlib
@@ -56,7 +56,7 @@ T = TypeVar("T")
 _NAME = "dispatcher"
 _PLANNER_LOOKUP_S = 2.0
 _LAYOUT_POLL_S = 1.0
-_CONNECTION_AGE_S = 300.0  # after which clients see dispatchers that have been added under the same name
+_CONNECTION_AGE_S = 300.0  # after which clients resolve the name again, and find added dispatchers
 _CLOSE_GRACE_S = 1.0  # for the last responses to reach their clients
 
 
@@ -88,7 +88,7 @@ async def main(life: Lifecycle) -> None:
 
 
 async def _unless_stopped(life: Lifecycle, waiting: Coroutine[Any, Any, T]) -> T | None:
-    """Its result, or None if the signal to stop came first."""
+    """The awaitable's result, or None if the stop signal came first."""
     work, stop = asyncio.ensure_future(waiting), asyncio.ensure_future(life.stopping.wait())
     try:
         await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -100,7 +100,7 @@ async def _unless_stopped(life: Lifecycle, waiting: Coroutine[Any, Any, T]) -> T
 
 @dataclass(frozen=True, slots=True)
 class Doors:
-    """Who comes in, and how others are reached."""
+    """Authentication of callers, and credentials for calls."""
 
     security: Security
     tokens: TokenBook | None
@@ -206,7 +206,7 @@ async def _serve(
             keep_up(doors.follow_tokens, "tokens"),
             keep_up(lambda: _keep_health(shell, server), "health"),
         ):
-            gc.freeze()  # what was loaded stays: collections need not look at it while requests run
+            gc.freeze()  # exclude loaded objects from garbage collection
             say_ready(_NAME, identity.dispatcher_id, address)
             await life.stopping.wait()
             shell.drain(for_good=True)
@@ -257,7 +257,7 @@ def build_shell(
 
 @contextlib.asynccontextmanager
 async def _running(*loops: Coroutine[Any, Any, None]) -> AsyncGenerator[None, None]:
-    """Loops that never end by themselves: a broken invariant takes all with it, leaving cancels them."""
+    """Runs endless loops: an exception of one cancels all, and so does leaving the block."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(loop) for loop in loops]
         yield

@@ -1,6 +1,6 @@
-"""A process that checks grammars for a dispatcher, which kills it if one takes too long.
+"""A process that validates grammars for a dispatcher, which kills it on a timeout.
 
-Reads lines of JSON, [grammar, token_ids], and answers each with [] or with [field, why] of what is wrong.
+Reads lines of JSON, [grammar, token_ids], and answers each with [] or with [field, reason].
 """
 
 import json
@@ -15,7 +15,7 @@ from ballast.service.grammar import Grammars
 
 MOST_MEMORY = 4 << 30
 _MOST_KEPT = 16
-_POLITENESS = 5  # tokens of answers go first
+_POLITENESS = 5  # niceness: token streams have precedence
 
 
 def main() -> None:

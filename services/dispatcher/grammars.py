@@ -1,7 +1,7 @@
-"""Checks of grammars in processes of their own: one that compiles for too long is killed, and nobody else waits.
+"""Validates grammars in separate processes: one that compiles for too long is killed without delaying others.
 
-One grammar at a time for each caller, so that a caller with many large ones holds up himself. What was found is
-remembered. Processes begin when they are needed, and end with this one: their input does.
+One grammar at a time per caller, so that a caller with many large ones delays only itself. Results are cached.
+Processes start on demand, and end with this one, when their input closes.
 """
 
 import asyncio
@@ -20,10 +20,10 @@ from ballast.common.sampling import Grammar
 from ballast.service.logs import get_logger
 
 _PROCESSES = 2
-_MOST_KEPT = 1024  # verdicts
+_MOST_KEPT = 1024  # cached results
 _MOST_WAITING_OF_ONE = 256
 _WAIT_S = 15.0
-_START_S = 30.0  # of a process, until it has read the tokenizer
+_START_S = 30.0  # start of a process, including loading the tokenizer
 _RETRY_S = 1.0
 _STARTS, _START_AGAIN_S = 4, 0.1
 _LINE_BYTES = 1 << 16
@@ -44,16 +44,15 @@ class GrammarChecks:
         self._found: OrderedDict[Grammar, InvalidRequest | None] = OrderedDict()
         self._turns: dict[str, asyncio.Lock] = {}
         self._waiting: Counter[str] = Counter()
-        self._processes: list[Process] = []  # those that live, and a few that have just ended
+        self._processes: list[Process] = []  # running ones, and a few that have just ended
         self._free: list[Process] = []
         self._places = asyncio.Semaphore(_PROCESSES)
         self._running: set[asyncio.Task[InvalidRequest | None]] = set()
 
     async def check(self, grammar: Grammar, token_ids: Sequence[int], caller: str) -> None:
-        """
-        Raises:
-            InvalidRequest: it cannot be followed, takes too long to compile, or these tokens do not follow it.
-            Overloaded: too many grammars of this caller wait.
+        """Raises:
+        InvalidRequest: invalid, too slow to compile, or not matched by these tokens.
+        Overloaded: too many grammars of this caller wait.
         """
         if token_ids or grammar not in self._found:
             fault = await self._in_turn(grammar, token_ids, caller)
@@ -87,7 +86,7 @@ class GrammarChecks:
             self._waiting[caller] -= 1
             if not self._waiting[caller]:
                 del self._waiting[caller]
-        # A client that leaves does not end it: the turn is not over before the process is free.
+        # Shielded from a client's disconnect: the turn ends when the process is free.
         task = asyncio.create_task(self._run(grammar, token_ids), name="grammar")
         self._running.add(task)
 
@@ -106,7 +105,7 @@ class GrammarChecks:
         async with self._places:
             try:
                 fault = await self._ask(grammar, token_ids)
-            except TimeoutError:  # not remembered: perhaps this machine is busy
+            except TimeoutError:  # not cached: the machine may be busy
                 why = f"takes more than {self._deadline_s:g} s to compile ({len(grammar.text):,} characters)"
                 get_logger().warning("grammar refused", why=why)
                 return InvalidRequest(f"sampling.grammar.{grammar.kind}", why)
@@ -129,7 +128,7 @@ class GrammarChecks:
         except (OSError, asyncio.CancelledError):  # a TimeoutError is an OSError
             _kill(process)
             raise
-        if not answer:  # it is out of memory, or of stack
+        if not answer:  # it ran out of memory or stack
             _kill(process)
             get_logger().warning("a process that compiled a grammar has ended", status=await process.wait())
             return InvalidRequest(f"sampling.grammar.{grammar.kind}", "is too large to be compiled")
@@ -137,10 +136,10 @@ class GrammarChecks:
         return InvalidRequest(*fault) if (fault := json.loads(answer)) else None
 
     async def _start(self) -> Process:
-        """A process that has read the tokenizer; one that ends before is started anew.
+        """A process that has loaded the tokenizer; restarted if it exits before.
 
         Raises:
-            Unavailable: none of a few has lived so long.
+            Unavailable: several have failed to start.
         """
         why = ""
         for tried in range(1, _STARTS + 1):
@@ -160,7 +159,7 @@ class GrammarChecks:
             stdout=PIPE,
             limit=_LINE_BYTES,
             env=os.environ | _ONE_THREAD,
-            start_new_session=True,  # a signal from a terminal is this process's business
+            start_new_session=True,  # signals of a terminal are handled by this process
         )
         self._processes = [one for one in self._processes if one.returncode is None] + [process]
         assert process.stdin is not None
@@ -169,7 +168,7 @@ class GrammarChecks:
             process.stdin.write(b'[["regex", ""], []]\n')  # answered when it is ready
             async with asyncio.timeout(_START_S):
                 ready = await process.stdout.readline()
-        except (OSError, RuntimeError):  # too late, or its pipe is closed, which uvloop says by a RuntimeError
+        except (OSError, RuntimeError):  # timeout, or a closed pipe, which uvloop reports as RuntimeError
             ready = b""
         except asyncio.CancelledError:
             _kill(process)

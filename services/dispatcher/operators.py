@@ -1,7 +1,7 @@
-"""PlannerService at a dispatcher's door: passed on to the active planner, so that operators need to reach nobody else.
+"""PlannerService at a dispatcher: forwarded to the active planner, so that operators need access to dispatchers only.
 
-Whoever may talk to a dispatcher may ask for a drop or a restore, as for a drain (`InferenceService.DrainWorker`); the
-planner decides, and refuses what cannot be. Request ids are the caller's, so that a repetition means the same here.
+Any caller of a dispatcher may request a drop or a restore, as well as a drain (`InferenceService.DrainWorker`); the
+planner decides. Request ids are the caller's, so repetitions are recognised.
 """
 
 from collections.abc import AsyncIterator

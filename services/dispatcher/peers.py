@@ -1,4 +1,4 @@
-"""The planner, as the dispatcher reaches it."""
+"""The dispatcher's client of the planner."""
 
 import asyncio
 import contextlib
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_PATIENCE_S = 8.0  # a new active monitor needs 4 s before it says who is missing, and the planner hears it only then
+_PATIENCE_S = 8.0  # a new active monitor needs 4 s to know missing instances, and the planner learns it only then
 _RETRY_S = 0.25
 _AT_ONCE_S, _FRESH_S = 0.5, 1.0
 
 
 class PlannerClient:
-    """A PlannerPort. `where` is kept up to date by its owner."""
+    """A PlannerPort. Its owner keeps `where` up to date."""
 
     def __init__(self, where: LeaderAddress, dial: Dial = open_channel) -> None:
         self._where = where
@@ -43,8 +43,8 @@ class PlannerClient:
         )
 
     async def kept_out(self) -> Mapping[str, str]:
-        """Workers that the planner puts into no group for now, and why, as of up to a second ago; none if it does not
-        answer at once.
+        """Workers that enter no new group for now, with reasons, up to a second old; none without
+        an immediate answer.
         """
         now_s = asyncio.get_running_loop().time()
         if now_s >= self._kept_out_until_s:
@@ -56,16 +56,16 @@ class PlannerClient:
         return self._kept_out
 
     async def ask(self, call: "Callable[[PlannerServiceAsyncStub, float], Awaitable[T]]", timeout_s: float) -> T:
-        """What the active planner answers.
+        """The active planner's answer.
 
-        While there is none, or it has only just become active and cannot tell yet, it is asked again: operators need
-        not know of a fail-over. All that is asked may be repeated; changes carry the caller's request id.
+        Retried while there is none, or it has only just become active, so that operators do not notice a failover. All
+        calls are repeatable; changes carry the caller's request id.
 
         Args:
-            call: Gets the stub and the seconds that are left for this attempt.
+            call: Gets the stub and the remaining seconds of this attempt.
 
         Raises:
-            BallastError: what the planner answers, or that none answers within `timeout_s`.
+            BallastError: the planner's error, or none answers within `timeout_s`.
         """
         clock = asyncio.get_running_loop()
         ends_s = clock.time() + timeout_s
@@ -80,7 +80,7 @@ class PlannerClient:
                     raise
                 reason = error
             except DeadlineExceeded as error:
-                raise reason or error from error  # an earlier answer says more than that the last try was too short
+                raise reason or error from error  # an earlier error is more informative than the last timeout
             await asyncio.sleep(_RETRY_S)
 
     async def watch_layout(

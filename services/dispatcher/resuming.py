@@ -1,9 +1,9 @@
-"""Requests that their clients carry from a dispatcher that has died to another one.
+"""Resumption of requests at another dispatcher after theirs has died.
 
-The client has what is needed: the request as it was, with a seed, and the tokens that have come. What is generated
-behind them is what would have been generated (I2), so nothing of prompt or answer is kept anywhere else. What is kept,
-with the claim on the request's id in the state server, is who serves it, its latest attempt and the hash of a secret:
-so nobody but its client takes it over, and of two that think they serve it the earlier one ends.
+The client has all that is needed: the request, with a seed, and the tokens so far. Continuing from these generates the
+same tokens (I2), so prompt and answer are stored nowhere else. With the claim on the request's id, the state server has
+its dispatcher, the latest attempt and the hash of a secret: only its client can resume it, and of two dispatchers that
+serve it the earlier attempt ends.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ _HASH_CHARS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumption:
-    """What a client says about the earlier attempts of its request. `prompt_digest` is 0 if it does not know it."""
+    """A client's statement about earlier attempts. `prompt_digest`: 0 if unknown."""
 
     secret_hash: str
     attempt: int
@@ -30,10 +30,9 @@ class Resumption:
     prompt_digest: int
 
     def check(self, prompt_token_ids: Sequence[int], max_tokens: int, *, is_reproducible: bool) -> None:
-        """
-        Raises:
-            InvalidRequest: nothing can follow those tokens, or nobody knows what.
-            NotPossible: the prompt is another one now.
+        """Raises:
+        InvalidRequest: those tokens cannot be continued, or it is ambiguous.
+        NotPossible: the prompt has changed.
         """
         count = len(self.token_ids)
         if count > max_tokens:
@@ -49,8 +48,8 @@ def resumption_from_proto(message: pb.GenerateRequest, *, allowed: bool) -> Resu
     """None: the request ends with this dispatcher.
 
     Raises:
-        InvalidRequest: it makes no sense.
-        NotPossible: an answer has begun elsewhere, and resuming is switched off here.
+        InvalidRequest: inconsistent.
+        NotPossible: an answer has begun elsewhere, and resumption is disabled here.
     """
     if not message.HasField("resumption"):
         return None

@@ -1,4 +1,4 @@
-"""InferenceService (protos/ballastpb/inference/v1): checks what clients send; protobuf stops here."""
+"""InferenceService (protos/ballastpb/inference/v1): validates requests and converts protobuf."""
 
 import asyncio
 import itertools
@@ -52,13 +52,13 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _MAX_REQUEST_ID_CHARS = 128
 _MAX_SALT_CHARS = 256
 _LOGPROBS_AT_ONCE = 64
-_MAX_TURNS = 8192  # of one conversation
+_MAX_TURNS = 8192  # of a conversation
 _PLANNER_TIMEOUT_S = 10.0
 _CALLERS_TOLD = 10
 _MAX_DETOKENIZED = 1 << 17
 # A prompt of that many tokens, and as many generated ones, fit into one message to a worker.
 _MAX_PROMPT_TOKENS = 1_000_000
-_MAX_PROMPT_LOGPROBS = 1 << 18  # come in one message
+_MAX_PROMPT_LOGPROBS = 1 << 18  # sent in one message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +71,12 @@ class ServingBounds:
 
 @dataclass(eq=False, slots=True)
 class _Service:
-    """One request, here. `stream`: once it has been submitted. `claiming`: on the way to the state server."""
+    """One request served here. `stream`: once it is submitted. `claiming`: while the state server is asked."""
 
     request: Request
     resumption: Resumption | None
-    caller: str  # the name of the token that it came with
-    claim: Claim | None  # None: the id is ours anyway
+    caller: str  # name of its token
+    claim: Claim | None  # None: the id was generated here
     stream: ClientStream | None = None
     claiming: asyncio.Task[bool] | None = None
 
@@ -98,7 +98,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         planner: PlannerPort,
         traces: bool = False,
     ) -> None:
-        """`traces`: those who bring no trace begin one here."""
+        """`traces`: start a trace for requests without one."""
         self._traces = traces
         self._planner = planner
         self._shell = shell
@@ -111,7 +111,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._claim_serials = itertools.count(1)
         self._served: dict[RequestId, _Service] = {}
 
-    # Writes to the context instead of yielding: cheaper for each token, and a cancelled call ends here at once.
+    # Writes to the context instead of yielding: cheaper per token, and a cancelled call ends here at once.
     async def Generate(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
@@ -122,7 +122,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         except asyncio.CancelledError:
             if service.stream is None or not service.stream.given_up:
                 raise
-            # Without a status the client would wait for ever, should it read on: gRPC sends none for a cancelled call.
+            # gRPC sends no status for a cancelled call; without one a reading client would wait forever.
             raise Cancelled(service.stream.given_up) from None
         finally:
             self._close(service)
@@ -136,7 +136,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             why = f"request {request_id} was started with another token; to cancel it needs the role operate"
             refuse("not_owner", PermissionDenied(why))
         if service is not None and service.claim is not None:
-            await self._claims.cancel(service.claim)  # first: else its client goes on with it, should we die now
+            await self._claims.cancel(service.claim)  # first, else its client could resume it
         return pb.CancelResponse(found=self._shell.withdraw(request_id, "cancelled by its id"))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
@@ -242,34 +242,36 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
     # --------------------------------------------------------------------------------------------- generate
 
     def taken(self, request_id: RequestId, serial: int) -> None:
-        """The client of that claim goes on with its request at another dispatcher."""
+        """The claim's client has resumed its request at another dispatcher."""
         service = self._served.get(request_id)
         if service is not None and service.claim is not None and service.claim.serial == serial:
             self._shell.withdraw(request_id, "its client goes on with it at another dispatcher")
 
     async def _open(self, service: _Service) -> ClientStream:
-        """Submits it. The first token need not wait for the claim, unless the request was served elsewhere before."""
+        """Submit the request. The first token need not wait for the claim, unless the request was served elsewhere
+        before.
+        """
         request, claim = service.request, service.claim
         if claim is not None and service.attempt > 1:
-            self._refuse_if_served(claim)  # before a claim of our own gives way
+            self._refuse_if_served(claim)  # before this dispatcher's own claim is replaced
             was_elsewhere = await self._claims.claim(claim, self._ttl_s(request))
             if self._end_earlier(claim) or was_elsewhere:
                 service.request = request = replace(request, taken_over=True)
         service.stream = stream = self._shell.open(request)
         self._served.setdefault(request.request_id, service)
-        # A request that was refused claims nothing: with the same id another one may be served here.
+        # A refused request keeps no claim: another one with the same id may be served here.
         if claim is not None and service.attempt == 1 and stream.ending is None:
             service.claiming = asyncio.create_task(self._claims.claim(claim, self._ttl_s(request)), name="claim")
         return stream
 
     def _refuse_if_served(self, claim: Claim) -> None:
-        """Raises AlreadyExists if what is served here is no earlier attempt of the same client."""
+        """Raises AlreadyExists unless the request served here is an earlier attempt of the same client."""
         other = self._served.get(claim.request_id)
         if other is not None and (other.claim is None or not claim.follows(other.claim)):
             raise AlreadyExists(f"request {claim.request_id} is being served")
 
     def _end_earlier(self, claim: Claim) -> bool:
-        """Whether an earlier attempt of the same client was still served here: only its connection has been lost."""
+        """End an earlier attempt of the same client that lost its connection. Returns True if there was one."""
         earlier = self._served.get(claim.request_id)
         if earlier is None or earlier.claim is None or not claim.follows(earlier.claim):
             return False
@@ -279,7 +281,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
     def _close(self, service: _Service) -> None:
         if service.stream is not None:
             self._shell.close(service.stream, "the client went away")
-        if self._served.get(service.request.request_id) is service:  # else another of the same id
+        if self._served.get(service.request.request_id) is service:  # otherwise another one with the same id
             del self._served[service.request.request_id]
         if service.claiming is not None:
             service.claiming.cancel()
@@ -294,7 +296,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         while True:
             delivery = await (stream.take_all() if collect else stream.take())
             if is_first and service.claiming is not None:
-                await service.claiming  # raises if another dispatcher serves this id; it has had time so far
+                await service.claiming  # raises if another dispatcher serves this id
             ending = delivery.ending
             if ending is not None and not isinstance(ending, Finish):
                 if delivery.token_ids and not collect:
@@ -306,7 +308,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             is_first = False
 
     async def _accepted(self, message: pb.GenerateRequest, context: Context) -> _Service:
-        """The request, checked; what is wrong with it is told to the client and noted."""
+        """The validated request; errors are recorded and sent to the client."""
         try:
             self._refuse_if_draining()
             resumption = resumption_from_proto(message, allowed=self._bounds.resume)
@@ -325,7 +327,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         return Claim(request_id, serial, resumption.attempt, resumption.secret_hash)
 
     def _refuse_if_draining(self) -> None:
-        """Before work is put into a request that the core will refuse."""
+        """Before any work for a request that the core would refuse."""
         if self._shell.core.draining:
             raise Unavailable(self._identity.dispatcher_id, "is draining; use another dispatcher")
 
@@ -371,7 +373,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _encode_prompt(self, message: pb.GenerateRequest) -> Sequence[int]:
         match message.WhichOneof("prompt"):
             case "token_ids":
-                self._check_length(len(message.token_ids.ids))  # before a copy is made: millions fit into a message
+                self._check_length(len(message.token_ids.ids))  # before copying: a message may contain millions
                 ids = list(message.token_ids.ids)
                 self._check_token_ids("token_ids", ids)
             case "text":
@@ -407,7 +409,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             raise InvalidRequest("sampling.adapter", f"{name!r} is not served; what is: {', '.join(known) or 'none'}")
 
     def _check_token_ids(self, field: str, ids: Sequence[int]) -> None:
-        """Against the vocabulary, once a worker has told it; the worker checks again."""
+        """Against the vocabulary, once known from a worker; the worker validates again."""
         model = self._shell.model
         vocab_size = model.vocab_size if model is not None else 1 << 31
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
@@ -415,7 +417,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             raise InvalidRequest(f"{field}[{at}]", f"{token_id} is outside the vocabulary [0, {vocab_size})")
 
     def _longest_prompt(self) -> int:
-        """Length of the longest prompt that is taken, in tokens."""
+        """Maximum length of a prompt, in tokens."""
         most = self._shell.max_model_len
         return _MAX_PROMPT_TOKENS if most is None else min(_MAX_PROMPT_TOKENS, most - 1)
 
@@ -426,9 +428,9 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             raise InvalidRequest("prompt", why if most is None else f"{why} (max_model_len {most})")
 
     def _complete(self, sampling: SamplingParams, prompt: Sequence[int], *, may_shorten: bool) -> SamplingParams:
-        """Draws a seed where there is none, and fits max_tokens to the model's length.
+        """Draw a seed if there is none, and fit max_tokens to the model's context.
 
-        Like in vLLM, a max_tokens that was asked for and does not fit is an error, and the default is shortened.
+        As in vLLM, a requested max_tokens that does not fit is an error, and the default is shortened.
         """
         changes: dict[str, int] = {}
         if sampling.prompt_logprobs is not None:
@@ -457,7 +459,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             prompt = response.logprobs[0].prompt if response.logprobs else ()
             for count, logprobs in enumerate(itertools.chain(prompt, response.logprobs), start=1):
                 if count % _LOGPROBS_AT_ONCE == 0:
-                    await asyncio.sleep(0)  # others take their turn: a collected answer may have tens of thousands
+                    await asyncio.sleep(0)  # yield: a collected answer may have tens of thousands of tokens
                 for entry in (logprobs.chosen, *logprobs.top):
                     entry.token = self._encoder.token_bytes(entry.token_id)
         return response
@@ -465,7 +467,9 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
     # --------------------------------------------------------------------------------------------- status
 
     def _worker_statuses(self) -> list[pb.WorkerStatus]:
-        """Everybody in the layout. A leader's report is its group's; the others are connected if it is."""
+        """All members of the layout. A leader's report is its group's; the others have their
+        leader's connection state.
+        """
         fleet = self._shell.core.fleet
         statuses: list[pb.WorkerStatus] = []
         for group in fleet.layout.groups if fleet.layout is not None else ():
@@ -497,8 +501,8 @@ def _json_object(field: str, text: str) -> Mapping[str, object]:
 
 
 def _cache_salt(given: str, adapter: str) -> bytes:
-    """Requests with tokens of different names share no KV, whatever they say: the time of an answer would tell one
-    what another has asked. Those with different adapters have none to share.
+    """Requests with tokens of different names never share KV: response times would reveal prompts of others. Those with
+    different adapters cannot share any.
     """
     if len(given) > _MAX_SALT_CHARS:
         raise InvalidRequest("cache_salt", f"has {len(given)} characters, at most {_MAX_SALT_CHARS} are allowed")
@@ -510,7 +514,7 @@ def _cache_salt(given: str, adapter: str) -> bytes:
 
 
 def _traceparent(context: Context) -> str:
-    """What W3C's header of this name says, for `tracing` to read; empty if the caller sent none."""
+    """The W3C traceparent header; empty if there is none."""
     for key, value in context.invocation_metadata() or ():
         if key == "traceparent":
             return str(value)[:64]

@@ -50,12 +50,12 @@ _BACKLOGS = f"{KEY_PREFIX}backlogs"
 _REQUEST = f"{KEY_PREFIX}request:"
 _REGISTRATION_TTL_S = 10
 _REGISTRATION_INTERVAL_S = 3.0
-_RESUMABLE_S = 45  # after the registration of a dispatcher that has died
-BACKLOG_INTERVAL_S = 0.05  # a burst that waits here is known to nobody else
-_CLAIM_TIMEOUT_S = 0.5  # a first token waits no longer for a state server that does not answer
+_RESUMABLE_S = 45  # after the registration of a dead dispatcher has expired
+BACKLOG_INTERVAL_S = 0.05  # a burst that waits here is known to no other process
+_CLAIM_TIMEOUT_S = 0.5  # how long a first token waits for an unresponsive state server
 _RELEASE_BATCH = 256
 _SERIAL = re.compile("[0-9]{1,19}")
-_MAX_RELEASES = 1 << 16  # beyond that the claims expire by themselves
+_MAX_RELEASES = 1 << 16  # beyond that claims expire by themselves
 
 # KEYS: claim, prefixes of registrations, of those of lately, and of channels. ARGV: owner, TTL in s, serial, attempt,
 # hash of the secret or '-', request id. Gives 0 if somebody else serves the request. Else the claim is ours now: 1 if
@@ -106,7 +106,7 @@ end
 
 
 class DispatcherStore:
-    """One for each process. Its loops run until cancelled and outlive every loss of the state server."""
+    """One for each process. Its loops run until cancelled and survive losses of the state server."""
 
     def __init__(self, state: StateServer, identity: Identity) -> None:
         self._state = state
@@ -128,7 +128,7 @@ class DispatcherStore:
     async def watch_layout(
         self, poll_s: float, on_layout: Callable[[Layout], None], on_reach: Callable[[Reach | None], None]
     ) -> None:
-        """Calls back with every layout, and every reach, that differs from the one before."""
+        """Calls back with every changed layout and reach."""
         known: str | None = None
         known_reach: str | None = None
         while True:
@@ -153,8 +153,8 @@ class DispatcherStore:
                 pass
 
     async def listen(self, on_taken: Callable[[RequestId, int], None]) -> None:
-        """Turns the planner's announcements into hints; without them the layout is polled. Calls back with each
-        request of ours, and the serial of its claim, that a client has taken to another dispatcher.
+        """Reacts to the planner's announcements by reading the layout, which is also polled. Calls back with each
+        request, and its claim's serial, that a client has resumed elsewhere.
         """
         taken = f"{_TAKEN}{self._owner}"
         while True:
@@ -169,7 +169,7 @@ class DispatcherStore:
                     serial, _, request_id = str(message["data"]).partition(" ")
                     if message["channel"] != taken:
                         self._hint.set()
-                    elif request_id and _SERIAL.fullmatch(serial):  # not the word that the subscription has begun
+                    elif request_id and _SERIAL.fullmatch(serial):  # ignores the subscription's acknowledgement
                         on_taken(RequestId(request_id), int(serial))
             except Unavailable:
                 await asyncio.sleep(1.0)
@@ -178,7 +178,7 @@ class DispatcherStore:
                     await self._state.run(cast(Awaitable[None], pubsub.aclose()))  # pyright: ignore[reportUnknownMemberType]
 
     async def _read_layout(self) -> tuple[str | None, str | None]:
-        """The layout, and how long a context it could hold."""
+        """The layout, and the longest context it could hold."""
         layout, reach = await self._state.run(
             cast(Awaitable[list[str | None]], self._state.redis.mget(_LAYOUT, _REACH))  # pyright: ignore[reportUnknownMemberType]
         )
@@ -187,7 +187,7 @@ class DispatcherStore:
     # --------------------------------------------------------------------------------------------- registration
 
     async def register(self, address: str) -> None:
-        """Says for ever that this dispatcher is there."""
+        """Keep this dispatcher's registration alive, endlessly."""
         while True:
             try:
                 await self._say_here(address)
@@ -210,7 +210,7 @@ class DispatcherStore:
             get_logger().warning("registration is left to expire")
 
     async def share_traffic(self, traffic: Callable[[], Traffic]) -> None:
-        """Says for ever what waits here and what has come lately; nothing while nobody wants anything."""
+        """Publish waiting requests and recent traffic, endlessly; nothing while there are none."""
         told, serial = False, 0
         while True:
             now = traffic()
@@ -224,16 +224,16 @@ class DispatcherStore:
                     await self._state.run(self._state.redis.hdel(_BACKLOGS, self._identity.dispatcher_id))
                     told = False
             except Unavailable:
-                pass  # the monitor stops counting it by itself
+                pass  # the monitor's timeout removes it
             await asyncio.sleep(BACKLOG_INTERVAL_S)
 
     # --------------------------------------------------------------------------------------------- request ids
 
     async def claim(self, claim: Claim, ttl_s: float) -> bool:
-        """Makes sure that no other dispatcher serves this id. Without a state server nobody can know: served anyway.
+        """Claim an id against other dispatchers. Without a state server the request is served unchecked.
 
         Returns:
-            Whether another dispatcher was serving an earlier attempt of this very request.
+            True if another dispatcher was serving an earlier attempt of this very request.
 
         Raises:
             AlreadyExists: another dispatcher serves the id, and this is no later attempt of the same client.
@@ -254,13 +254,13 @@ class DispatcherStore:
         return given == _TAKEN_OVER
 
     async def cancel(self, claim: Claim) -> None:
-        """From now on no dispatcher goes on with it, should this one die. Without a state server none would anyway."""
+        """Refuse resumption at every dispatcher. Without a state server there would be none."""
         if claim.secret_hash and self._state.reachable:
             args = [self._held(claim), claim.secret_hash, _REGISTRATION_TTL_S + _RESUMABLE_S]
             await self._soon(self._cancel(keys=[f"{_REQUEST}{claim.request_id}"], args=args))
 
     async def _soon(self, script: Awaitable[Any]) -> Any | None:
-        """What it gives; None if the state server does not answer at once. Any: a script's result has no type."""
+        """The result; None if the state server does not answer at once. Any: a script's result has no type."""
         try:
             async with asyncio.timeout(_CLAIM_TIMEOUT_S):
                 return await self._state.run(script)
@@ -271,7 +271,7 @@ class DispatcherStore:
         return f"{claim.attempt} {claim.secret_hash or '-'} {self._owner}/{claim.serial}"
 
     def release(self, claim: Claim) -> None:
-        """Gives it up; a younger one on the same id stays."""
+        """Release the claim; a newer one on the same id stays."""
         self._released.append(claim)
         self._releasing.set()
 
@@ -290,7 +290,7 @@ class DispatcherStore:
 
 
 def _decode_reach(body: str | None) -> Reach | None:
-    """None for what is none of ours: nothing is long then."""
+    """None if invalid: then no request counts as long."""
     try:
         return None if body is None else read_reach(body)
     except ValueError as error:
@@ -299,7 +299,7 @@ def _decode_reach(body: str | None) -> Reach | None:
 
 
 def _decode(body: str) -> Layout | None:
-    """None for what is no layout of ours; the one before stays in force."""
+    """None if invalid; the previous layout stays in force."""
     try:
         layout = LAYOUT.record(cluster_pb2.Layout.FromString(base64.b64decode(body, validate=True)))
         layout.check()

@@ -1,4 +1,4 @@
-"""Chat templates, rendered as `transformers` does it, with bounds on its loops and on what comes out."""
+"""Chat templates, rendered as by `transformers`, with bounds on loops and output."""
 
 import datetime
 import functools
@@ -19,33 +19,33 @@ from jinja2.visitor import NodeTransformer
 from ballast.common.errors import ConfigError, InvalidRequest
 
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
-_MAX_CHARS: Final = 32 << 20  # of what is rendered, and of each text on the way there
-_MAX_WIDTH: Final = 10_000  # that a text is filled up to
-_MAX_TIME_CHARS: Final = 256  # of a form of a date
+_MAX_CHARS: Final = 32 << 20  # of the output, and of intermediate texts
+_MAX_WIDTH: Final = 10_000  # maximum padding width
+_MAX_TIME_CHARS: Final = 256  # of a date format
 _FILLING: Final = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
 _DIGITS: Final = re.compile(r"\d+")
 _GIVEN_WIDTH: Final = re.compile(r"\*|:[^{}]*\{")
-_MOST_TURNS: Final = 2_000_000  # of loops and macros: some seconds
+_MOST_TURNS: Final = 2_000_000  # iterations of loops and macros: some seconds
 _SHORT_TURNS: Final = 20_000  # some ten milliseconds
 _TICK: Final = "_ballast_tick"
 _JOIN: Final = "_ballast_join"
 
 
 class RenderingTooLong(Exception):
-    """More turns of loops and macros than a short rendering may take."""
+    """More iterations than a short rendering may take."""
 
 
 class ChatTemplate:
-    """The templates of a model; most have one, some have another one for conversations with tools.
+    """The templates of a model; some have a separate one for conversations with tools.
 
     Args:
         model: Folder of the checkpoint.
         config: Its tokenizer_config.json.
-        variables: What every rendering sees: the special tokens.
-        file: Of another template than the model's own.
+        variables: Available in every rendering: the special tokens.
+        file: Of a template that replaces the model's own.
 
     Raises:
-        ConfigError: a template cannot be read or is not valid.
+        ConfigError: a template cannot be read or is invalid.
     """
 
     def __init__(
@@ -59,12 +59,11 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object], *, short: bool = False
     ) -> str:
-        """Ends where the assistant's answer begins, unless a variable add_generation_prompt says otherwise; or with
-        the text of the last message if a variable continue_final_message is true.
+        """Ends with the generation prompt, unless the variable add_generation_prompt is false; or with the last
+        message's text if the variable continue_final_message is true.
 
         Raises:
-            InvalidRequest: the template refuses the messages, or what it makes of them has no end; or the model has
-                none.
+            InvalidRequest: the template refuses the messages, or exceeds the bounds; or the model has no template.
             RenderingTooLong: it is not `short`.
         """
         name = _WITH_TOOLS if variables.get("tools") and _WITH_TOOLS in self._templates else _DEFAULT
@@ -82,7 +81,7 @@ class ChatTemplate:
 
 
 def _ended_with(text: str, final: str) -> str:
-    """Cut behind the last message, as `transformers` does it, white space at its end included where it is kept."""
+    """The rendering truncated after the last message, with the trailing white space of `transformers`."""
     place = text.rfind(final.strip())
     if place < 0:
         why = "the chat template does not write the last message as it is, so that it cannot be continued"
@@ -109,7 +108,7 @@ def _bounded(template: Template, variables: Mapping[str, object]) -> str:
 
 
 def _ticks(*, short: bool) -> Callable[[], str]:
-    """What a template calls at each turn of a loop and at each macro."""
+    """Counts iterations of loops and calls of macros."""
     left = _SHORT_TURNS if short else _MOST_TURNS
 
     def tick() -> str:
@@ -123,7 +122,7 @@ def _ticks(*, short: bool) -> Callable[[], str]:
 
 
 def _sources(model: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Source of each template by its name. A file of its own goes before the entry in tokenizer_config.json."""
+    """Template sources by name. A separate file has precedence over tokenizer_config.json."""
     path = model / "chat_template.jinja"
     if path.is_file():
         return {_DEFAULT: _read(path)}
@@ -147,7 +146,7 @@ def _read(path: Path) -> str:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks an assistant's words, for training; here they are words."""
+    """`{% generation %} ... {% endgeneration %}` marks assistant tokens for training; here it renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -157,11 +156,11 @@ class _GenerationBlock(Extension):
 
 
 class _TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """No operator makes a text or a number that does not end."""
+    """No operator may produce unbounded texts or numbers."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
-    # Any: whatever a template computes with.
+    # Any: values of templates.
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> object:
         if operator == "**" and not abs(right) <= 64:
             raise TemplateError("a power of more than 64")
@@ -174,7 +173,7 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
             raise TemplateError(f"a text or list of more than {_MAX_CHARS}")
         return value
 
-    # Any: whatever a template calls.
+    # Any: callables of templates.
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         if isinstance(getattr(obj, "__self__", None), str) and getattr(obj, "__name__", "") in _FILLING:
             _check_widths((*args, *kwargs.values()))
@@ -194,23 +193,23 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _check_widths(values: object) -> None:
-    """Raises TemplateError where a text would be filled up without bound."""
+    """Raises TemplateError for unbounded padding."""
     each = cast(Sequence[object], values) if isinstance(values, (tuple, list)) else (values,)
     if any(isinstance(value, int) and value > _MAX_WIDTH for value in each):
         raise TemplateError(f"a width of more than {_MAX_WIDTH} characters")
 
 
 def _check_form(form: str, values: object) -> None:
-    """The same for a form with widths in it, of `%` or of `format`; `*` and `{:{}}` take them from the values."""
+    """The same for format strings of `%` or `format`; `*` and `{:{}}` take widths from values."""
     _check_widths([int(digits[:9]) for digits in _DIGITS.findall(form)])
     if _GIVEN_WIDTH.search(form):
         _check_widths(values)
 
 
 def _bounded_filter(act: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A filter of jinja2 whose numbers are widths. Any: whatever it is given."""
+    """A jinja2 filter whose numeric arguments are widths. Any: its arguments."""
 
-    @functools.wraps(act)  # with the marks by which jinja2 knows what it is given first
+    @functools.wraps(act)  # keeps jinja2's markers of context arguments
     def bounded(*args: Any, **kwargs: Any) -> Any:
         values = (*args, *kwargs.values())
         if name == "format":
@@ -231,7 +230,7 @@ def _count(value: object) -> int:
 
 
 def _joined(*parts: object) -> str:
-    """What ~ does."""
+    """The operator ~."""
     text = "".join(map(str, parts))
     if len(text) > _MAX_CHARS:
         raise TemplateError(f"a text of more than {_MAX_CHARS} characters")
@@ -239,7 +238,7 @@ def _joined(*parts: object) -> str:
 
 
 def _guard(tree: nodes.Template) -> nodes.Template:
-    """The same template, which counts its turns and does not join texts without end."""
+    """The template with counted iterations and bounded concatenation."""
     for turning in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
         tick = nodes.Call(nodes.Name(_TICK, "load"), [], [], None, None)
         turning.body.insert(0, nodes.ExprStmt(tick).set_lineno(turning.lineno, override=True))
@@ -277,7 +276,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Without the HTML escapes of jinja2's own filter."""
+    """Without the HTML escaping of jinja2's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,6 +1,7 @@
-"""Text and conversations -> token ids and back, with the model's own tokenizer and chat template.
+"""Text and conversations <-> token ids, with the model's own tokenizer and chat template.
 
-Same results as `transformers`: a text gets the tokenizer's special tokens, a rendered conversation brings its own.
+Same results as `transformers`: plain text gets the tokenizer's special tokens, a rendered conversation contains its
+own.
 """
 
 import asyncio
@@ -20,23 +21,22 @@ from ballast.common.sampling import Grammar
 from services.dispatcher.grammars import GrammarChecks
 from services.dispatcher.template import ChatTemplate, RenderingTooLong
 
-# A longer text is tokenized in a thread: that takes milliseconds, and only the batch call releases the GIL.
+# A longer text is tokenised in a thread: it takes milliseconds, and only the batch call releases the GIL.
 _THREAD_CHARS = 4_000
-_HUGE_CHARS = 256_000  # takes a large part of a second: one at a time, and nobody else waits for it
-_LOOP_MESSAGES = 64  # a longer conversation is rendered in a thread, too: everybody else's tokens go on meanwhile
+_HUGE_CHARS = 256_000  # takes a large part of a second: one at a time
+_LOOP_MESSAGES = 64  # a longer conversation is rendered in a thread, too
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class PromptEncoder:
-    """Built once at start from the model's folder.
+    """Constructed once at start from the model's folder.
 
     Args:
         model: The folder.
-        chat_template: File of another template than the model's own.
-        generation_config: Whose sampling defaults clients are told: `auto`, the model's; `ballast`, nobody's; or those
-            of another folder.
+        chat_template: File of a template that replaces the model's own.
+        generation_config: Source of sampling defaults: `auto`, the model's; `ballast`, none; or another folder.
 
     Raises:
         ConfigError: a file is missing or corrupt; names it.
@@ -62,7 +62,7 @@ class PromptEncoder:
     async def encode_text(
         self, text: str, *, add_special_tokens: bool = True, longest: int | None = None
     ) -> Sequence[int]:
-        """`longest`: so many tokens are of use. A text that has more for certain is refused before it is looked at."""
+        """`longest`: maximum number of useful tokens. A text that certainly has more is refused unread."""
         return await self._encode("text", text, longest, add_special_tokens=add_special_tokens)
 
     async def encode_conversation(
@@ -71,10 +71,10 @@ class PromptEncoder:
         variables: Mapping[str, object] | None = None,
         longest: int | None = None,
     ) -> Sequence[int]:
-        """Ends where the assistant's answer begins.
+        """Ends with the generation prompt.
 
         Args:
-            messages: With role, content, and what else the template looks at.
+            messages: With role, content, and further fields of the template.
             variables: Further variables of the template: tools, enable_thinking and so on.
 
         Raises:
@@ -89,12 +89,13 @@ class PromptEncoder:
         return await self._encode("conversation", text, longest, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Token ids that are not in the vocabulary are left out."""
+        """Unknown token ids are left out."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     async def check_grammar(self, grammar: Grammar, token_ids: Sequence[int], caller: str) -> None:
-        """Raises InvalidRequest for a grammar that cannot be followed, or that these tokens of the answer do not
-        follow; see `GrammarChecks.check`."""
+        """Raises InvalidRequest for an invalid grammar, or one that these tokens of the answer violate; see
+        `GrammarChecks.check`.
+        """
         await self._grammars.check(grammar, token_ids, caller)
 
     async def close(self) -> None:
@@ -116,7 +117,7 @@ class PromptEncoder:
 
 
 def _default_sampling(path: Path) -> dict[str, float]:
-    """Sampling parameters of a generation_config.json; empty where there is none."""
+    """Sampling parameters of a generation_config.json; empty if there is none."""
     config: Mapping[str, object] = _read_json(path) if path.is_file() else {}
     found: dict[str, float] = {}
     for name in _RECOMMENDED:
@@ -130,7 +131,7 @@ def _default_sampling(path: Path) -> dict[str, float]:
 
 
 class TokenBytes:
-    """The bytes that a token stands for, which need not be whole characters. Call it with a token id."""
+    """The bytes of a token, possibly partial characters. Call it with a token id."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -154,7 +155,7 @@ class TokenBytes:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """How byte-level tokenizers (since GPT-2) write bytes: printable ones as they are, others from U+0100 on."""
+    """The byte alphabet of byte-level tokenizers (since GPT-2): printable bytes as they are, others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -171,7 +172,7 @@ def _load_tokenizer(model: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(path))  # pyright: ignore[reportUnknownMemberType]
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(str(path), f"is not a valid tokenizer: {error}") from error
-    # A file may have been saved with the settings of somebody's training run.
+    # A file may contain the padding and truncation of a training run.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -190,7 +191,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:  # Any: foreign JSON, looked at
 
 
 def _token_text(value: object) -> str:
-    """A special token stands as a string or as an object with its content."""
+    """A special token is a string, or an object with its content."""
     if isinstance(value, dict):
         return str(cast(Mapping[str, object], value).get("content", ""))
     return "" if value is None else str(value)

@@ -1,1 +1,1 @@
-"""Gathers load reports and leases; says which instances are there and how loaded they are."""
+"""Collects load reports and leases; publishes which instances are alive, and memory pressure."""

@@ -1,4 +1,4 @@
-"""`python -m services.monitor`: builds the parts, wires them, and waits for the signal to stop."""
+"""`python -m services.monitor`: constructs the parts, connects them, and runs until a stop signal."""
 
 import sys
 
@@ -74,7 +74,7 @@ def build_shell(settings: MonitorSettings, state: StateServer) -> MonitorShell:
             dwell_s=settings.dwell_s,
         ),
     )
-    # A row outlives one missed write, and not much more.
+    # A row survives one missed write, and little more.
     ttl_s = max(settings.lease_s, 3 * rules.registry_interval_s)
     return MonitorShell(
         MonitorCore(rules),

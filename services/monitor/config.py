@@ -1,4 +1,4 @@
-"""Settings of the monitor. Numbers that nobody needs to change are constants, where they are used."""
+"""Settings of the monitor. Numbers that need no tuning are constants where they are used."""
 
 import secrets
 from typing import ClassVar, Self
@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from ballast.service.security import ServiceSettings
 
-_APART_FRACTION = 0.1  # the two thresholds, else a drop and its restore would chase each other
+_APART_FRACTION = 0.1  # minimum distance of the two thresholds, against oscillation of drop and restore
 
 
 class MonitorSettings(ServiceSettings):

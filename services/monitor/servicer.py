@@ -1,4 +1,4 @@
-"""MonitorService: protobuf stops here."""
+"""MonitorService: converts protobuf."""
 
 import asyncio
 import time
@@ -60,7 +60,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
             if stream.error is not None:
                 raise stream.error
             yield self._answer()
-        # A connection that broke looks like a closed stream at first; the call is cancelled a moment later.
+        # A broken connection first looks like a closed stream; the call is cancelled a little later.
         await asyncio.sleep(_GOODBYE_PROOF_S)
         said_goodbye = instance is not None
 
@@ -73,7 +73,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
         )
 
     def _take(self, request: pb.ReportRequest, stream: ReportStream, instance: Instance | None) -> Instance:
-        """Gives whoever has announced itself. Raises InvalidRequest: the message makes no sense."""
+        """Handle a message; returns the instance announced. Raises InvalidRequest."""
         at_s, cause_id = time.monotonic(), self._shell.next_cause("report")
         place = codec.place_from_proto(request.place)
         match request.WhichOneof("message"):
@@ -114,7 +114,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
     ) -> AsyncIterator[pb.WatchEventsResponse]:
         watcher = self._shell.watch()
         when_done(context, lambda: self._shell.unwatch(watcher))
-        # The snapshot may be empty: the caller shall know all the same that he is heard.
+        # Sent for an empty snapshot, too, as an acknowledgement.
         await context.send_initial_metadata(())
         while True:
             yield _change_to_proto(*await watcher.next())
@@ -161,7 +161,7 @@ async def _next_unless_closed(
 
 
 def _host_of(context: _Context) -> str:
-    """Address of a caller without a name: "ipv4:10.0.0.7:41234" less the port, which changes with each connection."""
+    """Host of a caller without a name: "ipv4:10.0.0.7:41234" without the port, which changes with each connection."""
     return context.peer().rpartition(":")[0]
 
 
@@ -193,9 +193,10 @@ def _group_to_proto(group: GroupDemand) -> pb.GroupDemand:
 
 
 def _within_int64(record: _Sums) -> _Sums:
-    """Sums and forecasts of what all instances say, each of which was within bounds."""
+    """Bounds sums and forecasts over all instances, each of which was within bounds."""
     values = {field.name: getattr(record, field.name) for field in fields(record)}
-    return replace(record, **{name: _int64(value) for name, value in values.items() if type(value) is int})
+    beyond = {name: _int64(value) for name, value in values.items() if type(value) is int and value != _int64(value)}
+    return replace(record, **beyond) if beyond else record
 
 
 def _int64(value: int) -> int:

@@ -1,4 +1,4 @@
-"""Drives the monitor's core: streams and watchers in, changes out, registry written beside."""
+"""Drives the monitor's core: streams and watchers in, events out, registry writes."""
 
 import asyncio
 import contextlib
@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from prometheus_client import Counter, Gauge
@@ -106,27 +107,27 @@ _LONG = Counter(
     registry=REGISTRY,
 )
 
-_MAX_WATCHERS = 64  # streams of events that may be open at once: planners, dispatchers and people are fewer
-_WATCHER_QUEUE_LENGTH = 4096  # events that a watcher may be behind before it is sent away
-_GROUP_GAUGES_INTERVAL_S = 1.0  # trends of a thousand groups take 30 ms
+_MAX_WATCHERS = 64  # concurrent streams of events
+_WATCHER_QUEUE_LENGTH = 4096  # pending events after which a watcher is dismissed
+_GROUP_GAUGES_INTERVAL_S, _GROUP_GAUGES_INTERVAL_S_EACH = 1.0, 1e-3  # trends of a thousand groups take 30 ms
 
-# A process that dies closes its sockets one by one: ask again before believing that somebody listens.
+# An exiting process closes its sockets one by one: probe again before trusting a listener.
 _PROBE_DELAYS_S = (0.0, 0.1, 0.3)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What the registry says about one instance."""
+    """One instance in the registry."""
 
     instance: Instance
     draining: bool
     load: LoadReport | None
     report_age_s: float
-    whole: WholeMemory | None = None  # what it holds when it has all layers
+    whole: WholeMemory | None = None  # with all layers
 
 
 class RegistryStore(Protocol):
-    """The registry in the state server. Every call ends within seconds; Unavailable when nothing answers."""
+    """The registry in the state server. Every call ends within seconds; raises Unavailable without an answer."""
 
     async def write(self, rows: list[Row], forget: set[WorkerId]) -> None: ...
 
@@ -134,11 +135,13 @@ class RegistryStore(Protocol):
 
 
 class Environment(Protocol):
-    """What others have written into the state server. Every call ends within seconds; Unavailable without an answer."""
+    """Other services' entries in the state server. Every call ends within seconds; raises Unavailable without an
+    answer.
+    """
 
     @property
     def monitor_addresses(self) -> tuple[str, ...]:
-        """Of all monitors that run, as read last."""
+        """Of all running monitors, as last read."""
         ...
 
     async def read(self) -> tuple[Layout | None, tuple[BacklogWord, ...]]: ...
@@ -147,7 +150,7 @@ class Environment(Protocol):
 
 
 class ReportStream:
-    """One Report stream. `closed` is set, with the reason in `error`, when the core wants it ended."""
+    """One Report stream. `closed` is set, with the reason in `error`, when the core closes it."""
 
     def __init__(self, stream_id: StreamId) -> None:
         self.stream_id = stream_id
@@ -160,7 +163,7 @@ class ReportStream:
 
 
 class Watcher:
-    """What one watcher has still to be told, in order and bounded."""
+    """A watcher's pending events, ordered and bounded."""
 
     def __init__(self, first: list[tuple[Change, str]], limit: int) -> None:
         self._pending = deque(first)
@@ -169,7 +172,7 @@ class Watcher:
         self._error: BallastError | None = None
 
     def push(self, change: Change, cause_id: str) -> bool:
-        """False when the watcher is too far behind; it is dismissed then."""
+        """False if the watcher is too far behind; it is dismissed then."""
         if len(self._pending) >= self._limit:
             self.dismiss(Overloaded(f"{self._limit} events behind; watch again for a new snapshot", 0.1))
             return False
@@ -183,7 +186,7 @@ class Watcher:
         self._wake.set()
 
     async def next(self) -> tuple[Change, str]:
-        """The next change with its cause. Raises the error with which the watcher was dismissed."""
+        """The next event with its cause. Raises the error with which the watcher was dismissed."""
         while not self._pending:
             if self._error is not None:
                 raise self._error
@@ -193,7 +196,7 @@ class Watcher:
 
 
 class MonitorShell:
-    """`feed` is synchronous, so nothing interleaves with a decision; what takes time runs in the shell's own tasks."""
+    """`feed` is synchronous, so nothing interleaves with a decision; slow operations run in the shell's own tasks."""
 
     def __init__(
         self,
@@ -221,8 +224,8 @@ class MonitorShell:
         self._last_number = 0
         self._forget: set[WorkerId] = set()
         self._registry_due = asyncio.Event()
-        self._labelled: set[WorkerId] = set()  # workers with gauges of their own
-        self._leaders: set[WorkerId] = set()  # the same for groups
+        self._labelled: set[WorkerId] = set()  # workers with gauges
+        self._leaders: set[WorkerId] = set()  # groups with gauges
         self._groups_shown_at_s = -math.inf
 
     async def run(self) -> None:
@@ -256,13 +259,13 @@ class MonitorShell:
 
     @property
     def layout_epoch(self) -> int:
-        """Epoch of the layout in force, as far as this monitor knows it."""
+        """Epoch of the layout in force, as known here."""
         layout = self.core.groups.layout
         return layout.epoch if layout is not None else 0
 
     @property
     def monitor_addresses(self) -> tuple[str, ...]:
-        """Of all monitors that run, this one among them."""
+        """Of all running monitors, this one included."""
         return self._surroundings.monitor_addresses
 
     def open_stream(self) -> ReportStream:
@@ -275,10 +278,9 @@ class MonitorShell:
         self._streams.pop(stream.stream_id, None)
 
     def watch(self) -> Watcher:
-        """
-        Raises:
-            NotActive: watchers belong to the active monitor.
-            Overloaded: as many watchers as the monitor takes.
+        """Raises:
+        NotActive: this monitor is a standby.
+        Overloaded: the limit of watchers is reached.
         """
         if not self.core.active:
             raise NotActive(self.monitor_id)
@@ -293,7 +295,7 @@ class MonitorShell:
         self._watchers.discard(watcher)
 
     async def rows(self) -> list[Row]:
-        """Who is there: from memory when active, from the registry when standing by."""
+        """Live instances: from memory when active, from the registry as a standby."""
         return self._current_rows() if self.core.active else await self._store.read()
 
     def group_demands(self) -> tuple[GroupDemand, ...]:
@@ -404,23 +406,23 @@ class MonitorShell:
         self.feed(RegistryLoaded(time.monotonic(), self.next_cause("registry"), incarnations, wholes))
 
     async def _look_around(self) -> None:
-        """Reads layout and backlogs twice per tick while this monitor is the active one."""
+        """Read layout and backlogs twice per tick while active."""
         while True:
             if self.core.active:
                 try:
                     layout, backlogs = await self._surroundings.read()
                 except Unavailable:
-                    pass  # the core sees that it has not been told for long
+                    pass  # the core notices the missing update
                 else:
                     self.feed(SurroundingsRead(time.monotonic(), self.next_cause("state"), layout, backlogs))
             await asyncio.sleep(self._tick_s / 2)
 
     async def _forget_backlogs(self, dispatcher_ids: tuple[DispatcherId, ...]) -> None:
-        with contextlib.suppress(Unavailable):  # asked again with the next look
+        with contextlib.suppress(Unavailable):  # repeated with the next probe
             await self._surroundings.forget(dispatcher_ids)
 
     async def _write_registry(self) -> None:
-        """Writes the newest state whenever it is due; while the state server is away only the newest is kept."""
+        """Write the newest state whenever due; while the state server is unreachable only the newest is kept."""
         reachable = True
         while True:
             await self._registry_due.wait()
@@ -462,20 +464,31 @@ class MonitorShell:
         _INSTANCES.set(len(self.core.entries))
         now_s = time.monotonic()
         self._update_demand_gauges(now_s)
-        for worker_id in self._labelled - set(self.core.entries):
+        there = set(self.core.entries)
+        for worker_id in self._labelled - there:
             _KV_USAGE.remove(worker_id)
             _REPORT_AGE.remove(worker_id)
-        self._labelled = set(self.core.entries)
-        for worker_id, entry in self.core.entries.items():
-            _REPORT_AGE.labels(worker_id).set(now_s - entry.heard_at_s)
-            _KV_USAGE.labels(worker_id).set(entry.load.kv_usage_fraction if entry.load else 0.0)
+        for worker_id in there - self._labelled:
+            _REPORT_AGE.labels(worker_id).set_function(partial(self._report_age_s, worker_id))
+            _KV_USAGE.labels(worker_id).set_function(partial(self._kv_usage, worker_id))
+        self._labelled = there
+
+    def _report_age_s(self, worker_id: WorkerId) -> float:
+        """Called by the thread of who reads metrics, as is `_kv_usage`."""
+        entry = self.core.entries.get(worker_id)
+        return 0.0 if entry is None else time.monotonic() - entry.heard_at_s
+
+    def _kv_usage(self, worker_id: WorkerId) -> float:
+        entry = self.core.entries.get(worker_id)
+        return 0.0 if entry is None or entry.load is None else entry.load.kv_usage_fraction
 
     def _update_demand_gauges(self, now_s: float) -> None:
         cluster = self.core.cluster_demand(now_s)
         _CLUSTER_DEMAND.set(cluster.wanted_bytes)
         _CLUSTER_CAPACITY.set(cluster.capacity_bytes)
         _CLUSTER_UNDROPPED.set(cluster.undropped_bytes)
-        if now_s < self._groups_shown_at_s + _GROUP_GAUGES_INTERVAL_S:
+        interval_s = max(_GROUP_GAUGES_INTERVAL_S, _GROUP_GAUGES_INTERVAL_S_EACH * len(self._leaders))
+        if now_s < self._groups_shown_at_s + interval_s:
             return
         self._groups_shown_at_s = now_s
         groups = self.core.group_demands(now_s)

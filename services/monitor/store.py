@@ -37,7 +37,7 @@ _BACKLOGS = f"{KEY_PREFIX}backlogs"
 _ROW_PREFIX = f"{KEY_PREFIX}registry:"
 _SCAN_COUNT = 500
 _MOST_MONITORS = 16
-_ROWS_AT_ONCE = 100  # rows per round trip: bounds the buffers on both sides
+_ROWS_AT_ONCE = 100  # per round trip: bounds the buffers on both sides
 
 _MODEL = TypeAdapter(ModelInfo)
 _LOAD = TypeAdapter(LoadReport)
@@ -60,12 +60,12 @@ class RedisRegistry:
                 pipe.delete(*(_ROW_PREFIX + worker_id for worker_id in sorted(forget)))
             if len(pipe):
                 replies = await self._state.run(cast(Awaitable[list[Any]], pipe.execute(raise_on_error=False)))
-                if any(map(is_garbage, replies)):  # written anew with the next ones
+                if any(map(is_garbage, replies)):  # replaced with the next write
                     keys = [_ROW_PREFIX + row.instance.worker_id for row in rows[first : first + _ROWS_AT_ONCE]]
                     await self._state.run(self._state.redis.delete(*keys))
 
     async def read(self) -> list[Row]:
-        """All rows, by worker id; those that this version cannot read are left out and named in the log."""
+        """All rows, by worker id; unreadable ones are left out and logged."""
         redis = self._state.redis
         keys: list[str] = []
         cursor = 0
@@ -105,7 +105,7 @@ def _to_fields(row: Row) -> dict[FieldT, EncodableT]:
 
 
 def _from_fields(key: str, fields: dict[str, str]) -> Row | None:
-    if not fields:  # ran out between two commands
+    if not fields:  # expired between two commands
         return None
     try:
         instance = Instance(
@@ -124,13 +124,13 @@ def _from_fields(key: str, fields: dict[str, str]) -> Row | None:
 
 
 class RedisSurroundings:
-    """What planner and dispatchers have written."""
+    """Entries of planner and dispatchers."""
 
     def __init__(self, state: StateServer) -> None:
         self._state = state
-        self._body: str | None = None  # of the layout below
+        self._body: str | None = None  # serialised form of the layout below
         self._layout: Layout | None = None
-        self.monitor_addresses: tuple[str, ...] = ()  # of all monitors that run, as read last
+        self.monitor_addresses: tuple[str, ...] = ()  # of all running monitors, as last read
 
     async def read(self) -> tuple[Layout | None, tuple[BacklogWord, ...]]:
         pipe = self._state.redis.pipeline(transaction=False)
@@ -143,7 +143,7 @@ class RedisSurroundings:
         body = cast(str | None, unless_garbage(replies[0], None))
         backlogs = cast(dict[str, str], unless_garbage(replies[1], {}))
         self.monitor_addresses = _addresses_of(unless_garbage(replies[2], []))
-        if body != self._body:  # decoded once, not with every look
+        if body != self._body:  # decoded once per change
             self._body, self._layout = body, _layout_from(body)
         words = [_word_from(*item) for item in sorted(backlogs.items())]
         return self._layout, tuple(word for word in words if word is not None)

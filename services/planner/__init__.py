@@ -1,1 +1,1 @@
-"""Decides the layout of the cluster and carries plans out."""
+"""Decides the layout of the cluster and executes transitions."""

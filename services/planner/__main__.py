@@ -1,4 +1,4 @@
-"""`python -m services.planner`: builds the parts, wires them, and waits for the signal to stop."""
+"""`python -m services.planner`: constructs the parts, connects them, and runs until a stop signal."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""Settings of the planner. Numbers that nobody needs to change are constants, where they are used."""
+"""Settings of the planner. Numbers that need no tuning are constants where they are used."""
 
 import secrets
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the planner shows to Prometheus."""
+"""Prometheus metrics of the planner."""
 
 from collections.abc import Callable
 
@@ -34,6 +34,9 @@ _WRITES = Counter(
 )
 _REJECTED = Counter(
     "ballast_instances_rejected_total", "Instances kept out because they serve another model", registry=REGISTRY
+)
+_KEPT_OUT = Gauge(
+    "ballast_instances_kept_out", "Instances that are put into no group: `ballast status` says why", registry=REGISTRY
 )
 _STALE = Counter(
     "ballast_planner_stale_events_total", "Messages about a worker's earlier process, ignored", registry=REGISTRY
@@ -109,7 +112,7 @@ _PREDICTED = Histogram(
     registry=REGISTRY,
 )
 
-# What has not happened yet is 0 and not absent: rates and alerts need something to begin with.
+# Counters start at 0 instead of being absent, as rates and alerts need a first value.
 for _kind in ("drop", "restore"):
     for _ending in ("done", "aborted"):
         _TRANSITIONS.labels(_kind, _ending)
@@ -122,15 +125,15 @@ for _what in ("ttft_p99", "tpot"):
     _PREDICTED.labels(_what)
 
 
-_GOOD_S = 0.5  # first tokens that come sooner are alike, as they are for the comparison
+_GOOD_S = 0.5  # sooner first tokens count alike, as in the comparison
 
 
 class PlannerMetrics:
-    """The shell's `Counting`. `tell`: who else hears of transitions that have ended."""
+    """The shell's `Counting`. `tell`: also called with transitions that have ended."""
 
     def __init__(self, tell: Callable[[TransitionRecord], None] | None = None) -> None:
         self._tell = tell
-        self._sizes: set[str] = set()  # of groups, that the gauge has labels for
+        self._sizes: set[str] = set()  # label values of the gauge by group size
 
     def layout(self, layout: Layout) -> None:
         _EPOCH.set(layout.epoch)
@@ -145,6 +148,9 @@ class PlannerMetrics:
             _STANDINGS.labels(standing).set(standings.count(standing))
         for size in self._sizes:
             _GROUP_SIZES.labels(size).set(sizes.count(size))
+
+    def kept_out(self, count: int) -> None:
+        _KEPT_OUT.set(count)
 
     def wanted(self, count: int) -> None:
         _WANTED.set(count)

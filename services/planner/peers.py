@@ -1,4 +1,4 @@
-"""Who the planner talks to by gRPC: the monitor, to which it listens, and the workers, whom it asks things."""
+"""gRPC clients of the planner: of the monitor, whose events it follows, and of the workers."""
 
 import asyncio
 import contextlib
@@ -57,11 +57,11 @@ from services.planner.policy.migrate import Move
 
 _FIRST_BACK_OFF_S = 0.1
 _LONGEST_BACK_OFF_S = 1.0
-_LOOK_UP_S = 0.5  # how often a silent stream is checked for a monitor that has taken over
+_LOOK_UP_S = 0.5  # interval of checks for a new active monitor while the stream is silent
 _ANSWER_TIMEOUT_S = 3.0
 _MAX_WHY_CHARS = 16_384
 PROBE_TIMEOUT_S = 1.0
-_MOST_PROBES = 64  # at once
+_MOST_PROBES = 64  # concurrent
 
 _Answer = (
     worker_pb2.PrepareResponse | worker_pb2.CommitResponse | worker_pb2.AbortResponse | worker_pb2.GetTransitionResponse
@@ -69,7 +69,7 @@ _Answer = (
 
 
 class MonitorEvents:
-    """The events of whichever monitor is active, for ever. Each new connection begins with SnapshotBegan."""
+    """The events of the active monitor, endlessly. Each new connection begins with SnapshotBegan."""
 
     def __init__(self, monitor: LeaderAddress, dial: Dial = open_channel) -> None:
         self._monitor = monitor
@@ -95,7 +95,7 @@ class MonitorEvents:
             back_off_s = min(2 * back_off_s, _LONGEST_BACK_OFF_S)
 
     async def load(self, timeout_s: float) -> ClusterLoad:
-        """How loaded everybody is, as the active monitor knows it.
+        """Load reports known to the active monitor.
 
         Raises:
             BallastError: no monitor is active, or it does not answer.
@@ -134,7 +134,7 @@ class MonitorEvents:
                 yield SnapshotBegan(time.monotonic(), f"snapshot-{next(self._numbers)}")
                 get_logger().info("listening to the monitor", monitor=target)
                 while target == self._monitor.current:
-                    # Cancelling a read cancels the call, so the same read is waited for again and again.
+                    # Cancelling a read would cancel the call, so the same read is awaited again.
                     reading = reading or asyncio.ensure_future(call.read())
                     done, _ = await asyncio.wait((reading,), timeout=_LOOK_UP_S)
                     if not done:
@@ -153,7 +153,7 @@ class MonitorEvents:
                     reading.cancel()
 
     def _event_of(self, message: pb.WatchEventsResponse, target: str) -> MonitorEvent | None:
-        """None also for what makes no sense: the rest of what the monitor says is heard all the same."""
+        """None for an invalid event, too, which does not end the stream."""
         try:
             return _event_from_proto(message)
         except InvalidRequest as error:
@@ -180,7 +180,7 @@ _EVENT = Choice(
 
 
 def _event_from_proto(message: pb.WatchEventsResponse) -> MonitorEvent | None:
-    """None for an event of a newer monitor that this planner does not know."""
+    """None for an unknown event of a newer monitor."""
     when = {"at_s": time.monotonic(), "cause_id": message.cause_id}
     if message.HasField("instance_up"):
         up = message.instance_up
@@ -190,10 +190,10 @@ def _event_from_proto(message: pb.WatchEventsResponse) -> MonitorEvent | None:
 
 
 class Members:
-    """Calls to workers. Connections are kept while there is something to ask. Orders carry the token of our lease."""
+    """Calls to workers. Connections are kept while in use. Orders carry the lease's token."""
 
     def __init__(self, on_fenced: Callable[[int], None], dial: Dial = open_channel) -> None:
-        """`on_fenced` hears of a worker that has seen a higher token, and which."""
+        """`on_fenced` is called with a worker that has seen a higher token, and that token."""
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._orders = with_token(0)
         self._on_fenced = on_fenced
@@ -202,15 +202,15 @@ class Members:
         self._probes = asyncio.Semaphore(_MOST_PROBES)
 
     def lead(self, token: int | None) -> None:
-        """From now on orders carry this token. None: who leads no more keeps its old one, which workers know."""
+        """Use this token for orders. None: a former leader keeps its old one, which workers refuse."""
         if token is not None:
             self._orders = with_token(token)
 
     async def drain(self, address: str, worker_id: WorkerId, incarnation: Incarnation, timeout_s: float) -> int:
-        """Asks that life of a worker to take nothing new; gives the number of its running requests.
+        """Drain that incarnation; returns the number of its running requests.
 
         Raises:
-            BallastError: not reached, or another process answers at the address.
+            BallastError: unreachable, or another process answers.
         """
         async with self._dial(address) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
@@ -223,13 +223,13 @@ class Members:
         return answer.running_request_count
 
     async def order_standing(self, member: Member, timeout_s: float, *, park: bool) -> None:
-        """Tells that life of a worker to give its device memory back, or to take it again."""
+        """Order that incarnation to park, or to wake."""
         request = worker_pb2.ParkRequest(incarnation=member.incarnation, wake=not park)
         with self._asking(member.worker_id):
             await self._stub(member.address).Park(request, timeout=timeout_s, metadata=self._orders)
 
     async def probe(self, address: str, worker_id: WorkerId, incarnation: Incarnation) -> Probed:
-        """Whether that life of a worker is at its address."""
+        """Check whether that incarnation is at its address."""
         async with self._probes, self._dial(address) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             try:
@@ -241,7 +241,7 @@ class Members:
         return Probed.ALIVE if (status.worker_id, status.incarnation) == (worker_id, incarnation) else Probed.GONE
 
     async def call(self, command: CallMember, timeout_s: float) -> MemberSaid | None:
-        """What the member says; None if it says nothing (in time). A refusal to prepare is FAILED."""
+        """The member's answer; None without a (timely) one. A refused Prepare is FAILED."""
         worker_id, epoch = command.member.worker_id, command.journal.epoch
         try:
             with self._asking(worker_id):
@@ -277,7 +277,7 @@ class Members:
         return Epoch(answer.newest_epoch)
 
     async def migrate(self, epoch: Epoch, move: Move, within_s: float, cause_id: str, timeout_s: float) -> None:
-        """All members are told, as none could make a link alone; the targets first, so that they wait."""
+        """Order all members, as links need both sides; the targets first, so that they wait."""
         request = worker_pb2.MigrateRequest(
             epoch=epoch,
             source=[_party(member) for member in move.source.members],
@@ -327,7 +327,7 @@ class Members:
 
 
 def _bound_figures(status: Status) -> None:
-    """They are added up for metrics and operators. The phase counts all the same: a transition waits for it."""
+    """Bound the numbers, which are summed for metrics. The phase counts in any case: a transition waits for it."""
     status.why = status.why[:_MAX_WHY_CHARS]
     for field in fields(Status):
         value = getattr(status, field.name)

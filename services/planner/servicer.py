@@ -1,4 +1,4 @@
-"""PlannerService: protobuf stops here."""
+"""PlannerService: converts protobuf."""
 
 import time
 from collections.abc import AsyncIterator
@@ -22,9 +22,9 @@ from services.planner.core.survey import NoSurvey
 from services.planner.shell.planner import PlannerShell
 
 _LONGEST_HOLD_S = 7 * 86400.0
-_LONGEST_WAIT_S = 10.0  # for the epoch that somebody asks for; who asks again gets the answer of then
+_LONGEST_WAIT_S = 10.0  # for a requested epoch; afterwards the present state is returned
 
-# Any: the message types of a call do not matter to its context.
+# Any: the message types of a call are irrelevant to its context.
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 

@@ -1,6 +1,6 @@
-"""Transitions as traces: a span for each drop and restore, one inside it for each stage, one for each member's part.
+"""Traces of transitions: a span for each drop and restore, with child spans for stages and for members.
 
-Dispatchers link the requests that have lived through it (`ballast.service.otlp.transition_context`).
+Dispatchers link the requests that lived through it (`ballast.service.otlp.transition_context`).
 """
 
 import itertools
@@ -12,7 +12,7 @@ from services.planner.core.stages import Stage
 
 
 def spans_of(record: TransitionRecord, offset_s: float) -> list[Span]:
-    """`offset_s`: from the planner's clock to the one on the wall."""
+    """`offset_s`: from the planner's clock to wall-clock time."""
     journal = record.journal
     own = transition_context(journal.target)
     reached = sorted((at_s, stage) for stage, at_s in record.reached_at_s.items())
@@ -58,7 +58,7 @@ def spans_of(record: TransitionRecord, offset_s: float) -> list[Span]:
 
 
 def tracing(exporter: Exporter) -> Callable[[TransitionRecord], None]:
-    """What is to be told of transitions that have ended."""
+    """Exports transitions that have ended."""
 
     def ended(record: TransitionRecord) -> None:
         exporter.put(spans_of(record, wall_offset_s()))

@@ -52,7 +52,7 @@ class _JournalBody:
 
 _JOURNAL = TypeAdapter(_JournalBody)
 
-# What is no number counts as not being there: else nothing could ever be written over it.
+# An invalid number counts as absent: otherwise it could never be overwritten.
 _NUMBER = """
 local function number(key, field) return string.match(redis.call('HGET', key, field) or '', '^%d+$') or '' end
 """
@@ -199,7 +199,7 @@ def _layout_from(body: str) -> Layout:
 
 
 def _epoch_from(text: str) -> Epoch | None:
-    """None of what is no epoch: nothing is stored then."""
+    """None if invalid: then nothing counts as stored."""
     if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= border.MAX_EPOCH):
         return None
     return Epoch(int(text))

@@ -1,4 +1,4 @@
-"""`python -m services.worker`: loads the model, wires the parts, and serves until the signal to stop."""
+"""`python -m services.worker`: loads the model, constructs the parts, and serves until a stop signal."""
 
 from __future__ import annotations
 
@@ -68,46 +68,44 @@ if TYPE_CHECKING:
 
 _READINESS_INTERVAL_S = 0.5
 _RANKS_INTERVAL_S = 0.2
-_CALLS_GRACE_S = 1.0  # for the streams to end after the last request has
-# A waiting thread asks for the interpreter after so long. Tokens were seen to reach clients in heaps on busy cores, as
-# if the engine's thread, which lets go of it in every operator, were back before the loop that streams has woken up.
-# That this is the cause, and how much it helps, is not measured well: other load disturbed the runs compared.
+_CALLS_GRACE_S = 1.0  # for streams to end after the last request
+# A waiting thread requests the GIL after this time. On busy cores tokens were seen to reach clients in clusters, as if
+# the engine's thread, which releases the GIL in every operator, regained it before the streaming loop woke up. Cause
+# and effect are not measured well: other load disturbed the runs.
 _SWITCH_INTERVAL_S = 0.0002
 
 
 @dataclass(frozen=True, slots=True)
 class Kit:
-    """What depends on the kind of engine."""
+    """Parts that depend on the kind of engine."""
 
     engine: LoadedEngine
-    cost: Callable[[], CostModel | None]  # of the stage that is executed: microbatches are formed by it
-    costs: OnlineCost | None = None  # which is told what steps take
-    copier: BlockCopier | None = None  # of KV to host memory and back, for what gives way
-    compile_grammar: CompileGrammar | None = None  # ahead of the engine, which would stand still meanwhile
-    open_plane: Callable[[WorkerId, str, Hub, bytes | None], DataPlane] | None = (
-        None  # another one than tensors travel over
-    )
+    cost: Callable[[], CostModel | None]  # of the executed stage, for microbatches
+    costs: OnlineCost | None = None  # learns from step durations
+    copier: BlockCopier | None = None  # of KV to and from host memory, for preempted sequences
+    compile_grammar: CompileGrammar | None = None  # ahead of the engine, which would block
+    open_plane: Callable[[WorkerId, str, Hub, bytes | None], DataPlane] | None = None  # replaces that of tensors
     device: str = "emulated"
-    lost_rank: Callable[[], str | None] | None = None  # who of several ranks has ended
-    swap_blocks: int = 0  # that the copier has
-    joins: bool = True  # it may become a member of groups, and KV may travel from and to it
+    lost_rank: Callable[[], str | None] | None = None  # which of several ranks has ended
+    swap_blocks: int = 0  # of the copier
+    joins: bool = True  # may join groups and migrate KV
 
 
 class LoadedEngine(Instance, ShellEngine, Protocol):
-    """A model that is ready to be run, here and as a stage."""
+    """A loaded model, to be executed as a whole or as a stage."""
 
 
 def load(settings: WorkerSettings, devices: Sequence[str] = ()) -> Kit:
-    """`devices`: one for each rank; none: the one in the settings.
+    """`devices`: one for each rank; empty: that of the settings.
 
     Raises:
-        ConfigError: the model cannot be had so.
+        ConfigError: the model cannot be loaded that way.
     """
     if settings.engine == "emulated":
         if settings.tensor_parallel_size > 1:
             raise ConfigError("worker.tensor_parallel_size", "an emulated engine is as fast as its profile says")
         return _emulated(settings)
-    # Here and not above: torch comes with them, and takes longer than all else.
+    # Imported late: torch is slow to load.
     from services.worker.engine.load import load_engine
     from services.worker.engine.rehearsal import Largest
     from services.worker.links.open import device_bytes
@@ -141,7 +139,7 @@ def load(settings: WorkerSettings, devices: Sequence[str] = ()) -> Kit:
     log = RankLog(settings.worker_id or "worker", settings.log_level, settings.log_format)
     ranked = None if len(devices) == 1 else load_ranked(load_one, devices, log)
     engine = load_one(device=devices[0]) if ranked is None else ranked.engine
-    gc.freeze()  # torch alone makes so many objects that a full collection holds up a step
+    gc.freeze()  # torch makes so many objects that a full collection delays a step
     try:
         costs = load_costs(settings, engine)
         reaches = ranked is None or ranked.exchanges
@@ -192,7 +190,7 @@ def _emulated(settings: WorkerSettings) -> Kit:
 
 
 def load_costs(settings: WorkerSettings, engine: Engine) -> OnlineCost:
-    """What is known of the engine's speed before it serves.
+    """Initial knowledge of the engine's speed.
 
     Raises:
         ConfigError: the profile is of another model or machine.
@@ -218,17 +216,17 @@ def load_costs(settings: WorkerSettings, engine: Engine) -> OnlineCost:
 
 
 def link_bandwidth(settings: WorkerSettings) -> float | None:
-    """Bandwidth of a link for bulk, as the profile has measured it; None: to be found out."""
+    """Bulk bandwidth of a link by the profile; None: to be measured."""
     if settings.cost_profile is None:
         return None
-    from services.worker.cost_profile import read_profile  # NumPy comes with it
+    from services.worker.cost_profile import read_profile  # imports NumPy
 
     link = read_profile(settings.cost_profile).link
     return None if link is None else link.bandwidth_bytes_per_s
 
 
 def step_limits_of(settings: WorkerSettings, gpu_bytes: int | None = None) -> StepLimits:
-    """`gpu_bytes`: memory of the GPU that computes; None: a CPU."""
+    """`gpu_bytes`: memory of the GPU; None: a CPU."""
     return step_limits(
         gpu_bytes,
         sequences=settings.max_num_seqs,
@@ -259,7 +257,7 @@ def limits_of(settings: WorkerSettings, engine: LoadedEngine, swap_block_count: 
 
 
 def target_of(kit: Kit) -> TokenTarget:
-    """The bound on requests that run, by the costs of all layers, which an emulated engine knows from the start."""
+    """The limit on running requests by the costs of all layers, known from the start to an emulated engine."""
     return TokenTarget(math.inf, _cost_of_all_layers(kit))
 
 
@@ -279,7 +277,7 @@ def _cost_of_all_layers(kit: Kit) -> Callable[[], CostModel | None]:
 
 
 def swap_block_count(settings: WorkerSettings, info: ModelInfo) -> int:
-    """Blocks of all layers that the host keeps for those that give way.
+    """Blocks of all layers in host memory for preempted sequences.
 
     Raises:
         ConfigError: none fits, and online requests are to be swapped.
@@ -302,7 +300,7 @@ def transport_of(settings: WorkerSettings) -> TransportConfig:
 
 
 class WorkerProcess:
-    """Everything that one worker consists of, from the loaded engine to the drained end."""
+    """One worker process, from the loaded engine to the end of draining."""
 
     def __init__(
         self,
@@ -322,7 +320,7 @@ class WorkerProcess:
         self._compile_grammar, self._cost = kit.compile_grammar, kit.cost
         self._state = state
         self._detokenizer = functools.partial(primed_detokenizer, load_tokenizer(settings.model))
-        # Unique but for one chance in 2^31 per pair: the ids of sequences that meet in a group begin with it.
+        # Unique with probability 1 - 2^-31 per pair: the prefix of sequence ids.
         microbatching = lookahead(kit.cost) if settings.microbatching == "lookahead" else by_token_count
         target = target_of(kit)
         core, book = stage_core(
@@ -358,10 +356,10 @@ class WorkerProcess:
         published = self._membership.member.published
         export(self._shell.load, REGISTRY, lambda: published.clock.times, published.migrations)
         plane = self._membership.plane
-        REGISTRY.register(LinkCollector(lambda: getattr(plane, "refused", {})))  # an emulated one refuses nobody
+        REGISTRY.register(LinkCollector(lambda: getattr(plane, "refused", {})))  # an emulated plane refuses none
 
     def _pace(self) -> Pace | None:
-        """What steps take here; None: too little has been executed."""
+        """Learnt cost of batches; None: too little was executed."""
         cost = self._cost()
         layer_count = self._membership.member.role.layer_count
         return None if cost is None else Pace(cost, layer_count, step_limits_of(self._settings).tokens)
@@ -415,7 +413,7 @@ class WorkerProcess:
                 await exporter.close()
 
     async def _register(self, worker_id: WorkerId) -> Incarnation | None:
-        """The number of this life, once the state server gives one; None if told to stop before."""
+        """Register for an incarnation number; None if stopped before."""
         stopping = asyncio.ensure_future(self._life.stopping.wait())
         taking = asyncio.ensure_future(self._state.take_incarnation("worker", worker_id))
         try:
@@ -426,7 +424,7 @@ class WorkerProcess:
             taking.cancel()
 
     def _grammar_comes(self, grammar: Grammar) -> Future[Any]:
-        """The stage that follows the grammar compiles it, and this leader checks it meanwhile."""
+        """The sampling stage compiles the grammar while this leader validates it."""
         self._shell.post_member(GrammarComes(grammar))
         assert self._compile_grammar is not None
         return self._compile_grammar(grammar)
@@ -457,7 +455,7 @@ class WorkerProcess:
         )
 
     async def _keep_readiness(self, server: RpcServer) -> None:
-        """Ready while the engine makes progress: a process that merely lives serves nobody."""
+        """Ready while the engine makes progress."""
         told = None
         while True:
             load_report = self._shell.load()
@@ -468,9 +466,7 @@ class WorkerProcess:
             await asyncio.sleep(_READINESS_INTERVAL_S)
 
     async def _watch_ranks(self) -> None:
-        """A rank that ends takes its instance with it: nothing can be computed without its share. What ran here is
-        replayed elsewhere.
-        """
+        """If a rank ends the instance ends. Its requests are replayed elsewhere."""
         while self._lost_rank is not None:
             if (who := self._lost_rank()) is not None:
                 raise RankLost(who)
@@ -489,7 +485,7 @@ class WorkerProcess:
 
 
 def _with_model(settings: WorkerSettings) -> WorkerSettings:
-    """A name of a hub gives way to the folder of its snapshot, which is fetched if need be."""
+    """Replace a hub's model name by its snapshot's folder, downloaded if need be."""
     name = hub_name(str(settings.model))
     if name is None:
         return settings
@@ -499,10 +495,10 @@ def _with_model(settings: WorkerSettings) -> WorkerSettings:
 
 
 def _with_limits(settings: WorkerSettings) -> WorkerSettings:
-    """On a GPU, with what its memory makes of the settings of a step that leave it open."""
+    """Fill in step limits from the GPU's memory where the settings leave them open."""
     if settings.engine != "torch" or settings.device == "cpu":
         return settings
-    from services.worker.memory.gpus import gpu_bytes  # torch comes with it
+    from services.worker.memory.gpus import gpu_bytes  # imports torch
 
     most = step_limits_of(settings, gpu_bytes(settings.device))
     found = {"max_num_seqs": most.sequences, "max_num_batched_tokens": most.tokens, "max_num_queued_reqs": most.queued}
@@ -533,7 +529,7 @@ async def main(life: Lifecycle) -> None:
     logs.get_logger().info("starting", settings=settings.model_dump(mode="json"))
     security = Security(Role.WORKER, settings)
     security.ensure_guarded([settings.host, settings.advertise_host], links=True)
-    ensure_free(settings.host, settings.port)  # before the model is loaded, which may take minutes
+    ensure_free(settings.host, settings.port)  # before loading the model, which may take minutes
     settings = await asyncio.to_thread(_with_model, settings)
     state = state_server(settings)
     metrics = MetricsServer(settings.metrics_host, settings.metrics_port, service="worker", instance=worker_id)
@@ -558,19 +554,19 @@ async def serve(
     worker_id: WorkerId,
     shown: Exposition,
 ) -> None:
-    """From its loading to its end."""
+    """From loading to the end."""
     count = settings.tensor_parallel_size
     async with claimed_devices(settings.device, count, _gpus, state, worker_id) as devices:
         settings = settings.model_copy(update={"device": devices[0], "worker_id": worker_id})
         settings = await asyncio.to_thread(_with_limits, settings)
-        # Takes long for large models; signals are heard meanwhile.
+        # Slow for large models; signals are handled meanwhile.
         kit = await asyncio.to_thread(load, settings, devices)
         shown.model_name = lambda: kit.engine.info.name
         await WorkerProcess(life, settings, security, kit, state, worker_id).run(worker_id)
 
 
 def _gpus() -> list[Gpu]:
-    from services.worker.memory.gpus import gpu_uuids  # torch comes with it
+    from services.worker.memory.gpus import gpu_uuids  # imports torch
 
     return [Gpu(f"cuda:{index}", uuid) for index, uuid in enumerate(gpu_uuids())]
 

@@ -33,7 +33,7 @@ class WorkerSettings(ServiceSettings):
     )
     short_flags: ClassVar[Mapping[str, str]] = {"shutdown-timeout-s": "shutdown-timeout"}
 
-    # Where it listens and whom it knows.
+    # Addresses.
     port: int = Field(50061, ge=0, le=65535)
     """Port to listen on; 0: any free one."""
     data_port: int = Field(0, ge=0, le=65535)
@@ -45,7 +45,7 @@ class WorkerSettings(ServiceSettings):
     report_interval_s: float = Field(0.1, gt=0, le=60)
     """Seconds between two load reports."""
 
-    # What it serves.
+    # Model.
     model: Path
     """Folder of a Hugging Face checkpoint, or org/name[@revision] of a hub, from where it is fetched."""
     engine: Literal["torch", "emulated"] = "torch"
@@ -85,7 +85,7 @@ class WorkerSettings(ServiceSettings):
     max_model_len: int | None = Field(None, ge=2)
     """Longest prompt and answer together, in tokens. Default: the model's own."""
 
-    # How it schedules.
+    # Scheduling.
     max_num_seqs: int | None = Field(None, ge=1, le=4096)
     """Requests that run at once. Default: 64; on a GPU by its memory 256, from 70 GiB on 512."""
     tpot_target_s: str | None = None
@@ -139,14 +139,14 @@ class WorkerSettings(ServiceSettings):
     seed: int = 0
     """Seed of the engine's own choices."""
 
-    # What it knows of its own speed when it becomes a stage of a pipeline.
+    # Known speed as a pipeline stage.
     cost_profile: Path | None = None
     """A file from `ballast profile`, of the same model and machine. Without one a worker learns its speed while it
     serves."""
     self_profile_s: float = Field(0.0, ge=0, le=600)
     """Measure for about so many seconds at the start, instead of a file."""
 
-    # How it ends.
+    # Shutdown.
     shutdown_timeout_s: float = Field(30.0, ge=0)
     """Seconds that running requests get to finish, and the others of its pipeline to do without it, when the worker is
     stopped."""
@@ -176,13 +176,13 @@ class WorkerSettings(ServiceSettings):
 
     @property
     def targets(self) -> Mapping[PriorityClass, Targets]:
-        """Of each online class."""
+        """By online class."""
         ttft, tpot = read_by_class(self.ttft_target_s), read_by_class(self.tpot_target_s)
         return {each: Targets(ttft.get(each, math.inf), tpot.get(each, math.inf)) for each in {*ttft, *tpot}}
 
     @property
     def swaps(self) -> bool:
-        """Whether online requests that give way keep their KV in host memory."""
+        """True if preempted online requests keep their KV in host memory."""
         policy = self.overload_policy
         is_fallback = policy is OverloadPolicy.DROP and self.fallback_policy == "swap"
         return bool(self.swap_space_bytes) and (policy is OverloadPolicy.SWAP or is_fallback)

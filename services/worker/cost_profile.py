@@ -1,6 +1,6 @@
-"""The file that `ballast profile` writes: what batches, links and memory cost one model on one machine.
+"""The file written by `ballast profile`: costs of batches, links and memory for one model on one machine.
 
-No torch here: the simulator and the command line read it too.
+No torch here: the simulator and the command line read it, too.
 """
 
 from datetime import UTC, datetime
@@ -22,7 +22,7 @@ class _Strict(BaseModel):
 
 
 class ProfileKey(_Strict):
-    """What the figures hold for. `device` names the processor, not just its kind."""
+    """What the figures are valid for. `device` is the processor's name."""
 
     architecture: str
     parameter_count: int
@@ -36,7 +36,7 @@ class ProfileKey(_Strict):
 
 
 class Coefficients(_Strict):
-    """A `CostModel`, checked."""
+    """A validated `CostModel`."""
 
     attention_s: float = Field(ge=0, allow_inf_nan=False)
     token_s: float = Field(ge=0, allow_inf_nan=False)
@@ -71,7 +71,7 @@ class Coefficients(_Strict):
 
 
 class Costs(_Strict):
-    """`StageCosts`: the layer's, times a stage's layers, and what is added for each step, the first and last stage."""
+    """`StageCosts`: per layer, and the additions of each step, the first and the last stage."""
 
     layer: Coefficients
     step: Coefficients
@@ -88,7 +88,7 @@ class Costs(_Strict):
 
 
 class Errors(_Strict):
-    """Errors |predicted / measured - 1|, on batches that the fit has not seen."""
+    """|predicted / measured - 1| on held-out batches."""
 
     count: int
     mean: float
@@ -125,11 +125,11 @@ class CostProfile(_Strict):
     kind: Literal["ballast-cost-profile"] = "ballast-cost-profile"
     version: Literal[1] = VERSION
     created_at: str
-    model: str  # the checkpoint folder's name, for people
-    clock: str  # how the time of a batch was taken
+    model: str  # name of the checkpoint folder, for people
+    clock: str  # how batches were timed
     key: ProfileKey
     costs: Costs
-    sample_count: int  # batches that the fit has seen
+    sample_count: int  # of the fit
     held_out: dict[Form, HeldOut]
     link: Link | None
     remap_s_per_gb: float | None = Field(ge=0)  # parameters to KV; None for a model of one layer
@@ -149,7 +149,7 @@ def write_profile(path: Path, profile: CostProfile) -> None:
 
 
 def read_profile(path: Path) -> CostProfile:
-    """Raises ConfigError naming the file, and the first field that does not fit."""
+    """Raises ConfigError naming the file, and the first invalid field."""
     try:
         return CostProfile.model_validate_json(path.read_text(encoding="utf-8"))
     except OSError as error:

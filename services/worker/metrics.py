@@ -1,4 +1,4 @@
-"""What a worker shows to Prometheus: the numbers of its load report, read when they are asked for."""
+"""Prometheus metrics of a worker: its load report, read on scrape."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -118,7 +118,7 @@ class StageCollector(Collector):
 
 
 class MigrationCollector(Collector):
-    """Metrics of the requests that have left this worker while they ran."""
+    """Metrics of outgoing migrations."""
 
     def __init__(self, totals: MigrationTotals) -> None:
         self._totals = totals

@@ -1,4 +1,4 @@
-"""What a worker has to say to one dispatcher, between the engine's turns and the dispatcher's socket."""
+"""Output for one dispatcher, between the engine's turns and the dispatcher's socket."""
 
 import asyncio
 from collections import deque
@@ -8,12 +8,12 @@ from ballast.common.errors import BallastError, Overloaded
 from ballast.common.load import LoadReport
 from services.worker.core.events import Emit, Ending
 
-STREAM_OUTPUTS = 4096  # messages that a dispatcher may leave unread before its stream is closed
+STREAM_OUTPUTS = 4096  # unread messages after which a dispatcher's stream is closed
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one step, or a moment without one, has for one stream."""
+    """One turn's output for one stream."""
 
     emit: Emit | None
     load: LoadReport
@@ -21,7 +21,7 @@ class Output:
 
 
 class OutputStream:
-    """The outputs for one dispatcher, between the engine and its socket. Lives on the event loop."""
+    """Queue of outputs for one dispatcher. Lives on the event loop."""
 
     def __init__(self, stream_id: int) -> None:
         self.stream_id = stream_id
@@ -29,7 +29,7 @@ class OutputStream:
         self.seen_handle = 0
         self.told: LoadReport | None = None  # with the last output
         self._told_handle = 0
-        self.broken = asyncio.Event()  # closed with an error: do not even wait for what is being written
+        self.broken = asyncio.Event()  # closed with an error: abandon the current write, too
         self._outputs: deque[Output] = deque()
         self._wake = asyncio.Event()
         self._closed: BallastError | _End | None = None
@@ -40,11 +40,11 @@ class OutputStream:
 
     @property
     def counts_more(self) -> bool:
-        """There are requests in the report of which the dispatcher does not know yet that they are."""
+        """True if the report counts requests of which the dispatcher does not know that."""
         return self.seen_handle > self._told_handle
 
     def put(self, emit: Emit | None, load: LoadReport, now_s: float) -> None:
-        """Queues it for the dispatcher to read; ignored once the stream is closed. Closes it at the bound."""
+        """Queue an output; ignored once closed. Closes the stream at the bound."""
         if self._closed is not None:
             return
         if len(self._outputs) >= STREAM_OUTPUTS:
@@ -58,12 +58,12 @@ class OutputStream:
         self._wake.set()
 
     def put_ending(self, ending: Ending, load: LoadReport) -> None:
-        """An ending that the core never hears of: the request was malformed."""
+        """Ending of a malformed request, which never reached the core."""
         emit = Emit(self.stream_id, (), (), (), (), (), (ending,), self.seen_handle)
         self.put(emit, load, self.sent_at_s)
 
     def close(self, why: BallastError | None = None) -> None:
-        """Nothing follows. What is still queued is given out first, unless there is an error to tell."""
+        """Close after the queued outputs, or at once with an error."""
         if self._closed is not None:
             return
         self._closed = why or _End()
@@ -73,7 +73,7 @@ class OutputStream:
         self._wake.set()
 
     async def next(self) -> Output | None:
-        """The next output; None at the end. Raises what the stream was closed with."""
+        """The next output; None at the end. Raises the closing error."""
         while not self._outputs:
             if self._closed is not None:
                 if isinstance(self._closed, _End):

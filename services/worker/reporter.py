@@ -1,4 +1,4 @@
-"""The worker's side of the monitor: finds the active one, announces this instance, and reports its load for ever."""
+"""The worker's client of the monitor: finds the active one, announces this instance, and reports its load."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.monitor.v1 import monitor_pb2 as pb
 from ballastpb.monitor.v1 import monitor_pb2_grpc
 
-_LONGEST_INTERVAL_S = 1.0  # whatever the monitor asks for
+_LONGEST_INTERVAL_S = 1.0  # maximum, whatever the monitor requests
 _ANSWER_TIMEOUT_S = 3.0
 _GOODBYE_TIMEOUT_S = 1.0
 _FIRST_BACK_OFF_S = 0.1
@@ -34,19 +34,19 @@ _Call = grpc.aio.StreamStreamCall[pb.ReportRequest, pb.ReportResponse]
 
 
 def alone() -> None:
-    """The place of a worker that takes part in no transition."""
+    """The place of a worker without transitions."""
 
 
 class MonitorReporter:
     """`run` keeps one Report stream to the active monitor open until `leave` is called (or it is cancelled).
 
-    Monitors tell the addresses of all of them, so that the one that leads is found without the state server, too.
+    Monitors report the addresses of all monitors, so the active one is found without the state server, too.
 
     Args:
         load: Called before each report, on the event loop; must be quick.
-        place: The same for the part that it has in the layout; None: it serves alone.
-        pace: The same for what its steps take; None: nobody knows yet.
-        monitor_address: host:port; None: whoever holds the lease in the state server, followed when it changes.
+        place: Returns its place in the layout; None: it serves alone.
+        pace: Returns its learnt batch costs; None: not known yet.
+        monitor_address: host:port; None: the holder of the lease in the state server.
     """
 
     def __init__(
@@ -66,20 +66,20 @@ class MonitorReporter:
         self._load = load
         self._place, self._pace = place, pace
         self._monitor = LeaderAddress(state, "monitor", monitor_address)
-        self._others: tuple[str, ...] = ()  # addresses of all monitors, as one of them has told
+        self._others: tuple[str, ...] = ()  # addresses of all monitors
         self._interval_s = interval_s
-        self._told: LoadReport | None = None  # over the stream that is open
+        self._told: LoadReport | None = None  # last report on the open stream
         self._leaving = asyncio.Event()
         self._due = asyncio.Event()  # leaving, or demand has jumped
-        self.connected = False  # the monitor has answered the last report
+        self.connected = False  # the last report was answered
 
     def leave(self) -> None:
-        """Tells the monitor that this instance goes, at the next report; `run` returns then."""
+        """Announce the departure with the next report; `run` returns then."""
         self._leaving.set()
         self._due.set()
 
     def requests_came(self, load: LoadReport) -> None:
-        """A burst fills the memory within a few regular reports: the monitor hears of it at once."""
+        """Report at once: a burst fills the memory within a few regular reports."""
         if self._told is not None and load.has_jumped(self._told):
             self._due.set()
 
@@ -110,7 +110,7 @@ class MonitorReporter:
             back_off_s = min(2 * back_off_s, _LONGEST_BACK_OFF_S)
 
     def _target(self, attempts: int) -> str | None:
-        """The monitor that leads by the state server; where that fails, the next one that it may have become."""
+        """The active monitor by the state server; if that fails, the next known one."""
         found = self._monitor.current
         targets = ([] if found is None else [found]) + [address for address in self._others if address != found]
         return targets[attempts % len(targets)] if targets else None
@@ -123,7 +123,7 @@ class MonitorReporter:
             log.warning("monitor not reached, trying again", why=str(error))
 
     async def _report_to(self, target: str) -> None:
-        """Returns when this instance leaves or another monitor is found; raises when the stream fails."""
+        """Returns when this instance leaves or another monitor is active; raises when the stream fails."""
         with asking(target):
             await self._report_over(target)
 

@@ -1,4 +1,4 @@
-"""WorkerService: protobuf stops here. One Attach stream for each dispatcher (protos/ballastpb/worker/v1)."""
+"""WorkerService: converts protobuf. One Attach stream for each dispatcher (protos/ballastpb/worker/v1)."""
 
 import asyncio
 import math
@@ -32,7 +32,7 @@ from services.worker.shell import Detokenizing, WorkerShell
 from services.worker.spans import RequestSpans
 
 _HELLO_TIMEOUT_S = 10.0
-_COMPILE_TIMEOUT_S = 15.0  # a dispatcher has found that it takes less; others may be compiled before it
+_COMPILE_TIMEOUT_S = 15.0  # a dispatcher has validated that it takes less; others may be compiled before it
 _ENDING = Mapper(Ending, pb.Ending)
 
 # Any: grpc.aio has no better type for the context's messages.
@@ -40,7 +40,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TransitionPort(Protocol):
-    """What carries out the planner's wishes; raises errors of `ballast.common.errors`."""
+    """Executes the planner's calls; raises errors of `ballast.common.errors`."""
 
     def prepare(self, request: pb.PrepareRequest) -> None: ...
 
@@ -53,7 +53,7 @@ class TransitionPort(Protocol):
     def migrate(self, request: pb.MigrateRequest) -> None: ...
 
     async def when_prepared(self, epoch: int) -> pb.TransitionStatus:
-        """The same as `status`; waits a moment, in case that is enough."""
+        """`status` after a short wait."""
         ...
 
     async def when_taken_up(self, epoch: int) -> pb.TransitionStatus: ...
@@ -61,13 +61,13 @@ class TransitionPort(Protocol):
     def park(self, incarnation: int, *, park: bool) -> None: ...
 
     def name_partners(self, request: pb.NamePartnersRequest) -> int:
-        """Returns the highest epoch that this worker has heard of."""
+        """Returns the highest epoch known to this worker."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who a worker says that it is."""
+    """Identity of a worker."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -88,7 +88,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         compile_grammar: Callable[[Grammar], Future[Any]] | None = None,
         spans: RequestSpans | None = None,
     ) -> None:
-        """`compile_grammar`: begins before the engine gets a request with a grammar, beside all that runs here."""
+        """`compile_grammar`: starts before the engine gets a request with a grammar."""
         self._spans = spans or RequestSpans(None, identity.worker_id)
         self._transitions = transitions
         self._clock = clock
@@ -115,10 +115,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         try:
             await asyncio.wait((writer, broken), return_when=asyncio.FIRST_COMPLETED)
             if broken.done():
-                await stream.next()  # raises what broke it
+                await stream.next()  # raises the stream's error
             writer.result()
             if reader.done():
-                reader.result()  # raises what was wrong with the last message
+                reader.result()  # raises the reader's error
         finally:
             self._shell.close_stream(stream)
             self._spans.closed(stream.stream_id, time.monotonic())
@@ -231,8 +231,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         )
 
     async def _read(self, stream: OutputStream, requests: AsyncIterator[pb.AttachRequest]) -> None:
-        """Passes messages on until the dispatcher closes its side; a broken message closes the stream. Requests whose
-        grammar is being compiled are passed by those behind them, and by their own aborts."""
+        """Pass messages on until the dispatcher closes its side; an invalid message closes the stream. Requests whose
+        grammar is being compiled are overtaken by later ones, and by their own aborts.
+        """
         compiling: dict[int, asyncio.Task[None]] = {}  # by handle
         try:
             async for request in requests:
@@ -262,7 +263,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             try:
                 async with asyncio.timeout(_COMPILE_TIMEOUT_S):
                     await asyncio.wrap_future(compiled)
-                del compiling[submit.handle]  # an abort goes to the engine from here on
+                del compiling[submit.handle]  # aborts go to the engine from here on
                 await self._shell.post(event)
             except InvalidRequest as error:
                 invalid(str(error))
@@ -299,7 +300,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             raise InvalidRequest("deadline_s", "must be a number of seconds, got NaN")
         output_text = ""
         if output and not (submit.omit_text and not sampling.stop):
-            # What else can be wrong with a token is the core's business; the tokenizer fails on this already.
+            # The core validates tokens; the tokenizer already fails on this.
             if min(*prompt, *output) < 0:
                 raise InvalidRequest("token_ids", "must not be negative")
             detokenizer = self._detokenizer(NewSequence(0, prompt, (), sampling))

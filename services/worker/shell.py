@@ -1,8 +1,8 @@
-"""Drives the core and the engine in a thread of their own, and connects them with the asyncio side.
+"""Drives core and engine in a thread, and connects them with asyncio.
 
-The engine thread is the only one that touches core, engine and device memory. Events reach it through a bounded
-inbox, taken in at step boundaries; what the core emits is handed to the event loop once per step. The event loop
-never runs a step, and the engine thread never touches a socket.
+The engine thread is the only one that touches core, engine and device memory. Events arrive through a bounded inbox,
+handled at step boundaries; the core's output goes to the event loop once per step. The event loop never runs a step,
+and the engine thread never touches a socket.
 """
 
 import asyncio
@@ -41,16 +41,16 @@ from services.worker.policy.telling import is_due
 
 INBOX_EVENTS = 1024
 _IDLE_WAIT_S = 1.0
-_SLOTLESS = (StreamClosed, DrainRequested)  # events that do not wait for a slot in the inbox
-_LAST_STEP_S = 30.0  # what the step that runs when the worker stops may take
-_FAILED_STEPS = 3  # in a row, before the engine is considered broken
+_SLOTLESS = (StreamClosed, DrainRequested)  # events without a slot in the inbox
+_LAST_STEP_S = 30.0  # maximum for the running step at a stop
+_FAILED_STEPS = 3  # consecutive failures after which the engine counts as broken
 
 
 class Engine(Protocol):
-    """What executes batches. All calls come from the engine thread."""
+    """Executes batches. Called from the engine thread only."""
 
     def compute_here(self) -> None:
-        """The first of them: this thread executes from now on."""
+        """First call: executes on this thread from now on."""
         ...
 
     def step(self, batch: Batch, block_tables: Sequence[Sequence[int]]) -> StepResult: ...
@@ -67,7 +67,7 @@ class Detokenizing(Protocol):
 
 
 class EngineTurns(Turns):
-    """Turns of the engine thread, with the texts of the sequences that want any."""
+    """Turns of the engine thread, with detokenisation."""
 
     __slots__ = ("_check_every_steps", "_detokenizer", "_engine", "_failed_steps", "_in_flight", "texts")
 
@@ -82,7 +82,7 @@ class EngineTurns(Turns):
         self._engine = engine
         self._detokenizer = detokenizer
         self._check_every_steps = check_every_steps
-        self._in_flight: dict[int, Batch] = {}  # step id -> what has been sent and not come back
+        self._in_flight: dict[int, Batch] = {}  # step id -> dispatched batch
         self._failed_steps = 0
         self.texts: dict[SequenceId, Detokenizing] = {}
 
@@ -145,9 +145,9 @@ class EngineTurns(Turns):
             self.texts.pop(sequence_id, None)
 
     def _count_failed(self, batch: Batch, why: str) -> None:
-        """The step's requests end with an error. Their dispatchers replay each of them, the innocent ones as well as
-        the one that is to blame, `replay_limit` times at most: so it fells no more than so many steps. A worker ends
-        when steps fail in a row, as the cause is likely to be its own then.
+        """The failed step's requests end with an error. Dispatchers replay each of them at most `replay_limit` times,
+        so a request that causes the failure fails no more steps than that. After consecutive failures the worker ends,
+        as the cause is likely its own.
         """
         get_logger().error("engine step failed", step_id=batch.step_id, sequences=len(batch.slices), why=why)
         self._failed_steps += 1
@@ -157,18 +157,18 @@ class EngineTurns(Turns):
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """What the engine thread tells the event loop after a turn."""
+    """The engine thread's message to the event loop after a turn."""
 
-    slots: int  # places in the inbox that are free again
-    seen_handles: dict[int, int]  # stream id -> the highest handle that the report takes into account, if it has grown
+    slots: int  # freed slots of the inbox
+    seen_handles: dict[int, int]  # stream id -> highest handle counted by the report, if it has grown
     emits: list[Emit]
     report: LoadReport
     drained: bool
-    lost: bool  # the group is: all streams end
+    lost: bool  # the group is lost: all streams end
 
 
 class WorkerShell:
-    """The worker's engine thread and what the servicer needs of it."""
+    """The engine thread, and the servicer's interface to it."""
 
     def __init__(
         self,
@@ -184,17 +184,17 @@ class WorkerShell:
         self._member: Member | None = None
         self._requests_came: Callable[[LoadReport], None] | None = None
         self._inbox: queue.SimpleQueue[Event | MemberEvent | None] = queue.SimpleQueue()
-        self._preempting = threading.Event()  # what offline work makes way for lies in the inbox
+        self._preempting = threading.Event()  # the inbox has online work
         self._slots = asyncio.Semaphore(INBOX_EVENTS)
         self._streams: dict[int, OutputStream] = {}  # stream id -> its outputs
         self._next_stream_id = 1
         self._busy_since_s: float | None = None
-        self._turned_at_s = math.inf  # the engine thread has begun its latest turn; inf: it does not run yet
+        self._turned_at_s = math.inf  # start of the latest turn; inf: not running yet
         self._report = core.load(time.monotonic(), engine.memory_report())
         self._stopping = False
         self._stop_asked = asyncio.Event()
         self._draining = False
-        self._idle_since_s = math.inf  # drained, and nothing runs in the pipeline that it is in
+        self._idle_since_s = math.inf  # drained, with an idle pipeline
         self._loop: asyncio.AbstractEventLoop | None = None
         self.drained = asyncio.Event()
 
@@ -205,7 +205,7 @@ class WorkerShell:
     # ------------------------------------------------------------ event loop side
 
     async def run(self) -> None:
-        """Runs the engine thread until `stop`; raises what broke it."""
+        """Run the engine thread until `stop`; raises its error."""
         self._loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = self._loop.create_future()
         thread = threading.Thread(target=self._thread, args=(ended,), name="engine", daemon=True)
@@ -222,39 +222,41 @@ class WorkerShell:
                 await asyncio.wait((ended,), timeout=_LAST_STEP_S)
             if ended.done():
                 thread.join()
-                ended.result()  # what broke the engine is the cause of all else that goes wrong now
+                ended.result()  # an engine error is the cause of others
         if not ended.done():
             raise InvariantViolation(f"the engine's last step has not ended within {_LAST_STEP_S:g} s")
 
     def stop(self) -> None:
-        """Ends the engine thread after the step that is running."""
+        """End the engine thread after the running step."""
         self._stopping = True
         self._stop_asked.set()
         self._inbox.put(None)
 
     def drain(self) -> None:
-        """Nothing new from now on; `drained` is set when nobody needs this worker any more."""
+        """Refuse new requests; `drained` is set when no request or pipeline needs this worker."""
         if not self._draining:
             self._draining = True
             self._inbox.put(DrainRequested(time.monotonic()))
 
     def join_group(self, member: Member) -> None:
-        """Before `run`: what this worker does as a member of a group."""
+        """Before `run`: set the group member."""
         self._member = member
         self._turns.join_group(member)
 
     def tell_of_requests(self, came: Callable[[LoadReport], None]) -> None:
-        """Before `run`: `came` is called on the event loop with the load when requests have been taken in."""
+        """Before `run`: `came` is called on the event loop with the load after new requests."""
         self._requests_came = came
 
     def post_member(self, event: MemberEvent) -> None:
-        """From any thread. Not bounded here: links and the planner bound what they send."""
+        """From any thread. Not bounded here: links and the planner bound their messages."""
         self._inbox.put(event)
         if event.preempts:
             self._preempting.set()
 
     async def post(self, event: Event) -> None:
-        """Hands an event to the engine thread. Waits while the inbox is full, which stops the caller's reading."""
+        """Queue an event for the engine thread. Waits while the inbox is full, which applies backpressure to the
+        caller.
+        """
         await self._slots.acquire()
         self._inbox.put(event)
         if isinstance(event, Submitted) and not event.priority.offline:
@@ -262,26 +264,26 @@ class WorkerShell:
 
     @property
     def preempts(self) -> Callable[[], bool]:
-        """Whether online work has come since the engine thread last took in events."""
+        """True if online work has arrived since the engine thread last took events."""
         return self._preempting.is_set
 
     async def open_stream(self) -> OutputStream:
         stream = OutputStream(self._next_stream_id)
         self._next_stream_id += 1
         await self.post(StreamOpened(time.monotonic(), stream.stream_id))
-        self._streams[stream.stream_id] = stream  # not before: the caller may give up while the inbox is full
+        self._streams[stream.stream_id] = stream  # not before: the caller may be cancelled while the inbox is full
         return stream
 
     def close_stream(self, stream: OutputStream) -> None:
-        """The dispatcher is gone. Does not wait for a slot: there is one such event for each stream."""
+        """A dispatcher has disconnected. Needs no slot: there is one such event per stream."""
         if self._streams.pop(stream.stream_id, None) is not None:
             self._inbox.put(StreamClosed(time.monotonic(), stream.stream_id))
 
     def load(self) -> LoadReport:
-        """The state after the last step, with the time for which the engine thread has not been seen to go on."""
+        """State after the last step, with the time since the engine thread's last sign of life."""
         now_s, since_s = time.monotonic(), self._busy_since_s
         age_s = 0.0 if since_s is None else now_s - since_s
-        # An idle engine thread looks up every second: one that does not hangs somewhere else than in a step.
+        # An idle engine thread turns every second; otherwise it hangs outside of a step.
         hangs_s = now_s - self._turned_at_s
         return replace(self._report, step_age_s=max(age_s, hangs_s) if hangs_s > 2 * _IDLE_WAIT_S else age_s)
 
@@ -322,14 +324,14 @@ class WorkerShell:
             self._engine.compute_here()
             while not self._stopping:
                 self._turn()
-        except BaseException as error:  # noqa: BLE001 - handed to the event loop, which owns this thread
+        except BaseException as error:  # noqa: BLE001 handed to the event loop, which owns this thread
             failure = error
         failure = self._close_all(failure)
-        with contextlib.suppress(RuntimeError):  # the loop may be closed when the process is going down
+        with contextlib.suppress(RuntimeError):  # the loop may be closed during shutdown
             self._loop.call_soon_threadsafe(_finish, ended, failure)
 
     def _close_all(self, failure: BaseException | None) -> BaseException | None:
-        """Whatever goes wrong, the event loop must hear of it: else this worker would seem to live."""
+        """The event loop is notified in any case: otherwise this worker would seem to live."""
         try:
             if self._member is not None:
                 self._member.close()
@@ -348,7 +350,7 @@ class WorkerShell:
             pass
         stepping = turns.may_step
         if stepping and any(isinstance(command, Emit) for command in turns.commands):
-            self._tell(events)  # what a pipeline has sent back need not wait for the next batch to run
+            self._tell(events)  # output of a pipeline need not wait for the next batch
             events = []
         if stepping:
             self._busy_since_s = self._busy_since_s or time.monotonic()
@@ -373,7 +375,7 @@ class WorkerShell:
         self._loop.call_soon_threadsafe(self._on_turn, turn)
 
     def _is_drained(self) -> bool:
-        """Nobody needs this worker any more."""
+        """True if no request or pipeline needs this worker."""
         if not self._core.is_drained:
             return False
         now_s = time.monotonic()
@@ -388,7 +390,7 @@ class WorkerShell:
         return self._core.load(now_s, memory, member.newest_epoch, member.parks)
 
     def _wait_for_events(self) -> list[Event | MemberEvent]:
-        """What has come in; waits for something if there is nothing to do."""
+        """Pending events; waits for one if there is nothing to do."""
         events: list[Event | MemberEvent] = []
         wait_s = 0.0
         if self._turns.rests:
@@ -405,7 +407,7 @@ class WorkerShell:
 
 
 def _name_thread(name: str) -> None:
-    """Names this thread for `top -H`, debuggers and `ballast chaos`; Python tells the system no names before 3.14."""
+    """Names this thread for `top -H`, debuggers and `ballast chaos`; Python before 3.14 does not."""
     with contextlib.suppress(OSError):  # not Linux
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
 

@@ -1,7 +1,7 @@
-"""What a worker did for a request, as spans of its trace: seen at the border, where submits come and tokens go.
+"""Spans of a worker in requests' traces, recorded by the servicer at submission and output.
 
-Two for each stay: until its first token here (prefill; resume for one that brought its KV), and from there to its end
-(decode). Requests whose trace nobody records cost nothing.
+Two for each stay: until its first token here (prefill, or resume with KV), and from there to its end (decode).
+Unrecorded traces cost nothing.
 """
 
 from dataclasses import dataclass
@@ -25,17 +25,17 @@ class RequestSpans:
     """Lives on the event loop. Times are the servicer's `time.monotonic()`.
 
     Args:
-        exporter: Where spans go; None: nowhere, and nothing is kept.
+        exporter: Receives spans; None: disabled.
         worker_id: Of this worker.
     """
 
     def __init__(self, exporter: Exporter | None, worker_id: WorkerId) -> None:
         self._exporter = exporter
         self._worker_id = worker_id
-        self._open: dict[int, dict[int, _Stay]] = {}  # by stream and handle; as many as requests are here
+        self._open: dict[int, dict[int, _Stay]] = {}  # by stream and handle; as many as requests here
 
     def submitted(self, event: Submitted, traceparent: str) -> None:
-        """`traceparent`: of the request's own span at its dispatcher."""
+        """`traceparent`: of the request's span at its dispatcher."""
         if self._exporter is None or not traceparent:
             return
         context = Context.read(traceparent)
@@ -43,7 +43,7 @@ class RequestSpans:
             self._open.setdefault(event.key.stream_id, {})[event.key.handle] = _Stay(context, event)
 
     def told(self, emit: Emit, at_s: float) -> None:
-        """These tokens and endings go to their dispatcher."""
+        """Tokens and endings sent to their dispatcher."""
         stays = self._open.get(emit.stream_id)
         if not stays:
             return
@@ -60,7 +60,7 @@ class RequestSpans:
                 self._end(stay, at_s, ending)
 
     def closed(self, stream_id: int, at_s: float) -> None:
-        """The stream is, and with it all that it had."""
+        """The stream is closed, with all its requests."""
         for stay in self._open.pop(stream_id, {}).values():
             self._end(stay, at_s, None)
 

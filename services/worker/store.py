@@ -1,4 +1,4 @@
-"""A GPU of this machine that no other worker has: a lease in the state server, renewed while the worker lives."""
+"""Allocation of this machine's GPUs: a lease per GPU in the state server, renewed while the worker lives."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ ANY_GPU = "cuda:auto"
 _TTL_S = 15.0
 _RENEW_S = 5.0
 _RETRY_S = 0.5
-_ANSWER_WITHIN_S = 60.0  # of the state server, before the worker ends and is started again
+_ANSWER_WITHIN_S = 60.0  # maximum silence of the state server before the worker exits and is restarted
 
 
 class Gpu(NamedTuple):
@@ -23,7 +23,7 @@ class Gpu(NamedTuple):
 
 
 class Leases(Protocol):
-    """What of the state server is needed here."""
+    """The state server's methods used here."""
 
     async def acquire_lease(self, name: str, holder: str, ttl_s: float, address: str) -> int | None: ...
 
@@ -34,12 +34,12 @@ class Leases(Protocol):
 async def claimed_device(
     wanted: str, gpus: Callable[[], Sequence[Gpu]], leases: Leases, worker_id: WorkerId
 ) -> AsyncGenerator[str]:
-    """The device that is wanted, or for `cuda:auto` the first that is free, which is this worker's until the end.
+    """The configured device, or for `cuda:auto` the first free one, leased to this worker.
 
-    A worker that is started again under its name finds its GPU as it left it. `gpus` is slow and called in a thread.
+    A restarted worker of the same name gets its GPU again. `gpus` is slow and called in a thread.
 
     Raises:
-        ConfigError: there is no GPU, or others have them all.
+        ConfigError: there is no GPU, or all are leased.
         Unavailable: the state server has not answered for a minute.
     """
     if wanted != ANY_GPU:
@@ -57,7 +57,7 @@ async def claimed_device(
     finally:
         renewing.cancel()
         await asyncio.wait([renewing])
-        with contextlib.suppress(Unavailable):  # it runs out
+        with contextlib.suppress(Unavailable):  # it expires
             await leases.release_lease(_lease(gpu), worker_id)
 
 
@@ -65,7 +65,7 @@ async def claimed_device(
 async def claimed_devices(
     wanted: str, count: int, gpus: Callable[[], Sequence[Gpu]], leases: Leases, worker_id: WorkerId
 ) -> AsyncGenerator[tuple[str, ...]]:
-    """One for each rank, from the device that is wanted on, or for `cuda:auto` so many that are free.
+    """One for each rank, from the configured device on, or for `cuda:auto` as many free ones.
 
     Raises:
         ConfigError, Unavailable: as `claimed_device`.
@@ -79,7 +79,7 @@ async def claimed_devices(
         return
     claimed: list[str] = []
     async with contextlib.AsyncExitStack() as claims:
-        for _ in range(count):  # its own lease is not refused to a worker, so those that it has are not offered
+        for _ in range(count):  # its own leases would be granted again, so these are excluded
 
             def others() -> Sequence[Gpu]:
                 return [gpu for gpu in gpus() if gpu.device not in claimed]

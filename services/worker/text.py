@@ -1,9 +1,9 @@
-"""Token ids -> text, one token at a time. Never gives half a character, never gives the same character twice.
+"""Incremental detokenisation: never emits a partial character, nor the same character twice.
 
-A tokenizer's decoder looks at neighbours (byte sequences, word boundaries), so a window of recent tokens is decoded
-and only what is new and can no longer change is given out. An incomplete UTF-8 sequence at the end shows as U+FFFD
-(one, or one for each of its at most three bytes, depending on the decoder), which is held back until the following
-tokens complete it or prove it invalid. It is dropped if generation ends there.
+A tokenizer's decoder depends on neighbours (byte sequences, word boundaries), so a window of recent tokens is decoded
+and only final new text is emitted. An incomplete UTF-8 sequence at the end appears as U+FFFD (one, or one per byte,
+depending on the decoder), which is held back until the following tokens complete it or prove it invalid. It is dropped
+at the end of generation.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from ballast.common.errors import ConfigError
 from services.worker.core.batch import NewSequence
 
-_CONTEXT_TOKENS = 6  # tokens before the window that keep the decoder's view of neighbours the same
+_CONTEXT_TOKENS = 6  # tokens before the window that preserve the decoder's context
 _WINDOW_TOKENS = 16  # the window is shortened to the context when it reaches this length
 _REPLACEMENT = "\ufffd"
 _INCOMPLETE_CHARS = 3  # bytes that a UTF-8 character can lack its last one of
@@ -36,7 +36,7 @@ def load_tokenizer(model: Path) -> Tokenizer:
 
 
 class Detokenizer:
-    """The text of one sequence. Created with the prompt's tokens, which are context only."""
+    """The text of one sequence. The prompt's tokens are context only."""
 
     __slots__ = ("_given_chars", "_skip_special", "_tokenizer", "_window")
 
@@ -44,10 +44,10 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
         self._window = list(prompt_token_ids[-_CONTEXT_TOKENS:])
-        self._given_chars = len(self._stable_text())  # of the window's text
+        self._given_chars = len(self._stable_text())  # emitted characters of the window's text
 
     def push(self, token_id: int) -> str:
-        """The new text that this token brings, possibly empty."""
+        """The new text of this token, possibly empty."""
         self._window.append(token_id)
         text = self._stable_text()
         new = text[self._given_chars :]
@@ -66,7 +66,7 @@ class Detokenizer:
 
 
 def primed_detokenizer(tokenizer: Tokenizer, new: NewSequence) -> Detokenizer:
-    """Ready for the token that follows what the sequence has generated before."""
+    """A detokenizer positioned after the output of earlier attempts."""
     skip = new.sampling.skip_special_tokens
     detokenizer = Detokenizer(tokenizer, new.prompt_token_ids, skip_special_tokens=skip)
     for token_id in new.output_token_ids:

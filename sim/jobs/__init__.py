@@ -1,1 +1,1 @@
-"""From scenarios, traces and names of models and clusters to simulations, and from these to result files."""
+"""From scenarios, traces, and names of models and clusters to simulations and result files."""

@@ -1,7 +1,7 @@
-"""Arrivals that a scenario describes, for those who have no trace: a rate with bursts, and gamma intervals.
+"""Synthetic arrivals of a scenario: a rate with bursts, and gamma-distributed intervals.
 
 Intervals of mean one are drawn in operational time and mapped through the inverse of the rate's integral, so that
-bursts begin and end where they should and are as clumpy inside as outside. Lengths are drawn from a data set's fit.
+bursts have the given bounds and the same variability inside as outside. Lengths are drawn from a data set's fit.
 """
 
 import itertools
@@ -12,13 +12,12 @@ from sim.scenario import Arrivals
 from tools.bench.lengths import lengths_of
 from tools.bench.traces import Trace, TraceRequest
 
-_LENGTHS = "burstgpt"  # where the scenario names none
+_LENGTHS = "burstgpt"  # default data set
 
 
 def generated(spec: Arrivals, lengths: str | None, seed: int) -> Trace:
-    """
-    Raises:
-        ConfigError: lengths that nobody knows.
+    """Raises:
+    ConfigError: unknown lengths.
     """
     rng, kind = random.Random(seed), lengths_of(lengths or _LENGTHS)
     requests = tuple(TraceRequest(round(at_s, 6), *kind.draw(rng)) for at_s in _instants_s(spec, rng))
@@ -32,7 +31,7 @@ def _instants_s(spec: Arrivals, rng: random.Random) -> Iterator[float]:
     operational = 0.0
     pieces = _pieces(spec)
     begin_s, end_s, rate = next(pieces)
-    done = 0.0  # of operational time, at the beginning of the piece
+    done = 0.0  # operational time at the beginning of the piece
     while True:
         operational += rng.gammavariate(shape, 1.0 / shape)
         while operational > done + (end_s - begin_s) * rate:

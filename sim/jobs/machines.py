@@ -1,4 +1,4 @@
-"""Machines for emulated workers, from the catalogue's figures or from a profile of this machine."""
+"""Machines of emulated workers, from the catalogue or from a profile of this machine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from tools.model.tokenizer import write_tokenizer
 
 _GPU_BLOCK_TOKENS = 64
 _GPU_FLAGS = ("--block-size", str(_GPU_BLOCK_TOKENS), "--max-num-seqs", "256", "--max-num-batched-tokens", "2048")
-_STAND_IN_VOCABULARY = 4096  # of a tokenizer that comes from nowhere
-_DEFAULT_MEMORY_BYTES = 1 << 30  # as workers have it
+_STAND_IN_VOCABULARY = 4096  # of a made-up tokenizer
+_DEFAULT_MEMORY_BYTES = 1 << 30  # the workers' default
 MACHINE_FILE = "machine.json"
 _CHECKPOINT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -30,13 +30,13 @@ def catalogue_machine(gpu: str, model: str, vocab_size: int | None = None) -> Ma
     """One instance of that model on as many of those GPUs as it needs. `vocab_size`: of another tokenizer.
 
     Raises:
-        ConfigError: naming what the catalogue has.
+        ConfigError: names the catalogue's entries.
     """
     return machine_of(find_gpu(gpu, "--profile"), find_model(model), vocab_size)
 
 
 def machine_of(card: Gpu, spec: ModelSpec, vocab_size: int | None = None) -> Machine:
-    """One instance of that model on as many of those GPUs as the model says."""
+    """One instance of that model on as many GPUs as the model's entry says."""
     figures = timings()
     cluster = Cluster(gpu=card, gpu_count=1, gpus_per_host=card.gpus_per_host)
     roofline, gpus = RooflineOf(spec, cluster, figures), spec.gpus_per_instance
@@ -59,7 +59,7 @@ def machine_of(card: Gpu, spec: ModelSpec, vocab_size: int | None = None) -> Mac
         link_bytes_per_s=card.nic_bytes_per_s * figures.link_fraction * gpus,
         host_bytes_per_s=card.host_bytes_per_s * gpus,
         disk_bytes_per_s=figures.disk_bytes_per_s,
-        remap_s_per_byte=figures.remap_s / (spec.parameter_bytes / 2),  # what a drop of half the layers moves
+        remap_s_per_byte=figures.remap_s / (spec.parameter_bytes / 2),  # bytes moved by a drop of half the layers
     )
 
 
@@ -67,7 +67,7 @@ def profiled_machine(path: Path, checkpoint: CheckpointInfo, memory_bytes: int) 
     """The machine on which `ballast profile` has measured that checkpoint.
 
     Raises:
-        ConfigError: the file is no profile, or of another model, or lacks what an emulation needs.
+        ConfigError: no profile, of another model, or without figures that an emulation needs.
     """
     profile = read_profile(path)
     if profile.key.parameter_count != checkpoint.parameter_count or profile.key.layer_count != checkpoint.layer_count:
@@ -104,25 +104,24 @@ def profiled_machine(path: Path, checkpoint: CheckpointInfo, memory_bytes: int) 
 
 @dataclass(frozen=True, slots=True)
 class EmulatedModel:
-    model: Path  # for dispatchers and workers: a folder with a tokenizer at least
+    model: Path  # for dispatchers and workers: a folder with at least a tokenizer
     machine: Machine
     machine_file: Path
 
     @property
     def worker_flags(self) -> list[str]:
-        """With what workers on GPUs run with by default, as in simulations; what is given later holds."""
+        """Defaults of workers on GPUs, as in simulations; later flags override them."""
         flags = ["--engine", "emulated", "--profile", str(self.machine_file)]
         return flags if self.machine.execution.kind == "measured" else [*_GPU_FLAGS, *flags]
 
 
 def emulated_model(folder: Path, profile: str, model: Path, memory_bytes: int | None = None) -> EmulatedModel:
-    """What `profile` and `model` mean. In `folder` what is missing is made: the machine's file, a tokenizer.
+    """Resolve `profile` and `model`. Missing files (machine, tokenizer) are created in `folder`.
 
-    `profile` is a GPU of the catalogue, or a file: one that describes a GPU (YAML) or a machine, or of `ballast
-    profile`.
+    `profile` is a GPU of the catalogue, or a file: of a GPU (YAML), of a machine, or of `ballast profile`.
 
     Raises:
-        ConfigError: naming what is not known, or does not fit.
+        ConfigError: unknown, or inconsistent.
     """
     path = Path(profile)
     if is_gpu_file(profile) or not path.is_file():
@@ -134,14 +133,14 @@ def emulated_model(folder: Path, profile: str, model: Path, memory_bytes: int | 
 
 
 def stand_in(folder: Path, machine: Machine) -> EmulatedModel:
-    """What services want of a checkpoint when there is none: a tokenizer, and beside it the machine."""
+    """Create the files that services need of a checkpoint: a tokenizer and the machine."""
     folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(folder, machine.model.vocab_size, qwen=False, max_len=machine.model.max_model_len)
     return EmulatedModel(folder, machine, write_machine(folder / MACHINE_FILE, machine))
 
 
 def emulation_of(folder: Path, machine: Machine) -> Emulation:
-    """What a comparison starts services with; `folder` is for what they want of a checkpoint."""
+    """Service arguments of a comparison; `folder` gets the created files."""
     outline = machine.model.model_copy(update={"vocab_size": _STAND_IN_VOCABULARY})
     made = stand_in(folder, machine.model_copy(update={"model": outline}))
     engine = emulate(made.machine, block_tokens=_GPU_BLOCK_TOKENS)

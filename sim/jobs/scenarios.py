@@ -1,4 +1,4 @@
-"""From a scenario to what is simulated."""
+"""From a scenario to a simulation's job."""
 
 import json
 from pathlib import Path
@@ -21,9 +21,8 @@ _BURST_WINDOW_S = 30.0
 
 
 def job_of(scenario: Scenario, *, check_every: int = 0) -> SimJob:
-    """
-    Raises:
-        ConfigError: something is missing, unknown or does not fit together.
+    """Raises:
+    ConfigError: something is missing, unknown or inconsistent.
     """
     cluster = find_cluster(scenario.cluster)
     model = model_of(scenario.model, cluster.gpu)
@@ -61,7 +60,7 @@ def model_of(text: str, gpu: Gpu) -> ModelSpec:
     """A model of the catalogue; or of any config.json: in a folder, or of org/name[@revision] at a hub.
 
     Raises:
-        ConfigError: none of these, or it cannot be counted.
+        ConfigError: none of these, or of an unsupported kind.
     """
     if hub_name(text) is None and not Path(text).is_dir():
         return find_model(text)

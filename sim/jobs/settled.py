@@ -1,8 +1,8 @@
-"""Where an instance settles under a steady load: a closed form around the roofline, without a simulation.
+"""Steady state of an instance: a closed form of the roofline, without a simulation.
 
-Requests stay for as long as their answers take, and hold on average their prompt and half of their answer. A token
-takes what a step takes: its parameters and all KV are read, and the share of the time that prompts take is not there
-for it. So demand grows faster than the rate, and from some rate on there is no end to it.
+Requests stay for the duration of their answers, and hold on average their prompt and half of their answer. A token
+takes one step: parameters and all KV are read, in the time that prompts leave. So demand grows faster than the rate,
+and diverges from some rate on.
 """
 
 import math
@@ -18,22 +18,22 @@ from sim.hardware import Cluster, ModelSpec, Timings
 from tools.bench.traces import Trace, TraceRequest
 
 _ROUNDS = 4000
-_ENDLESS = 50.0  # times the capacity
+_ENDLESS = 50.0  # times the capacity: counts as divergent
 PEAK_S = 30.0
 _BURST_S = 60.0
 _STEP_S = 0.5
-_LEAST_SHARE = 0.01  # of the time, for answers
+_LEAST_SHARE = 0.01  # minimum fraction of the time for answers
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Of one instance, steadily."""
+    """Steady load of one instance."""
 
     rate_per_s: float
     input_tokens: float
     output_tokens: float
     product: float  # mean of input times output
-    square: float  # mean of the squares of outputs
+    square: float  # mean of squared outputs
 
     @staticmethod
     def of(requests: Sequence[TraceRequest], rate_per_s: float) -> "Load":
@@ -48,19 +48,19 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    prompt_share: float  # of the time
-    demand_tokens: float  # KV, if memory had no end; infinite: there is no such state
+    prompt_share: float  # fraction of the time
+    demand_tokens: float  # KV with unlimited memory; infinity: divergent
     token_s: float
     capacity_tokens: float
 
     @property
     def demand(self) -> float:
-        """In parts of the memory that there is."""
+        """As a fraction of the memory."""
         return self.demand_tokens / self.capacity_tokens
 
 
 def capacity_tokens(model: ModelSpec, cluster: Cluster, timings: Timings) -> float:
-    """Tokens of KV beside the parameters of one instance."""
+    """KV tokens beside the parameters of one instance."""
     budget = cluster.gpu.memory_bytes * timings.memory_fraction * model.gpus_per_instance
     return (budget - model.parameter_bytes) / model.kv_bytes_per_token
 
@@ -84,22 +84,22 @@ def settled(model: ModelSpec, cluster: Cluster, timings: Timings, load: Load) ->
 
 
 def prompt_s(costs: RooflineCosts, layers: int, tokens: float) -> float:
-    """A prompt alone, computed at the full rate: what it takes at least."""
+    """Prefill time of a prompt alone at the full rate: a lower bound."""
     return tokens * (costs.token_s + costs.row_s + tokens / 2 * costs.pair_s) * layers
 
 
 def peak_demand(model: ModelSpec, cluster: Cluster, timings: Timings, phases: Sequence[tuple[float, Load]]) -> float:
-    """The most KV that is wanted in the course of phases (seconds, load), in parts of the memory, if it had no end."""
+    """Peak KV demand over phases (seconds, load), as a fraction of the memory, if it were unlimited."""
     costs, layers = Roofline(model, cluster, timings).costs, model.layer_count
     capacity = capacity_tokens(model, cluster, timings)
     running = held = most = 0.0
     for seconds, load in phases:
         prompts = load.rate_per_s * prompt_s(costs, layers, load.input_tokens)
-        kept = (load.product + load.square / 2) / (load.input_tokens + load.output_tokens)  # of answers, while KV stays
+        kept = (load.product + load.square / 2) / (load.input_tokens + load.output_tokens)  # while KV is held
         for _ in range(int(seconds / _STEP_S)):
             layer_s = costs.dense_work_s(running) + held * costs.context_s
             step_s = costs.stage_s + running * costs.sequence_s + layers * layer_s + costs.head_s
-            tokens = _STEP_S * max(_LEAST_SHARE, 1.0 - prompts) / step_s  # of each request
+            tokens = _STEP_S * max(_LEAST_SHARE, 1.0 - prompts) / step_s  # per request
             came = _STEP_S * load.rate_per_s
             held += came * load.input_tokens + running * tokens - held * min(1.0, tokens / kept)
             running += came - running * min(1.0, tokens / load.output_tokens)
@@ -108,15 +108,15 @@ def peak_demand(model: ModelSpec, cluster: Cluster, timings: Timings, phases: Se
 
 
 def carried_by_pairs(parameter_share: float) -> float:
-    """Times the load that an instance carries by itself, where reading memory is what takes the time: there is more
-    room, and a token takes longer, as each microbatch reads the parameters anew. `parameter_share`: of the memory.
+    """Load of a pair relative to a single instance where reading memory limits: more room, but longer token times, as
+    each microbatch reads the parameters. `parameter_share`: of the memory.
     """
     room = (1 - parameter_share / 2) / (1 - parameter_share)
     return room / (1 + parameter_share / 2)
 
 
 def prompt_share(model: ModelSpec, cluster: Cluster, timings: Timings, trace: Trace) -> float:
-    """Share of all engines' time that the prompts of the densest half minute take."""
+    """Fraction of all engines' time for the prompts of the densest half minute."""
     if not trace.requests:
         return 0.0
     costs, instances = Roofline(model, cluster, timings).costs, cluster.instances_of(model)
@@ -128,7 +128,7 @@ def prompt_share(model: ModelSpec, cluster: Cluster, timings: Timings, trace: Tr
 
 
 def reading_is_short(model: ModelSpec, cluster: Cluster, timings: Timings, trace: Trace) -> bool:
-    """Whether the densest time, as long as a request stays, has no end even if memory had none, though prompts alone
+    """True if the densest window, of a request's duration, diverges even with unlimited memory, although prompts alone
     leave time.
     """
     instances, whole = cluster.instances_of(model), trace.requests

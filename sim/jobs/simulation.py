@@ -1,7 +1,6 @@
-"""From a trace and the names of a model and a cluster to a result file, by simulation instead of measurement.
+"""From a trace, a model and a cluster to a result file, by simulation.
 
-The settings of the services are those that their processes start with; only what is sized for a CPU by default
-(requests and tokens of one step) is sized for a GPU here.
+Services have their default settings; only sizes with CPU defaults (requests and tokens per step) are those of a GPU.
 """
 
 import math
@@ -55,7 +54,7 @@ from tools.bench.traces import Trace
 
 Progress = Callable[[str, int, float], None]  # policy, requests ended, instant of the trace
 
-_DROP = "drop"  # ours: all others are baselines
+_DROP = "drop"  # Ballast's policy; the others are baselines
 _OUTCOMES = {
     SimOutcome.FINISHED: Outcome.FINISHED,
     SimOutcome.REFUSED: Outcome.REFUSED,
@@ -67,7 +66,7 @@ _OUTCOMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSize:
-    """What vLLM runs with on such GPUs, and KunServe after it (EuroSys '26, section 5.1: blocks of 64 tokens)."""
+    """Sizes of vLLM on such GPUs, and of KunServe (EuroSys '26, section 5.1: blocks of 64 tokens)."""
 
     block_tokens: int = 64
     max_running_count: int = 256
@@ -78,7 +77,7 @@ class WorkerSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimJob:
-    trace: Trace  # scaled, and cut to the model's length
+    trace: Trace  # scaled, and truncated to the model's context
     model: ModelSpec
     cluster: Cluster
     policies: Sequence[str]
@@ -88,17 +87,17 @@ class SimJob:
     timings: Timings = field(default_factory=timings)
     check_every: int = 0
     faults: Sequence[Fault] = ()
-    stop_after_s: float | None = None  # of the trace's time: a request that is there then stays open
+    stop_after_s: float | None = None  # in the trace's time: later requests stay open
     time_scale: float = 1.0
     length_scale: float = 1.0
     answer_scale: float | None = None
     limit: int | None = None
     offline: OfflineLoad | None = None  # beside the trace
-    classes: Sequence[PriorityClass] = (PriorityClass.DEFAULT,)  # of its requests, by turns
+    classes: Sequence[PriorityClass] = (PriorityClass.DEFAULT,)  # assigned to its requests in turn
 
 
 def production_rules(worker: WorkerSize) -> ClusterRules:
-    """What the services decide by when they are started without settings of their own."""
+    """Rules of services with default settings."""
     monitor = MonitorSettings.model_construct()
     planner = PlannerSettings.model_construct()
     defaults = WorkerSettings.model_fields
@@ -148,7 +147,7 @@ def production_rules(worker: WorkerSize) -> ClusterRules:
 
 
 def _monitor_rules(settings: MonitorSettings, report_interval_s: float) -> MonitorRules:
-    """The monitor's rules. Of each instance no more samples are kept than decide: the others are for people."""
+    """The monitor's rules, with only as many samples per instance as decisions need."""
     pressure = pressure_rules(
         overload_threshold_fraction=settings.overload_threshold_fraction,
         relief_threshold_fraction=settings.relief_threshold_fraction,
@@ -167,7 +166,7 @@ def simulate(job: SimJob, created_unix_s: float, progress: Progress | None = Non
     Raises:
         ConfigError: an unknown policy, or the model does not fit.
     """
-    ruled = {spec.label: rules for spec, rules in specs_of(job)}  # before anything is run
+    ruled = {spec.label: rules for spec, rules in specs_of(job)}  # validates all before any run
     runs: dict[str, SimRun] = {}
     for name, rules in ruled.items():
         told = None if progress is None else partial(progress, name)
@@ -200,15 +199,15 @@ def _options(job: SimJob, rules: ClusterRules) -> WorldOptions:
 
 
 def specs_of(job: SimJob) -> list[tuple[PolicySpec, ClusterRules]]:
-    """What the names and knobs of the job's policies mean.
+    """Resolves the names and knobs of the job's policies.
 
     Raises:
-        ConfigError: an unknown policy or knob, or a value that does not fit.
+        ConfigError: an unknown policy or knob, or an invalid value.
     """
     plain = production_rules(job.worker)
     found: list[tuple[PolicySpec, ClusterRules]] = []
     for word in job.policies:
-        find_policy(word.split(":")[0])  # says which there are
+        find_policy(word.split(":")[0])  # raises, naming the known ones
         spec = parse_policies(word)[0]
         found.append((spec, with_knobs(spec, find_policy(spec.policy)(plain))))
     labels = [spec.label for spec, _ in found]
@@ -218,7 +217,7 @@ def specs_of(job: SimJob) -> list[tuple[PolicySpec, ClusterRules]]:
 
 
 def with_knobs(spec: PolicySpec, rules: ClusterRules) -> ClusterRules:
-    """A static pipeline forms microbatches by token counts unless told otherwise, as the rival that it stands for."""
+    """Static pipelines form microbatches by token counts by default, like the systems they represent."""
     worker, transitions, knobs = rules.worker, rules.planner.transitions, dict(spec.knobs)
     if spec.policy == "static-pipeline":
         knobs.setdefault("microbatching", "token-count")
@@ -333,7 +332,7 @@ def _result(job: SimJob, runs: Mapping[str, SimRun], created_unix_s: float) -> B
 
 
 def _settings(job: SimJob, runs: Mapping[str, SimRun]) -> dict[str, str | int | float | bool | None]:
-    """What is to be known to repeat the run, and to see that it was repeated."""
+    """Everything needed to repeat the run and to compare a repetition."""
     cluster = job.cluster
     settings: dict[str, str | int | float | bool | None] = {
         "gpu": cluster.gpu_name,
@@ -359,13 +358,13 @@ def _settings(job: SimJob, runs: Mapping[str, SimRun]) -> dict[str, str | int | 
 
 
 def stranded_fraction(samples: Sequence[Sample]) -> float:
-    """Share of the waiting that is done where it is full while another instance has room."""
+    """Fraction of waiting time spent on a full instance while another one has room."""
     waiting = sum(sample.waiting_count for sample in samples)
     return sum(sample.stranded_count for sample in samples) / waiting if waiting else 0.0
 
 
 def _policy_results(runs: Mapping[str, SimRun]) -> dict[str, PolicyResult]:
-    """SLO scales are multiples of the medians of the best baseline: of those that drop nothing, if there is one."""
+    """SLO scales are multiples of the medians of the best baseline: of policies without dropping, if there is one."""
     seen = {name: replay_run(run) for name, run in runs.items()}
     alone = {name: policy_result(run, name) for name, run in seen.items()}
     baselines = [name for name in runs if name.split(":")[0] != _DROP] or list(runs)
@@ -379,7 +378,7 @@ def _policy_results(runs: Mapping[str, SimRun]) -> dict[str, PolicyResult]:
 
 
 def replay_run(run: SimRun) -> ReplayRun:
-    """The run as if it had been measured."""
+    """The run in the format of a measurement."""
     records = [
         RequestRecord(
             index=r.index,

@@ -1,8 +1,8 @@
-"""The fewest GPUs that keep a goal on a trace, for each policy.
+"""The fewest GPUs that meet a goal on a trace, for each policy.
 
-A search begins where closed forms say: prompts alone take so much computing, and the KV of those that run so much
-memory. From there it goes up or down in growing steps and halves the rest. A run ends as soon as it is certain that too
-many requests have missed the goal, or that nothing about any of them is open.
+The search starts from closed forms: computing time of the prompts, and memory of running requests' KV. From there it
+proceeds in growing steps, then by bisection. A run ends as soon as too many requests have certainly missed the goal, or
+the result of every request is certain.
 """
 
 import math
@@ -27,38 +27,38 @@ from tools.bench.slo import Slo
 from tools.bench.traces import Trace, TraceRequest
 
 DROP = "drop"
-PARK, BOTH = "recompute:park=on", "drop:park=on"  # instances that nobody needs give their memory back
-_PATIENCE_S = 60.0  # after the last arrival and its goal: for steps, where they have one
+PARK, BOTH = "recompute:park=on", "drop:park=on"  # idle instances are parked
+_PATIENCE_S = 60.0  # after the last arrival and its goal, for step goals
 _WINDOWS_S = (1.0, 5.0, 15.0, 30.0, 60.0, 120.0, 300.0, 900.0)
-_LOOK_S = 0.2  # between two looks at what other processes say
-_USED = 0.8  # of the memory, by the first guess: arrivals are not even
+_LOOK_S = 0.2  # polling interval for other processes' reports
+_USED = 0.8  # fraction of the memory in the first guess, as arrivals are uneven
 
 Progress = Callable[[str, int, int, float], None]  # policy, GPUs, requests ended, instant of the trace
 
 
 @dataclass(frozen=True, slots=True)
 class SizingRun:
-    """One number of GPUs, tried."""
+    """One tried number of GPUs."""
 
     gpu_count: int
     keeps: bool
-    met_share: float  # of all requests; where the run ended early, of those at most
-    ended_early_s: float | None  # instant of the trace at which it was certain that the goal is missed
+    met_share: float  # of all requests; an upper bound if the run ended early
+    ended_early_s: float | None  # instant of the trace at which a miss was certain
     ttft_p50_s: float | None
     ttft_p99_s: float | None
     tpot_p50_s: float | None
     drop_count: int
-    mean_on: float  # GPUs that had their memory, on average until the last request came or the run ended
-    leave_count: int  # instances that left, to be parked
-    soon_count: int  # of these, that were wanted again within a minute
+    mean_on: float  # GPUs with allocated memory, on average until the last arrival or the end
+    leave_count: int  # instances parked
+    soon_count: int  # of these, needed again within a minute
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """What a policy needs."""
+    """Result of a policy."""
 
     policy: str
-    gpu_count: int | None  # None: not even the most that were allowed
+    gpu_count: int | None  # None: not even the maximum suffices
     runs: tuple[SizingRun, ...]  # by number of GPUs
 
     @property
@@ -68,10 +68,10 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class SizingBounds:
-    """Instances, from closed forms."""
+    """Instances, by closed forms."""
 
-    prompts: int  # fewer cannot compute the prompts in time, whatever the policy: a bound
-    memory: float  # of KV that is wanted at the peak, in parts of one instance's memory: a guess
+    prompts: int  # lower bound for any policy: prompts computed in time
+    memory: float  # estimated peak of KV demand, in instances
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,25 +80,25 @@ class ClusterSize:
     bounds: SizingBounds
     span_s: float
     request_count: int
-    cut_count: int  # requests that were cut to what the model takes
+    cut_count: int  # requests truncated to the model's context
 
 
 def size(job: SimJob, slo: Slo, most_gpus: int, progress: Progress | None = None, *, processes: int = 1) -> ClusterSize:
     """The fewest GPUs for each policy of the job.
 
     Args:
-        most_gpus: That are tried.
-        processes: That search beside each other, one for each policy.
+        most_gpus: Maximum.
+        processes: Parallel searches, one for each policy.
 
     Raises:
-        ConfigError: not even one instance may be had, there is no request, or as `simulate`.
+        ConfigError: not even one instance is allowed, there is no request, or as `simulate`.
     """
     each = job.model.gpus_per_instance
     if most_gpus < each:
         raise ConfigError("--max-gpus", f"one instance of {job.model.name} takes {each} GPUs, got {most_gpus}")
     if not job.trace.requests:
         raise ConfigError("--trace", "has no request")
-    specs_of(job)  # raises before anything is run
+    specs_of(job)  # raises before any run
     job.cluster.require_one_kind("finding how many GPUs it takes")
     bounds = bounds_of(job.trace, job.model, job.cluster, job.timings, slo)
     searches = [partial(_search, replace(job, policies=(p,)), slo, most_gpus // each, bounds) for p in job.policies]
@@ -120,7 +120,7 @@ def _silent(policy: str, gpu_count: int, ended_count: int, at_s: float, /) -> No
 def bounds_of(trace: Trace, model: ModelSpec, cluster: Cluster, timings: Timings, slo: Slo) -> SizingBounds:
     costs, layers = Roofline(model, cluster, timings).costs, model.layer_count
     each_s = np.array([prompt_s(costs, layers, r.input_tokens) for r in trace.requests])
-    spared_s = float(np.sort(each_s)[::-1][: _spared(len(each_s), slo)].sum())  # may miss the goal: the longest ones
+    spared_s = float(np.sort(each_s)[::-1][: _spared(len(each_s), slo)].sum())  # the longest ones may miss the goal
     at_s = np.array([r.arrival_s for r in trace.requests])
     total_s = np.concatenate([[0.0], np.cumsum(each_s)])
     prompts = 1
@@ -132,12 +132,12 @@ def bounds_of(trace: Trace, model: ModelSpec, cluster: Cluster, timings: Timings
 
 
 def _spared(count: int, slo: Slo) -> int:
-    """Requests that may miss the goal."""
+    """Number of requests that may miss the goal."""
     return math.floor(count * (1.0 - slo.share) + 1e-9)
 
 
 def _memory(requests: Sequence[TraceRequest], model: ModelSpec, cluster: Cluster, timings: Timings) -> float:
-    """KV that is wanted at the peak, where steps take what they do with a memory that is nearly full."""
+    """Peak of KV demand, with step times of a nearly full memory."""
     costs, layers = Roofline(model, cluster, timings).costs, model.layer_count
     capacity = capacity_tokens(model, cluster, timings)
     mean = sum(r.input_tokens + r.output_tokens / 2 for r in requests) / len(requests)
@@ -152,7 +152,7 @@ def _memory(requests: Sequence[TraceRequest], model: ModelSpec, cluster: Cluster
 
 
 def first_guess(bounds: SizingBounds, policy: str, model: ModelSpec, cluster: Cluster, timings: Timings) -> int:
-    """Instances to begin with: dropping halves what parameters take."""
+    """Initial number of instances: dropping halves the parameters."""
     wanted = bounds.memory / _USED
     if policy.split(":")[0] == DROP:
         whole = cluster.gpu.memory_bytes * timings.memory_fraction * model.gpus_per_instance
@@ -182,7 +182,7 @@ def _search(job: SimJob, slo: Slo, most: int, bounds: SizingBounds, progress: Pr
 
 
 def fewest(keeps: Callable[[int], bool], guess: int, least: int, most: int) -> int | None:
-    """The fewest that keep the goal, if more never do worse; None: not even `most`. Below `least` none is asked."""
+    """The fewest that meet the goal, assuming monotonicity; None: not even `most`. Starts at `least`."""
     least = min(least, most)
     step = max(1, guess // 8)
     if keeps(guess):
@@ -212,7 +212,7 @@ def fewest(keeps: Callable[[int], bool], guess: int, least: int, most: int) -> i
 
 
 class Judge:
-    """Counts who keeps the goal while a run goes on: by first tokens and steps, not by having ended."""
+    """Counts requests that meet the goal during a run: by first tokens and steps."""
 
     def __init__(self, slo: Slo, records: Iterable[RequestRecord]) -> None:
         self._slo = slo
@@ -223,16 +223,16 @@ class Judge:
 
     @property
     def fails(self) -> bool:
-        """Too many have missed it, whatever comes."""
+        """True if too many have missed it already."""
         return self.missed_count > _spared(self._count, self._slo)
 
     @property
     def met_share(self) -> float:
-        """At most, while something is open."""
+        """An upper bound while some are open."""
         return 1.0 - self.missed_count / self._count
 
     def look(self, now_s: float) -> bool:
-        """Takes in what has come until now. Whether nothing can change the verdict any more."""
+        """Update. True if the verdict is final."""
         while self._coming and self._coming[-1].arrival_s <= now_s:
             self._open.append(self._coming.pop())
         still: list[RequestRecord] = []
@@ -247,7 +247,7 @@ class Judge:
         return self.fails or not (still or self._coming)
 
     def close(self, now_s: float) -> None:
-        """Nothing more is simulated: what is open is judged by the steps that it had."""
+        """The simulation has ended: open requests are judged by their steps so far."""
         for record in self._open:
             token_count = len(record.token_times_s)
             kept = token_count > 0 and now_s - record.token_times_s[0] <= (self._slo.tpot_s or math.inf) * token_count
@@ -257,7 +257,7 @@ class Judge:
         self._open, self._coming = [], []
 
     def _kept(self, record: RequestRecord, now_s: float) -> bool | None:
-        """None: that is open."""
+        """None: open."""
         slo, times_s = self._slo, record.token_times_s
         if record.outcome not in (Outcome.OPEN, Outcome.FINISHED):
             return False
@@ -273,7 +273,7 @@ class Judge:
 
 
 def attempt(job: SimJob, slo: Slo, progress: Callable[[int, float], None] | None = None) -> SizingRun:
-    """Whether the job's cluster keeps the goal with its only policy."""
+    """True if the job's cluster meets the goal with its only policy."""
     (_, rules), *_ = specs_of(job)
     patience_s = slo.ttft_s + (_PATIENCE_S if slo.tpot_s is not None else 0.0)
     world = world_of(replace(job, stop_after_s=job.trace.span_s + patience_s), rules)
@@ -320,7 +320,7 @@ def _quantile(values: Sequence[float], share: float) -> float | None:
 # ---------------------------------------------------------------- several processes
 
 _Told = tuple[str, int, int, float]
-_queue: "Queue[_Told] | None" = None  # of a process that searches: to the one that waits
+_queue: "Queue[_Told] | None" = None  # in a search process: to the waiting one
 
 
 def _listen(queue: "Queue[_Told]") -> None:

@@ -1,4 +1,4 @@
-"""What would be if: the same trace with one thing changed."""
+"""What-if analysis: the same trace with one parameter changed."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -56,19 +56,19 @@ def _gpus(scenario: Scenario, value: float) -> Scenario:
 
 
 SWEEPS: Mapping[str, Callable[[Scenario, float], Scenario]] = {
-    "rate": _rate,  # times as many requests
-    "burst": _burst,  # times as many requests in the densest half minute
+    "rate": _rate,  # factor of the request rate
+    "burst": _burst,  # factor of requests in the densest half minute
     "gpus": _gpus,
     "network": _network,  # Gbit/s of each GPU's card
 }
-SLO = "slo"  # seconds of TTFT: needs no run of its own
+SLO = "slo"  # seconds of TTFT: needs no run
 
 
 def parse_sweep(text: str) -> tuple[str, tuple[float, ...]]:
     """`rate=0.5,1,2`.
 
     Raises:
-        ConfigError: a name that nobody knows, or values that are no numbers above 0.
+        ConfigError: an unknown name, or values that are no numbers above 0.
     """
     name, equals, values = text.partition("=")
     if name not in (*SWEEPS, SLO) or not equals:

@@ -37,7 +37,9 @@ PACKAGES: Mapping[str, Sequence[str]] = {
     "guidellm": ("guidellm",),
     "aider": ("aider-chat",),
     "curl": (),
+    "chromium": (),
 }
+FLAGS = {"gateway": ["--allowed-origins", "*"]}
 _CHECK_S, _INSTALL_S = 600.0, 1200.0
 _VERSION = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
 
@@ -66,8 +68,8 @@ def run(command: Sequence[str]) -> None:
 
 
 def version_of(client: str, python: Path) -> str:
-    if client == "curl":
-        said = subprocess.run(["curl", "--version"], capture_output=True, check=True, text=True)
+    if not PACKAGES[client]:
+        said = subprocess.run([client, "--version"], capture_output=True, check=True, text=True)
         return said.stdout.split()[1]
     name = re.split(r"\[", PACKAGES[client][0])[0]
     said = subprocess.run([str(python), "-c", _VERSION, name], capture_output=True, check=True, text=True)
@@ -115,7 +117,7 @@ def main() -> int:
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         model = Path(make_tiny("qwen2", Path(folder) / "tiny", hidden=128, vocab=2048, max_len=8192))
-        with running_cluster(model, workers=1, gateways=1, device_memory_bytes=96 << 20) as running:
+        with running_cluster(model, workers=1, gateways=1, device_memory_bytes=96 << 20, flags=FLAGS) as running:
             [base] = running.cluster.http_urls
             for client in arguments.clients or PACKAGES:
                 try:

@@ -3,12 +3,15 @@ nothing of Ballast in it: `python checks.py CLIENT URL MODEL_FOLDER` prints a li
 """
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalSubscript=false
 
+import http.server
 import json
 import os
+import queue
 import re
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -318,6 +321,69 @@ def upgrade_to_http2() -> object:
     said = subprocess.run([*command, "-d", body, f"{BASE}/chat/completions"], capture_output=True, check=True)
     assert said.stdout == b"200", said.stdout
     return "200 with --http2"
+
+
+PAGE = """<!doctype html><title>fetch</title><script>
+const asked = { model: %MODEL%, messages: %ASKED%, max_tokens: 16, temperature: 0 };
+const ask = more => fetch(%BASE% + "/chat/completions", {
+  method: "POST",
+  headers: { "Content-Type": "application/json", "Authorization": "Bearer any" },
+  body: JSON.stringify({ ...asked, ...more }),
+});
+const say = text => fetch("/", { method: "POST", body: text });
+(async () => {
+  const whole = (await (await ask({})).json()).choices[0].message.content;
+  const answer = await ask({ stream: true }), decoder = new TextDecoder(), reader = answer.body.getReader();
+  let text = "", streamed = "";
+  for (let part; !(part = await reader.read()).done;) text += decoder.decode(part.value, { stream: true });
+  for (const line of text.split("\\n"))
+    if (line.startsWith("data: {")) streamed += JSON.parse(line.slice(6)).choices[0]?.delta.content ?? "";
+  const id = answer.headers.get("x-request-id") ? "shown" : "hidden";
+  say(`${whole && whole === streamed ? "the same" : "something else"} streamed, request id ${id}`);
+})().catch(error => say(`failed: ${error}`));
+</script>"""
+
+
+@check("chromium")
+def a_page_of_another_origin_fetches() -> object:
+    page = PAGE
+    for name, value in (("MODEL", MODEL), ("ASKED", ASKED), ("BASE", BASE)):
+        page = page.replace(f"%{name}%", json.dumps(value))
+
+    said: queue.Queue[str] = queue.Queue()
+
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.answer(page.encode())
+
+        def do_POST(self) -> None:
+            said.put(self.rfile.read(int(self.headers["content-length"])).decode())
+            self.answer(b"")
+
+        def answer(self, body: bytes) -> None:
+            self.send_response(200)
+            self.send_header("content-type", "text/html")
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Standard output has lines of JSON only."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as server, tempfile.TemporaryDirectory() as folder:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        command = ["chromium", "--headless=new", "--disable-gpu", "--no-sandbox", f"--user-data-dir={folder}"]
+        browser = subprocess.Popen(
+            [*command, f"http://127.0.0.1:{server.server_port}/"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        try:
+            found = said.get(timeout=120)
+        finally:
+            browser.terminate()
+            browser.wait(30)
+            server.shutdown()
+    assert found == "the same streamed, request id shown", found
+    return f"16 tokens, {found}"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -147,7 +148,41 @@ def test_a_phone_shows_everything_within_its_width(page: str) -> None:
             "[...document.querySelectorAll('button:not([hidden])')].filter(b => b.offsetHeight && b.offsetHeight < 22)"
         )
         assert browser.run(f"return {small}.length") == 0
-        shoot(browser, "dashboard-phone")
+        assert "Press Burst" in browser.text("#lead")
+        shoot(browser, "dashboard-alone-phone")
+
+
+WIDTHS = ((390, 844), (1280, 900), (1920, 1080))
+RETAINED = "[...document.querySelectorAll('.retained')].map(e => e.getBoundingClientRect().width)"
+
+
+def assert_understood(browser: Browser, width: int) -> None:
+    """What it is, what to press, and what each column does are said at first sight; nothing is cut off."""
+    assert "Press Burst" in browser.text("#lead")
+    does = browser.run("return [...document.querySelectorAll('.does')].map(e => e.innerText)")
+    assert "overboard" in does[0]
+    assert "wait in line" in does[1]
+    assert browser.run("return document.documentElement.scrollWidth") <= width
+    cut = "[...document.querySelectorAll('.state, .kvtext, td, th, .tile b')].filter(e => e.scrollWidth > e.clientWidth"
+    assert browser.run(f"return {cut} + 1 && e.clientWidth).map(e => e.innerText)") == []
+    beyond = "[...document.querySelectorAll('body *')].filter(e => e.getBoundingClientRect().right > innerWidth + 0.5)"
+    assert browser.run("return [...document.querySelectorAll('.scroll')].every(e => e.scrollWidth <= e.clientWidth)")
+    assert browser.run(f"return {beyond}.map(e => e.outerHTML.slice(0, 80))") == []
+    named = browser.text("footer")
+    assert all(word in named for word in ("parameters", "in use", "full", "retained", "free", "overboard", "slow"))
+    tops = browser.run("return [...document.querySelectorAll('.cluster')].map(e => e.getBoundingClientRect().top)")
+    assert tops[0] == tops[1]
+
+
+def assert_seen_together(browser: Browser) -> None:
+    """On a phone both clusters' figures and memories are on one screen while a burst runs."""
+    browser.resize(390, 844)
+    browser.run("document.querySelector('main').scrollIntoView()")
+    low = "[...document.querySelectorAll('.cluster')].map(c => c.querySelector('.hull').getBoundingClientRect().bottom)"
+    assert max(browser.run(f"return {low}")) < 844
+    if SHOTS:
+        browser.screenshot(Path(SHOTS) / "dashboard-phone.png")
+    browser.resize(1400, 900)
 
 
 def post(url: str, headers: dict[str, str]) -> tuple[int, str]:
@@ -179,10 +214,19 @@ def test_a_twin_gets_the_same_burst(tmp_path: Path) -> None:
         browser.open(url)
         browser.until("document.querySelectorAll('.cluster').length === 2")
         browser.until("document.querySelectorAll('.worker .hull .layer').length === 4 * 48")
+        for width, height in WIDTHS:
+            browser.resize(width, height)
+            assert_understood(browser, width)
+        browser.resize(1400, 900)
         browser.click("#burst")
+        numbers = "[...document.querySelectorAll('#verdict td.p99')].filter(e => /\\d/.test(e.textContent)).length"
+        browser.until(f"{numbers} === 2")
+        assert browser.text("#verdict p").startswith("The same burst runs on both clusters. So far")
         browser.until("document.querySelectorAll('[data-cluster=\"0\"] .stone.sunk').length === 48", within_s=90)
         assert browser.run("return document.querySelectorAll('[data-cluster=\"1\"] .stone.sunk').length") == 0
-        shoot(browser, "dashboard-twin")
+        browser.until("document.querySelector('[data-cluster=\"1\"] .tile b.alarm')")
+        shoot(browser, "dashboard-burst")
+        assert_seen_together(browser)
         done = "[...document.querySelectorAll('#verdict .answered')].every(e => /^(\\d+) of \\1$/.test(e.textContent))"
         # Who has answered the first few only looks better than it is.
         early = "document.querySelector('#verdict .best') && 'called the best too early'"
@@ -191,4 +235,18 @@ def test_a_twin_gets_the_same_burst(tmp_path: Path) -> None:
         assert sent[0] == sent[1]
         assert "with drop" in browser.text("#verdict p")
         assert "with recompute" in browser.text("#verdict p")
-        shoot(browser, "dashboard-twin-verdict")
+        told = browser.text("#verdict p")
+        assert re.match(r"First tokens came [\d.]+ times sooner with |It makes no difference here", told), told
+        browser.until(f"{RETAINED}.some(width => width > 0)")  # of prompts that have ended
+        for width, height in WIDTHS:
+            browser.resize(width, height)
+            assert_understood(browser, width)
+            if SHOTS:
+                browser.screenshot(Path(SHOTS) / f"dashboard-verdict-{width}.png")
+        browser.resize(1400, 900)
+        # What is retained goes first: the next burst finds the memory free.
+        browser.until("!document.querySelector('#burst').disabled")
+        before = max(browser.run(f"return {RETAINED}"))
+        browser.click("#burst")
+        browser.until(f"{RETAINED}.some(width => width < {before} / 2)")
+        assert browser.errors() == []

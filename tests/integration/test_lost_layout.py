@@ -65,6 +65,30 @@ def test_a_pipeline_outlives_its_planner_and_the_state(tmp_path: Path) -> None:
         running.run(story())
 
 
+def test_layers_come_from_those_who_have_them_when_a_member_is_lost(tmp_path: Path) -> None:
+    """The checkpoint is gone: survivors hold two thirds of the layers, and the worker outside of the group has all."""
+    model = make_tiny("llama", tmp_path / "tiny", max_len=256, layers=6)
+    with running_cluster(model, workers=4, device_memory_bytes=8 << 20) as running:
+        cluster = running.cluster
+
+        async def story() -> None:
+            async with AsyncClient(cluster.address) as client:
+                expected = (await client.generate(token_ids=PROMPT, sampling=SAMPLING)).token_ids
+                async with open_channel(cluster.processes["planner"][0].address) as channel:
+                    stub = planner_pb2_grpc.PlannerServiceStub(channel)
+                    names = [worker.id for worker in cluster.processes["worker"]][:3]
+                    await stub.Drop(pb.DropRequest(worker_ids=names, request_id="drop"), timeout=60)
+                await until(client, lambda now: sizes(now) == [3, 1] and idle(now))
+                for weights in model.glob("*.safetensors"):
+                    weights.unlink()
+                cluster.kill("worker", 1)
+                await until(client, lambda now: sizes(now) == [1, 1, 1] and idle(now))
+                answers = [client.generate(token_ids=PROMPT, sampling=SAMPLING) for _ in range(12)]
+                assert {answer.token_ids for answer in await asyncio.gather(*answers)} == {expected}
+
+        running.run(story())
+
+
 def test_nothing_is_made_up_about_workers_that_are_alone(tmp_path: Path) -> None:
     model = make_tiny("llama", tmp_path / "tiny", max_len=256)
     with running_cluster(model, workers=2, device_memory_bytes=8 << 20) as running:

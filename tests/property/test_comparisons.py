@@ -63,7 +63,7 @@ def test_there_is_always_an_answer(loaded: tuple[Snapshot, Running], traffic: Tr
     assert len(found.lines()) == len(found.candidates)
     plan = plan_of(snapshot, found.chosen.merges, 1)
     assert len(plan.groups) == len(found.chosen.merges)
-    restored = {GroupId(group.group_id): (5,) for group in snapshot.groups[:1]}
+    restored = {GroupId(group.group_id): (5,) * len(group.members) for group in snapshot.groups[:1]}
     back = compare_restore(snapshot, running, traffic, pace, restored)
     assert back.chosen in back.candidates
 

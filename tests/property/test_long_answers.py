@@ -6,6 +6,7 @@ import os
 import random
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
 
 import pytest
 
@@ -50,15 +51,19 @@ def beside_long_answers(seed: int) -> list[Arrival]:
 
 
 def restore_beside_long_answers(seed: int) -> float:
-    """Nobody is given up for waiting. Returns the longest time between two tokens, s."""
+    """Nobody is given up for waiting. Returns the longest time between two tokens since the first drop, s: before, an
+    instance that its long answers outgrow preempts one, although another instance has room.
+    """
     wanted = replace(options(cluster="2xA100-40G", check_every=20_000), model=find_model("Qwen2.5-14B"))
     run = World(wanted, beside_long_answers(seed)).run()
     assert all(record.outcome is Outcome.FINISHED for record in run.records)
     assert [one.journal.why for one in run.transitions if one.journal.why.startswith("loss")] == []
-    return max(b - a for record in run.records for a, b in pairwise(record.token_times_s))
+    begun_s = min((one.began_at_s - run.zero_s for one in run.transitions), default=inf)
+    times = [pair for record in run.records for pair in pairwise(record.token_times_s)]
+    return max((after - before for before, after in times if before >= begun_s), default=0.0)
 
 
-@pytest.mark.parametrize("seed", [6])
+@pytest.mark.parametrize("seed", [6, 11])  # in the second what runs is too much for two members, and soon more
 def test_long_answers_go_on_while_parameters_come_back_and_then_move_with_their_kv(seed: int) -> None:
     assert restore_beside_long_answers(seed) < 1.5
 
@@ -66,4 +71,4 @@ def test_long_answers_go_on_while_parameters_come_back_and_then_move_with_their_
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(_MORE))
 def test_no_member_is_given_up_for_waiting(seed: int) -> None:
-    restore_beside_long_answers(seed)
+    assert restore_beside_long_answers(seed) < 1.5

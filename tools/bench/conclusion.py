@@ -1,4 +1,4 @@
-"""What a comparison says, in one paragraph for somebody who has not read the table."""
+"""The conclusion of a comparison, in one paragraph."""
 
 import math
 
@@ -9,7 +9,7 @@ from tools.bench.slo import LENIENT, Slo
 
 _PLAIN = "recompute"
 _ALIKE = 1.1  # two figures within this factor are called equal
-_BEARABLE_TPOT = 1.25  # times as long per token; more is a price to be named
+_BEARABLE_TPOT = 1.25  # factor of the token time; more is named as a price
 
 
 def conclude(result: BenchResult, slo: Slo = LENIENT) -> str:
@@ -27,7 +27,7 @@ def conclude(result: BenchResult, slo: Slo = LENIENT) -> str:
 
 
 def _plain(result: BenchResult) -> str:
-    """The policy that drop differs from in dropping alone; else another one; else itself."""
+    """The policy that differs from drop in dropping alone; else another one; else itself."""
     names = [_PLAIN, *(name for name in result.policies if name != "drop"), *result.policies]
     return next(name for name in names if name in result.policies)
 
@@ -89,7 +89,7 @@ def _price(drop: PolicyResult, name: str, other: PolicyResult) -> str:
 
 
 def _advice(result: BenchResult, drop: PolicyResult, name: str, slo: Slo) -> str:
-    """One verdict by the goal, and what is short where it is not kept."""
+    """A verdict by the goal, and the scarce resource if it is missed."""
     other = result.policies[name]
     ours, theirs = slo.met_share(drop), slo.met_share(other)
     keeps, other_keeps = ours >= slo.share, theirs >= slo.share
@@ -113,7 +113,7 @@ def _advice(result: BenchResult, drop: PolicyResult, name: str, slo: Slo) -> str
 
 
 def _size(result: BenchResult, drop: PolicyResult, other: PolicyResult) -> str:
-    """How many would do the same work while the trace lasts, computing at the pace of the quicker run."""
+    """Instances of the slower run for the same work, at the pace of the faster one."""
     gpus, span_s = result.config.cluster.get("gpu_count"), result.trace.span_s
     if not isinstance(gpus, int) or span_s <= 0.0:
         return ""

@@ -1,7 +1,7 @@
-"""Clusters whose workers compute nothing and take a GPU's time: what starts them, and whether this machine kept up.
+"""Clusters of emulated workers, which take a GPU's time: starting them, and checking that this machine kept up.
 
-Services, links, transitions and the books of KV are real, and all of them share this machine's processors. Where those
-are too few the workers' steps are late, or the client is, and the run says nothing about a GPU: it is void.
+Services, links, transitions and KV accounting are real and share this machine's processors. If these are too few, steps
+or the client are late, and the run is void.
 """
 
 import os
@@ -17,27 +17,27 @@ from tools.bench.sizing import SizingPace, Speed
 from tools.local.cluster import LocalCluster
 from tools.model.info import CheckpointInfo
 
-MOST_LOST = 0.02  # of the time that all steps should have taken
+MOST_LOST = 0.02  # fraction of the total ideal step time
 MOST_LAG_S = 0.25  # P99
-_FEW = 2  # requests of a worker that has little to do
+_FEW = 2  # requests of a lightly loaded worker
 _SAID = re.compile(r" emulated .*\bdue_s=([0-9.]+).* late_s=([0-9.]+).* lost_s=([0-9.]+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emulation:
-    """A machine that workers seem to be, with what a comparison asks of it."""
+    """An emulated machine, with the functions that a comparison needs."""
 
     info: CheckpointInfo  # of the model; its folder has what services want of a checkpoint
     gpu: str  # of an instance, for people
     worker_flags: Sequence[str]
     memory_bytes: int  # of each worker
-    capacity_tokens: int  # of KV, in each worker with all its parameters
+    capacity_tokens: int  # of KV, per worker with all parameters
     prompt_s: Callable[[int], float]  # of that many tokens
     step_s: Callable[[int, int], float]  # of so many requests, each with so many tokens
     last_token: Callable[[Sequence[int], int], int]  # of the answer to a prompt, of that many tokens
 
     def speed(self, input_tokens: int, output_tokens: int, workers: int) -> Speed:
-        """The paces that probes with such requests would measure."""
+        """The paces that probes would measure."""
         few, full = _FEW, max(_FEW + 1, self.capacity_tokens // (input_tokens + output_tokens))
 
         def pace(count: int) -> SizingPace:
@@ -56,7 +56,7 @@ class Usage:
         self._began = time.monotonic(), time.process_time(), _cpu_s(self._pids)
 
     def cores(self) -> dict[str, float]:
-        """On average so many were busy."""
+        """Average number of busy processors."""
         at_s, client_s, services_s = self._began
         spent_s = max(1e-9, time.monotonic() - at_s)
         return {
@@ -70,18 +70,35 @@ def with_settings(result: BenchResult, more: Mapping[str, str | float]) -> Bench
     return result.model_copy(update={"config": result.config.model_copy(update={"cluster": cluster})})
 
 
-def with_effort(result: BenchResult, log_dir: Path) -> BenchResult:
-    """Adds by how much the steps of all workers were late, and lost time, as they say at the end.
+@dataclass(frozen=True, slots=True)
+class Lateness:
+    """Delays of the steps of all workers."""
+
+    late_share: float  # fraction of the ideal step time
+    lost_share: float  # fraction of it not caught up
+
+
+def lateness(log_dir: Path) -> Lateness:
+    """Delays and lost time of all workers' steps, as logged at their end.
 
     Raises:
-        Unavailable: they have not.
+        Unavailable: not logged.
     """
     logs = (log.read_text(errors="replace") for log in log_dir.glob("worker-*.log"))
     last = [found[-1] for log in logs if (found := list(_SAID.finditer(log)))]  # the logs of earlier runs stay
     due_s, late_s, lost_s = (sum(float(match[number]) for match in last) for number in (1, 2, 3))
     if not due_s:
         raise Unavailable("workers", f"have not said in {log_dir} how long their steps took")
-    return with_settings(result, {"late_share": round(late_s / due_s, 5), "lost_share": round(lost_s / due_s, 5)})
+    return Lateness(late_s / due_s, lost_s / due_s)
+
+
+def with_effort(result: BenchResult, log_dir: Path) -> BenchResult:
+    """
+    Raises:
+        Unavailable: as `lateness`.
+    """
+    late = lateness(log_dir)
+    return with_settings(result, {"late_share": round(late.late_share, 5), "lost_share": round(late.lost_share, 5)})
 
 
 def why_void(result: BenchResult) -> str:

@@ -1,4 +1,4 @@
-"""What a figure was measured on: processor, versions, commit."""
+"""Environment of a measurement: processor, versions, commit."""
 
 import os
 import platform

@@ -40,7 +40,7 @@ ANSWERS_OUTPUT: Quantiles = ((0.0, 60), (0.5, 150), (0.8, 220), (0.95, 280), (1.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BurstySpec:
-    """What is drawn; the defaults are those of `bursty.csv`."""
+    """Parameters of the generator; the defaults are those of `bursty.csv`."""
 
     span_s: float = 75.0
     base_rate: float = 3.4  # requests per second

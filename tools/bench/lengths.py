@@ -1,18 +1,18 @@
-"""Lengths of prompts and answers for arrivals that bring none of their own, or none that suit.
+"""Lengths of prompts and answers, for traces without suitable ones.
 
-A pool is a file of real requests, drawn with replacement, prompt and answer together. Of some data sets only figures
-are published: those are fitted, and whoever uses them is told so by `Lengths.source`, which stands in every result.
+A pool is a file of real requests, drawn with replacement, prompt and answer together. Of some data sets only statistics
+are published: those are fitted, as `Lengths.source` says in every result.
 
 | name      | published                                            | fit |
 |-----------|------------------------------------------------------|-----|
-| burstgpt  | mean, P50, P80, P95, P99 (KunServe, first arXiv version, table 2) | straight lines in the logarithm |
+| burstgpt  | mean, P50, P80, P95, P99 (KunServe, first arXiv version, table 2) | piecewise linear in the logarithm |
 | azureconv | likewise                                             | likewise |
 | agieval   | likewise                                             | likewise |
 | sharegpt  | means 1660 and 373, prompts of at most 4096 (KunServe, EuroSys '26, section 5.1) | log-normal |
 | longbench | means 5900 and 499 (likewise)                        | log-normal |
 | longanswers | the prompts' mean, as BurstGPT's; that of the answers, 1,000, is chosen | log-normal |
 
-Of a log-normal fit the mean (after prompts were cut to the maximum) is the published one, the spread is assumed.
+Of a log-normal fit the mean (after truncating prompts to the maximum) is the published one, the spread is assumed.
 """
 
 import math

@@ -84,7 +84,7 @@ class Run:
 
 
 def order_of(workloads: list[Workload], specs: list[PolicySpec], repetitions: int) -> list[Run]:
-    """Interleaved, and in each repetition another policy begins: what drifts does not favour one of them."""
+    """Interleaved, with another policy first in each repetition, so that drift favours none."""
     runs: list[Run] = []
     for repetition in range(repetitions):
         turn = repetition % len(specs)
@@ -116,7 +116,7 @@ class Comparison:
         self._traces: dict[str, Trace] = {}
 
     async def run(self, workloads: list[Workload], specs: list[PolicySpec], repetitions: int) -> list[str]:
-        """Carries out what is not finished. Returns what went wrong; "interrupted" comes last."""
+        """Execute the unfinished runs. Returns the errors; "interrupted" comes last."""
         for workload in workloads:
             await self._prepare(workload)
         runs = order_of(workloads, specs, repetitions)
@@ -158,7 +158,7 @@ class Comparison:
     # ------------------------------------------------------------ plan
 
     async def _prepare(self, workload: Workload) -> None:
-        """The trace as it is replayed; sizes and scales are measured unless the plan has them."""
+        """The trace as replayed; sizes and scales are measured unless the plan has them."""
         plan = self._plan.workloads.get(workload.name)
         if plan is None:
             plan = await self._measure(workload)
@@ -330,9 +330,10 @@ def _settings(arguments: ComparisonArguments, plan: WorkloadPlan) -> dict[str, s
 
 
 async def wait_at_rest(address: str, degree: int) -> int:
-    """Waits until nothing runs for a moment, and groups are as the policy begins: of `degree`, what is left over alone.
+    """Wait until nothing has run for a moment, and groups are the policy's initial ones: of `degree`, the remainder
+    alone.
 
-    Returns the tokens that they have room for. A moment, since what ended just now may have been an overload.
+    Returns their KV capacity in tokens. A moment, as the last request may have caused an overload.
     """
     give_up_at_s = time.monotonic() + _LAYOUT_WITHIN_S
     at_rest_since_s: float | None = None

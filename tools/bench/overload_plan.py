@@ -1,4 +1,4 @@
-"""What a comparison of overload policies is going to do: sizes, scales, and how long it takes. Kept in `plan.json`."""
+"""The plan of a comparison of overload policies: sizes, scales and duration. Kept in `plan.json`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ def setting_variable(name: str) -> str:
 
 
 class ComparisonArguments(BaseModel):
-    """What runs must have in common to be compared."""
+    """Arguments that runs must share to be comparable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -74,7 +74,7 @@ class ComparisonPlan(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Timetable:
-    """How long one comparison takes, before anything was measured."""
+    """Estimated duration of one comparison."""
 
     workers: int
     spans_s: Mapping[str, float]  # of each workload as it is replayed

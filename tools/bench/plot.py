@@ -1,7 +1,4 @@
-"""A result as a figure over time. matplotlib comes with the `bench` extra and is imported only here.
-
-Its stubs leave **kwargs without types, hence the comment below.
-"""
+"""A result as a figure over time. matplotlib comes with the `bench` extra and is imported only here."""
 
 # pyright: reportUnknownMemberType=false
 

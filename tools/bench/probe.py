@@ -1,4 +1,4 @@
-"""Requests before the ones that count: to measure what a cluster can do, and to warm it up."""
+"""Requests before the measured ones: to measure a cluster's speed, and to warm it up."""
 
 import asyncio
 import itertools
@@ -54,8 +54,8 @@ async def probe(
 
 
 async def warm_up(address: str, *, lanes: int, rounds: int, input_tokens: int, output_tokens: int) -> None:
-    """`rounds` requests one after the other in each of `lanes`: code and memory have been touched, nothing is left of
-    them. Few at once, so that no policy has reason to act.
+    """`rounds` requests one after the other in each of `lanes`: touches code and memory. Few at once, so that no policy
+    acts.
     """
     async with AsyncClient(address) as client:
         target = ClusterTarget(client)
@@ -71,7 +71,7 @@ async def warm_up(address: str, *, lanes: int, rounds: int, input_tokens: int, o
 
 
 async def _all_of(what: Sequence[Coroutine[Any, Any, None]]) -> None:  # Any: what nobody sends or receives
-    """The first failure of ours is raised as it is."""
+    """Raises the first of this project's errors unwrapped."""
     try:
         async with asyncio.TaskGroup() as running:
             for number, one in enumerate(what):

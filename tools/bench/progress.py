@@ -1,4 +1,4 @@
-"""How far a replay, or a comparison of many, has come: bars on a terminal, lines elsewhere."""
+"""Progress of a replay or comparison: bars on a terminal, lines elsewhere."""
 
 import time
 from collections.abc import Sequence

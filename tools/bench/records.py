@@ -1,4 +1,4 @@
-"""What a replay writes down while it runs. All times are seconds since the replay's time zero."""
+"""Records of a replay. All times are seconds since the replay's time zero."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -96,7 +96,7 @@ class TimedTransition:
 
 @dataclass(slots=True)
 class ReplayRun:
-    """Everything a replay has seen."""
+    """Everything recorded by a replay."""
 
     records: list[RequestRecord]
     samples: list[StatusSample]

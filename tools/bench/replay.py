@@ -1,7 +1,6 @@
-"""Open-loop replay of a trace: requests are sent when the trace says so, whatever has become of those before.
+"""Open-loop replay of a trace: requests are sent at the trace's times, independent of earlier ones.
 
-Nothing here knows gRPC: the cluster is a `Target` (see `tools.bench.target`), so that the replay can be tested
-against one that is emulated by timers.
+Free of gRPC: the cluster is a `Target` (see `tools.bench.target`), so that the replay can be tested against timers.
 """
 
 import asyncio
@@ -124,7 +123,7 @@ class Replay:
         return ReplayRun(self._records, self._samples, complete, max(ends_s, default=0.0), self._failed_sample_count)
 
     async def _run_requests(self) -> bool:
-        """Whether all requests were sent and have ended by themselves, or the time was over that was given."""
+        """Returns True if all requests were sent and have ended, or the time limit was reached."""
         async with asyncio.TaskGroup() as requests:
             stopping = requests.create_task(self._stopped.wait(), name="wait for stop")
             sending = requests.create_task(self._send_all(), name="send")
@@ -163,7 +162,7 @@ class Replay:
         return record
 
     async def _follow(self, record: RequestRecord, prompt: list[int], last_token: int | None) -> None:
-        """Reads one stream to its end and writes down how it ended."""
+        """Read one stream to its end and record the ending."""
         try:
             wanted, deadline_s = record.wanted_tokens, self._options.deadline_s
             stream = self._target.generate(record.request_id, prompt, wanted, deadline_s, last_token)

@@ -106,7 +106,7 @@ class RequestResult(_StrictModel):
 
 
 class PolicyResult(_StrictModel):
-    """What one overload policy did with the trace."""
+    """Results of one overload policy."""
 
     duration_s: float
     request_count: int  # sent
@@ -199,7 +199,7 @@ class Environment(_StrictModel):
 
 
 class BenchConfig(_StrictModel):
-    """How it was run. `cluster` holds settings of the cluster as far as this side knows them."""
+    """How it was run. `cluster`: the known settings of the cluster."""
 
     seed: int
     deadline_s: float
@@ -271,7 +271,7 @@ def policy_result(run: ReplayRun, policy: str, reference: SloReference | None = 
 
 
 def slo_reference(run: ReplayRun, policy: str) -> SloReference:
-    """The medians of a run; of its calm part if most requests waited for memory: what they met is no goal."""
+    """The medians of a run; of its calm part if most requests waited for memory: their latencies are no goal."""
     finished = [r for r in run.records if r.outcome is Outcome.FINISHED]
     at_s = [sample.at_s for sample in run.samples]
     short = [sample.kv_demand_bytes > sample.kv_capacity_bytes > 0 for sample in run.samples]

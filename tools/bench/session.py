@@ -87,7 +87,7 @@ async def replay_on(
 
 
 async def _ask_planner(address: str, console: Console) -> PlannerSays:
-    """Its policy and its transitions. Without them a result is still a result."""
+    """Policy and transitions of the planner. A result without them is still valid."""
     try:
         return await ask_planner(address)
     except BallastError as error:
@@ -103,7 +103,7 @@ def _timed(told: Sequence[PlannerTransition], now_s: float) -> list[TimedTransit
 
 @contextlib.contextmanager
 def _interrupted_by_ctrl_c(replay: Replay) -> Generator[None]:
-    """The first Ctrl-C stops the replay, the next one does what it always does."""
+    """The first Ctrl-C stops the replay, the next one has its usual effect."""
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:

@@ -1,11 +1,11 @@
-"""What is short where requests come late, from what a run has recorded."""
+"""Which resource was scarce when requests were late, from a run's records."""
 
 from enum import StrEnum
 
 from tools.bench.results import BenchResult, PolicyResult
 
-COMPUTING_SHARE = 0.85  # of the time of the densest half minute that prompts take; above it nothing else matters
-_MOSTLY = 0.5  # of the waiting
+COMPUTING_SHARE = 0.85  # fraction of the densest half minute taken by prompts; above it nothing else matters
+_MOSTLY = 0.5  # fraction of the waiting time
 _FULL, _FREE = 0.95, 0.9
 
 
@@ -14,11 +14,11 @@ class Shortage(StrEnum):
     COMPUTING = "computing"
     READING = "reading of KV"
     PLACES = "places"
-    PLACEMENT = "placement"  # nothing is: requests wait where it is full while another instance has room
+    PLACEMENT = "placement"  # none: requests wait on a full instance while another one has room
 
 
 def shortage(result: BenchResult, name: str) -> Shortage | None:
-    """What the requests of that policy waited for; None: for nothing that was recorded."""
+    """What that policy's requests waited for; None: nothing recorded."""
     policy, cluster = result.policies[name], result.config.cluster
     stranded, prompts = cluster.get(f"{name}.stranded_fraction"), cluster.get("prompt_share")
     if isinstance(stranded, float) and stranded > _MOSTLY:
@@ -34,7 +34,7 @@ def shortage(result: BenchResult, name: str) -> Shortage | None:
 
 
 def is_memory_short(policy: PolicyResult) -> bool:
-    """Whether more KV was ever wanted than there is before anything is dropped."""
+    """True if KV demand has exceeded the un-dropped capacity."""
     series = policy.series
     return bool(series.kv_capacity_bytes) and max(series.kv_demand_bytes) > series.kv_capacity_bytes[0]
 

@@ -15,7 +15,7 @@ from tools.model.info import CheckpointInfo
 _STEP_S = 0.1  # of the forecast
 _BISECTIONS = 24
 _STEP, _STEPS_DOWN, _STEPS_UP = 1.02, 12, 24  # about 0.8 to 1.6 times
-_HOPELESS = 20.0  # times the mean demand that is looked for: the machine is far from keeping up
+_HOPELESS = 20.0  # times the wanted mean demand: the machine is far too slow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class SizingMemory:
 
 @dataclass(frozen=True, slots=True)
 class SizingPace:
-    """What the machine does while so many requests run."""
+    """Speed of the machine with that many requests running."""
 
     output_tokens_per_s: float  # of the cluster
     seconds_per_token: float  # of one request, its prompt's share included
@@ -37,7 +37,7 @@ class SizingPace:
 
 @dataclass(frozen=True, slots=True)
 class SizingForecast:
-    """KV demand of a trace if nobody ever waited, in tokens."""
+    """KV demand of a trace without any waiting, in tokens."""
 
     mean_tokens: float
     peak_tokens: float
@@ -53,7 +53,7 @@ def mean_request(requests: Sequence[TraceRequest]) -> tuple[int, int]:
 
 
 def length_scale_to(trace: Trace, mean_tokens: float) -> float:
-    """What shortens the mean request to `mean_tokens`, prompt and answer together; at most 1."""
+    """The scale (at most 1) that makes the mean request, prompt and answer, `mean_tokens` long."""
     return two_digits(min(1.0, mean_tokens / sum(mean_request(trace.requests))))
 
 
@@ -125,7 +125,7 @@ def two_digits(scale: float) -> float:
 
 
 def forecast(requests: Sequence[TraceRequest], seconds_per_token: float) -> SizingForecast:
-    """A request holds its prompt from its arrival on, and its answer as it grows, at the probe's pace."""
+    """A request holds its prompt from its arrival on, and its growing answer at the probe's pace."""
     end_s = requests[-1].arrival_s
     demand = [0.0] * (int(end_s / _STEP_S) + 1)
     for request in requests:

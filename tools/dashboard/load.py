@@ -55,6 +55,7 @@ class BurstResult:
     def as_json(self) -> dict[str, object]:
         ttfts_s, tpots_s = sorted(self.ttfts_s), sorted(self.tpots_s)
         return {
+            "began_at_s": time.time() - (time.monotonic() - self.began_at_s),
             "sent": self.sent_count,
             "done": self.done_count,
             "failed": len(self.failures),

@@ -1,1 +1,1 @@
-"""Deciding: events in, commands out. No await, clock, randomness or I/O."""
+"""Decisions of the dispatcher: events in, commands out. No await, clock, randomness or I/O."""

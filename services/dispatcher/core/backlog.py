@@ -1,5 +1,6 @@
-"""The backlog: online requests that no worker has, by priority class, and in it in an order that is chosen. Bounded by
-its owner."""
+"""The backlog: online requests that are on no worker, by priority class and a configurable order within it. Its owner
+bounds it.
+"""
 
 import itertools
 import math
@@ -17,15 +18,15 @@ _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 30.0
 
 
 class Order(StrEnum):
-    """Which goes first of the requests of one class that wait. What was being served elsewhere always does."""
+    """Order within a class. Requests taken over from another dispatcher are always first."""
 
     FIRST_COME = "first-come"
-    SHORTEST_FIRST = "shortest-first"  # the fewest tokens to compute: low waits on average, and long prompts may starve
-    DEADLINE = "deadline"  # the earliest
+    SHORTEST_FIRST = "shortest-first"  # fewest uncomputed tokens: low mean waits, but long prompts may starve
+    DEADLINE = "deadline"  # earliest deadline
 
 
 def _key_of(order: Order) -> Callable[[Tracked], tuple[float, int]]:
-    """Does not change while the request waits."""
+    """Constant while the request waits."""
     match order:
         case Order.FIRST_COME:
             return lambda tracked: (0.0, tracked.serial)
@@ -36,9 +37,9 @@ def _key_of(order: Order) -> Callable[[Tracked], tuple[float, int]]:
 
 
 class Backlog:
-    """By rank, then as `FairQueue` has it. What has waited for longer than `lift_s` takes turns with the class above.
+    """By class rank, then as in `FairQueue`. Requests that have waited for `lift_s` take turns with the class above.
 
-    Insertion, removal anywhere and a look at the first few are cheap.
+    Insertion, removal of any request and iteration over the first few are cheap.
     """
 
     def __init__(self, order: Order = Order.FIRST_COME, lift_s: float = math.inf) -> None:
@@ -46,14 +47,14 @@ class Backlog:
         self._classes = [FairQueue(key) for _ in PriorityClass]  # by rank
         self._lift_s = lift_s
         self._now_s = 0.0
-        self._callers: Counter[str] = Counter()  # -> requests
+        self._callers: Counter[str] = Counter()  # -> number of requests
         self._caller_tokens: Counter[str] = Counter()
         self._count = 0
         self.token_count = 0
-        self.shares = False  # workers compute equal beginnings of prompts once
-        self._marks: dict[int, tuple[Mark, ...]] = {}  # serial -> of its prompt, as it was counted
+        self.shares = False  # workers cache prompt prefixes
+        self._marks: dict[int, tuple[Mark, ...]] = {}  # serial -> prefix marks of its prompt
         self._mark_counts: Counter[Mark] = Counter()
-        self._repeated_count = 0  # marks beyond the first of their kind
+        self._repeated_count = 0  # marks beyond the first of each kind
 
     def __len__(self) -> int:
         return self._count
@@ -65,16 +66,16 @@ class Backlog:
 
     @property
     def distinct_token_count(self) -> int:
-        """Tokens that wait; what several prompts begin with counts once."""
+        """Waiting prompt tokens; shared prefixes count once."""
         return self.token_count - self._repeated_count * MARK_TOKENS
 
     @property
     def callers(self) -> Mapping[str, int]:
-        """Who waits, with how many requests."""
+        """Waiting requests by caller."""
         return self._callers
 
     def most_of(self, count: int) -> list[tuple[str, int]]:
-        """The callers of whom the most requests wait, and how many."""
+        """The callers with the most waiting requests, and that number."""
         return self._callers.most_common(count)
 
     def tokens_of(self, caller: str) -> int:
@@ -85,7 +86,7 @@ class Backlog:
         return list(itertools.islice(self, begin, begin + count))
 
     def count_before(self, tracked: Tracked) -> int:
-        """Requests behind which this one stands, or would; at least so many where they are many."""
+        """Number of requests before this one's present or future place; a lower bound if there are many."""
         *better, own = self._classes[: tracked.request.priority.rank + 1]
         return sum(map(len, better)) + own.count_before(tracked)
 
@@ -98,7 +99,7 @@ class Backlog:
         self._tally(tracked, -1)
 
     def serve(self, tracked: Tracked) -> None:
-        """Takes out what goes to a worker: that was its caller's turn."""
+        """Remove a request that goes to a worker, and charge its caller."""
         rank = tracked.request.priority.rank
         for better in self._classes[:rank]:
             if len(better):
@@ -108,7 +109,7 @@ class Backlog:
         self.remove(tracked)
 
     def end(self, tracked: Tracked) -> None:
-        """It has ended: its answer's tokens count as its caller's, too."""
+        """Charge the tokens of an ended answer to its caller."""
         if not (made_count := len(tracked.output_token_ids) - len(tracked.request.output_token_ids)):
             return
         self._classes[tracked.request.priority.rank].serve(tracked.request.caller, made_count)
@@ -146,12 +147,12 @@ class Backlog:
                     yield tracked
 
     def _in_turn(self, rank: int) -> Iterator[Tracked]:
-        """A class, with what the one below it has lifted."""
+        """The requests of a class, with those lifted from the class below."""
         lower = self._lifted(rank + 1) if rank + 1 < len(self._classes) else iter(())
         return self._classes[rank].in_turn(lower)
 
     def _lifted(self, rank: int) -> Iterator[Tracked]:
-        """In their order, up to the first that has not waited for so long."""
+        """In order, up to the first that has not waited for `lift_s`."""
         since_s = self._now_s - self._lift_s
         return itertools.takewhile(lambda tracked: tracked.queued_at_s <= since_s, self._in_turn(rank))
 
@@ -176,7 +177,7 @@ class Backlog:
 
 
 class DrainRate:
-    """How fast the backlog empties, smoothed over about `memory_s`."""
+    """Rate at which the backlog drains, smoothed over about `memory_s`."""
 
     def __init__(self, memory_s: float = 10.0) -> None:
         self._memory_s = memory_s
@@ -191,7 +192,7 @@ class DrainRate:
         return self._decayed(at_s) / self._memory_s
 
     def until_half_s(self, request_count: int, at_s: float) -> float:
-        """Advice to whoever is refused: by then half of so many have gone."""
+        """Retry delay for refused requests: until half of the backlog has drained."""
         rate = self.per_s(at_s)
         return min(_MAX_RETRY_S, max(_MIN_RETRY_S, request_count / 2 / rate if rate > 0.0 else 1.0))
 

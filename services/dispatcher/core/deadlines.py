@@ -1,4 +1,4 @@
-"""When which request must have ended. A heap whose dead entries are thrown out before they outnumber the living."""
+"""Deadlines of requests: a heap whose dead entries are removed before they outnumber the live ones."""
 
 import heapq
 import math
@@ -24,11 +24,11 @@ class Deadlines:
             heapq.heapify(self._heap)
 
     def next_s(self) -> float:
-        """Infinite when nothing is due. May be the deadline of a request that has ended meanwhile."""
+        """Infinity if there is none. May be the deadline of an ended request."""
         return self._heap[0][0] if self._heap else math.inf
 
     def due(self, at_s: float) -> list[RequestId]:
-        """Requests whose time is up; each is named once."""
+        """Requests whose deadline has passed; each is returned once."""
         found: list[RequestId] = []
         while self._heap and self._heap[0][0] <= at_s:
             _, serial, request_id = heapq.heappop(self._heap)

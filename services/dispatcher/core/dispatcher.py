@@ -1,11 +1,11 @@
-"""The dispatcher decides: who is accepted, who goes where, and how each request ends.
+"""The dispatcher's decisions: admission, placement, and the ending of each request.
 
-It owns a request from `Submitted` to the one `Refuse`, `Finish` or `Fail` that ends it (I6). Its tokens
-are kept here while it runs on a worker, so that another worker can go on behind them when the first is lost. Each
-placement has its own handle: what an earlier placement still says is dropped and counted (I5).
+It owns a request from `Submitted` to its only `Refuse`, `Finish` or `Fail` (I6). It keeps the tokens while the request
+runs on a worker, so that another worker can continue after a loss. Each placement has a handle of its own: late
+messages about an earlier placement are dropped and counted (I5).
 
 When groups form or dissolve, workers end requests and name the worker that gets their KV. The dispatcher submits each
-one there with all its tokens, as in a replay, so that nothing is lost or repeated whatever was under way.
+one there with all its tokens, as in a replay, so nothing is lost or repeated.
 """
 
 import math
@@ -43,9 +43,9 @@ from services.dispatcher.core.traffic import TrafficCounter
 from services.dispatcher.policy.freeness import RoutingRules, WorkerKey
 
 _NO_WORKER_CHECK_S = 0.5
-_MAX_IDLE_MOVES = 16  # without a token in between; more are no progress but a quarrel between workers
-_FRONT = -(1 << 62)  # serials of requests that stand before all that have come here first
-_OUTGROWN_WAIT_S = 1.0  # advice to whoever has outgrown all workers; a drop may make larger groups
+_MAX_IDLE_MOVES = 16  # without a token in between: more would be a loop between workers
+_FRONT = -(1 << 62)  # serials of requests taken over are below those of all others
+_OUTGROWN_WAIT_S = 1.0  # retry delay for a request larger than all workers; a drop may make larger groups
 ENDING_OF: dict[type[BallastError], str] = {
     Cancelled: FinishReason.CANCELLED.value,
     DeadlineExceeded: FinishReason.DEADLINE.value,
@@ -53,7 +53,7 @@ ENDING_OF: dict[type[BallastError], str] = {
 
 
 class DispatcherCore:
-    """`handle` is the only method that changes anything; every event may come late or twice."""
+    """Only `handle` changes the state; every event may arrive late or twice."""
 
     def __init__(
         self, dispatcher_id: DispatcherId, limits: Limits, placement: PlacementRules, routing: RoutingRules
@@ -62,17 +62,17 @@ class DispatcherCore:
         self.fleet = Fleet()
         self.backlog = Backlog(placement.order, placement.lift_s)
         self.long = LongRequests(limits.long_wait_s)
-        self.feed = Feed()  # what is offline and waits
-        self.requests: dict[RequestId, Tracked] = {}  # all that have been accepted and have not ended
+        self.feed = Feed()  # waiting offline requests
+        self.requests: dict[RequestId, Tracked] = {}  # accepted, not ended
         self.draining = False
-        self._for_good = False  # it drains because its process is going to end
+        self._for_good = False  # draining because the process is going to exit
         self.endings: Counter[str] = Counter()  # finish reason, or refused -> count
         self.accepted_count = 0
         self.replay_count = 0
-        self.recall_count = 0  # requests that waited on a worker and went where there was room
+        self.recall_count = 0  # requests recalled from a worker's queue
         self._traffic = TrafficCounter()
         self.relay = Relay(self.fleet, self._traffic)
-        self.move_counts: Counter[str] = Counter()  # at_once, waited or replayed -> requests that were handed over
+        self.move_counts: Counter[str] = Counter()  # at_once, waited or replayed -> handed-over requests
         self._id = dispatcher_id
         self.growth = Growth(routing.growth_tokens)
         self._placement = Placement(self.backlog, self.long, self.feed, self.fleet, placement, routing, self.growth)
@@ -80,11 +80,11 @@ class DispatcherCore:
         self._deadlines = Deadlines()
         self.taken_over_count = 0
         self._next_serial = 1
-        self._no_worker_since_s: float | None = None  # None: there is one, or nothing has happened yet
+        self._no_worker_since_s: float | None = None  # None: there is a worker, or no event yet
         self._no_worker_check_at_s = math.inf
 
     def next_timer_s(self) -> float:
-        """When a `Tick` is wanted; infinite for never."""
+        """When a `Tick` is needed; infinity for never."""
         due_s = self._deadlines.next_s()
         if len(self._moves):
             due_s = min(due_s, self._moves.next_s())
@@ -94,17 +94,17 @@ class DispatcherCore:
 
     @property
     def waits(self) -> bool:
-        """Whether an online request is in no worker."""
+        """True if an online request is on no worker."""
         return bool(len(self.backlog) or len(self.long))
 
     def traffic(self, at_s: float) -> Traffic:
-        """What has come lately, how long answers were, and what waits here."""
+        """Recent arrivals, answer lengths, and the waiting requests."""
         long = self.long.demand(self.growth, at_s)
         return self._traffic.read(at_s, len(self.backlog), self.backlog.distinct_token_count, long)
 
     @property
     def moving_count(self) -> int:
-        """Requests that have gone to a worker to which there is no stream yet."""
+        """Requests handed over to a worker whose stream is not open yet."""
         return len(self._moves)
 
     def handle(self, event: d.Event) -> Sequence[d.Command]:
@@ -148,8 +148,9 @@ class DispatcherCore:
     # --------------------------------------------------------------------------------------------- workers
 
     def _adopt(self, event: d.LayoutChanged) -> list[d.Command]:
-        """Whatever differs is taken, whatever its epoch: the store reads the one current value, in order, and an
-        epoch that is not higher means that the cluster's state was lost and has been made anew."""
+        """Any different layout is adopted, whatever its epoch: the store reads the current value in order, and a lower
+        epoch means that the cluster's state was lost and rebuilt.
+        """
         if event.layout == self.fleet.layout:
             return []
         new, gone = self.fleet.adopt(event.layout)
@@ -164,7 +165,7 @@ class DispatcherCore:
         return commands + self._dispatch(event.at_s)
 
     def _hear_reach(self, event: d.ReachTold) -> list[d.Command]:
-        """What stands among the others and is long goes where such ones wait."""
+        """Move long requests from the backlog to the queue of long requests."""
         self.long.reach = event.reach
         for tracked in [one for one in self.backlog if self.long.takes(one)]:
             self.backlog.remove(tracked)
@@ -190,7 +191,7 @@ class DispatcherCore:
         return commands + self._dispatch(event.at_s)
 
     def _lose(self, worker: Worker, at_s: float, why: str) -> list[d.Command]:
-        """Its requests go back to where they stood in the backlog, to be replayed elsewhere."""
+        """Return a lost worker's requests to their places in the backlog, for replay."""
         commands: list[d.Command] = []
         self._placement.prefixes.forget(worker.key)
         for tracked in worker.cut_off():
@@ -199,7 +200,7 @@ class DispatcherCore:
         return commands
 
     def _replay(self, tracked: Tracked, at_s: float, why: str) -> list[d.Command]:
-        """`tracked` has been taken off its worker."""
+        """Replay a request that was removed from its worker."""
         lost_from = tracked.worker.worker_id if tracked.worker is not None else ""
         tracked.note(at_s, What.LOST, lost_from, why)
         if tracked.replay_count >= self.limits.replay_limit:
@@ -225,13 +226,13 @@ class DispatcherCore:
         self._line_of(tracked).add(tracked)
 
     def _line_of(self, tracked: Tracked) -> Backlog | LongRequests | Feed:
-        """Where it waits while no worker has it."""
+        """The queue for it while it is on no worker."""
         if tracked.offline:
             return self.feed
         return self.long if tracked.long else self.backlog
 
     def _move(self, tracked: Tracked, worker_id: WorkerId, at_s: float) -> list[d.Command]:
-        """`tracked` has been taken off its worker, which has handed it over to `worker_id`."""
+        """A worker has handed the request over to `worker_id`."""
         tracked.worker, tracked.handle = None, 0
         tracked.idle_move_count += 1
         if tracked.idle_move_count > _MAX_IDLE_MOVES:
@@ -246,7 +247,7 @@ class DispatcherCore:
         return [self._placement.move(tracked, target, at_s)]
 
     def _resume_from_backlog(self, tracked: Tracked, at_s: float) -> None:
-        """The worker to which `tracked` has gone cannot be reached. That is no fault of the request: no replay."""
+        """The request's new worker cannot be reached; not counted as a replay."""
         self.move_counts["replayed"] += 1
         tracked.note(at_s, What.STRANDED)
         self._enqueue(tracked, at_s)
@@ -273,7 +274,7 @@ class DispatcherCore:
         commands: list[d.Command] = []
         ahead_count = self._line_of(tracked).count_before(tracked)
         self._admit(tracked)
-        # Those before it were looked at when something changed last; behind too many it would not be looked at itself.
+        # Earlier requests were examined at the last change; beyond the scan limit this one would not be.
         if tracked.offline:
             commands = self._pull(at_s)
         elif ahead_count < self._placement.rules.scan_count:
@@ -289,7 +290,7 @@ class DispatcherCore:
         return commands
 
     def _tracked(self, request: d.Request, at_s: float) -> Tracked:
-        """What another dispatcher was serving stands before what has come here, in the order in which it comes."""
+        """A request taken over from another dispatcher precedes those submitted here first, in order of arrival."""
         serial = self._next_serial + (_FRONT if request.taken_over else 0)
         self._next_serial += 1
         return tracked_of(request, serial, at_s)
@@ -319,7 +320,7 @@ class DispatcherCore:
         return self.long.refusal(len(request.prompt_token_ids) + len(request.output_token_ids))
 
     def _overload(self, newcomer: Tracked, at_s: float) -> Overloaded | None:
-        """The refusal of a request that would exceed the bounds of the backlog; None for one placed at once."""
+        """The refusal of a request beyond the backlog's bounds; None if accepted."""
         if newcomer.worker is not None or newcomer.request.request_id not in self.requests:
             return None
         if newcomer.offline:
@@ -344,7 +345,7 @@ class DispatcherCore:
             self._resume_from_backlog(tracked, at_s)
         if self._no_worker_since_s is not None:
             latest_s = at_s - self.limits.no_worker_timeout_s
-            if at_s >= self._no_worker_since_s + self.limits.no_worker_timeout_s:  # as the check was timed, to the bit
+            if at_s >= self._no_worker_since_s + self.limits.no_worker_timeout_s:  # computed like the timer
                 gone = Unavailable("workers", f"none for {at_s - self._no_worker_since_s:.1f} s")
                 self._no_worker_check_at_s = at_s + _NO_WORKER_CHECK_S
                 overdue = [t for t in (*self.backlog, *self.long, *self.feed) if t.queued_at_s <= latest_s]
@@ -361,7 +362,7 @@ class DispatcherCore:
         return [*commands, d.Fail(tracked.request.request_id, error, facts)]
 
     def _drop(self, tracked: Tracked, *, ended: bool = False) -> None:
-        """`ended`: its answer has come to its end."""
+        """Remove a request. `ended`: its answer is complete."""
         self.growth.leave(tracked, ended=ended)
         if tracked.moving:
             self._moves.remove(tracked)
@@ -418,7 +419,7 @@ class DispatcherCore:
         return commands
 
     def _end(self, worker: Worker, tracked: Tracked, ending: d.Ending, at_s: float) -> list[d.Command]:
-        """A worker's ending: the request's own, or a reason to try elsewhere."""
+        """A worker's ending: the request's own, or a reason to try another worker."""
         request_id = tracked.request.request_id
         tracked.cached_token_count = max(tracked.cached_token_count, ending.cached_token_count)
         if ending.refused:
@@ -466,7 +467,7 @@ class DispatcherCore:
         return [*commands, *self._pull(at_s)] if len(self.feed) else commands
 
     def _pull(self, at_s: float) -> list[d.Command]:
-        """Offline requests go where they are wanted."""
+        """Place offline requests on workers that ask for some."""
         return self._settle(self._placement.pull(at_s), at_s)
 
     def _settle(self, outcome: Outcome, at_s: float) -> list[d.Command]:
@@ -474,25 +475,25 @@ class DispatcherCore:
         for tracked in outcome.hopeless:
             why = f"{tracked.token_count} tokens need more KV blocks than any worker has"
             error: BallastError = InvalidRequest("prompt", why)
-            if answered := len(tracked.output_token_ids):  # it was right to take it: groups may have been larger
+            if answered := len(tracked.output_token_ids):  # accepting it was right: groups may have been larger
                 error = Overloaded(f"after {answered} tokens of the answer, {why}", _OUTGROWN_WAIT_S)
-            elif tracked.token_count < self.fleet.most_tokens:  # as right as it was: a group was lost or dissolved
+            elif tracked.token_count < self.fleet.most_tokens:  # likewise: a group was lost or dissolved
                 error = Overloaded(f"{why} now; one had, and may again", _OUTGROWN_WAIT_S)
             commands += self._fail(tracked, error, at_s)
         return commands
 
     def contenders(self, request: d.Request, at_s: float) -> list[WorkerKey]:
-        """One of these gets the request if it comes now and nobody waits; nobody does if there are none.
+        """The possible choices for the request if it were submitted now with an empty backlog; none if it would wait.
 
-        For whoever knows of loads that the dispatcher has not heard of, in which less is free and all else is as it
-        was: if none of them is a contender's, the choice would be the same with them.
+        For callers with newer loads than the dispatcher, in which only free blocks have decreased: if no contender is
+        affected, the choice would be the same.
         """
         return self._placement.contenders(request, at_s)
 
     # --------------------------------------------------------------------------------------------- inspection
 
     def check(self) -> None:
-        """Raises InvariantViolation unless every accepted request stands in exactly one place and all counts agree."""
+        """Raise InvariantViolation unless every accepted request is in exactly one place and all counts agree."""
         self.backlog.check()
         self.long.check()
         self.feed.check()
@@ -529,8 +530,8 @@ class DispatcherCore:
             raise InvariantViolation("a worker is usable, and the dispatcher does not know")
 
     def check_step(self, key: WorkerKey) -> None:
-        """What `check` finds, after a step of this worker that has only delivered tokens: a look at its own requests,
-        and the counts of the others.
+        """`check` restricted to a step of this worker that only delivered tokens: its own requests, and counts of the
+        others.
         """
         worker = self.fleet.get(key)
         if worker is None:

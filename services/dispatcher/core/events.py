@@ -1,4 +1,4 @@
-"""What can happen to a dispatcher, and what it can order. Times are seconds of the dispatcher's monotonic clock."""
+"""Events and commands of a dispatcher. Times are monotonic seconds."""
 
 import hashlib
 from collections.abc import Sequence
@@ -21,35 +21,35 @@ from services.dispatcher.policy.freeness import WorkerKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a client wants, validated. Its sampling has a seed, so that every attempt draws the same tokens.
+    """A validated request. Its sampling is seeded, so that every attempt draws the same tokens.
 
-    Events are told when an invariant breaks: what clients said and were told is not shown.
+    Prompts and answers are excluded from `repr`, as events are logged when an invariant breaks.
     """
 
     request_id: RequestId
     prompt_token_ids: Sequence[int] = field(repr=False)
-    sampling: SamplingParams = field(repr=False)  # its stop strings
+    sampling: SamplingParams = field(repr=False)  # contains stop strings
     priority: PriorityClass
     deadline_at_s: float
     omit_text: bool = False
-    caller: str = ""  # who sent it: the name of a token, or the address of a connection
-    traceparent: str = ""  # of the trace that it belongs to, as W3C writes it
+    caller: str = ""  # the sender: a token's name, or a connection's address
+    traceparent: str = ""  # W3C traceparent of its trace
     output_token_ids: Sequence[int] = field(default=(), repr=False)  # that its client has from another dispatcher
-    text_chars: int = 0  # of their text, that the client has
-    cache_salt: bytes = b""  # workers share KV only among requests with the same
-    targets: Targets = NO_TARGETS  # of its own; else workers have some for its class
-    taken_over: bool = False  # another dispatcher was serving it
+    text_chars: int = 0  # characters of their text that the client has
+    cache_salt: bytes = b""  # workers share KV only among requests with the same salt
+    targets: Targets = NO_TARGETS  # of the request; the default is the workers'
+    taken_over: bool = False  # it was served by another dispatcher
 
     @property
     def caller_number(self) -> int:
-        """The caller as workers know it, equal at all dispatchers; 0: unknown."""
+        """Hash of the caller for workers, equal at all dispatchers; 0: unknown."""
         name = self.caller.encode()
         return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") if name else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """A worker's last word on a handle."""
+    """A worker's last message about a handle."""
 
     handle: int
     finish_reason: FinishReason | None  # None when refused or moved
@@ -57,8 +57,8 @@ class Ending:
     error: str = ""
     refused: bool = False
     invalid: bool = False
-    moved_to: str = ""  # this worker goes on with it
-    cached_token_count: int = 0  # of its prompt, whose KV was there when it was first let in
+    moved_to: str = ""  # it goes on at this worker
+    cached_token_count: int = 0  # prompt tokens whose KV was cached at its first admission
 
 
 # ------------------------------------------------------------------------------------------------- events
@@ -72,10 +72,10 @@ class LayoutChanged:
 
 @dataclass(frozen=True, slots=True)
 class ReachTold:
-    """How long a context the cluster holds, as the planner says."""
+    """The longest context that the cluster can hold, by the planner."""
 
     at_s: float
-    reach: Reach | None  # None: it does not say
+    reach: Reach | None  # None: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class WorkerConnected:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """The stream to a worker has ended; the worker has dropped what came over it."""
+    """The stream to a worker has ended; the worker has dropped its requests."""
 
     at_s: float
     worker: WorkerKey
@@ -104,7 +104,7 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """The client went away, asked to cancel, or does not read."""
+    """The client has disconnected, cancelled, or does not read."""
 
     at_s: float
     request_id: RequestId
@@ -121,13 +121,13 @@ class StepReceived:
     token_counts: Sequence[int]
     token_ids: Sequence[int] = field(repr=False)
     texts: Sequence[str] = field(repr=False)  # empty, or one for each handle
-    logprobs: Sequence[object] = field(repr=False)  # carried through, never looked at
+    logprobs: Sequence[object] = field(repr=False)  # passed through
     endings: Sequence[Ending]
     load: LoadReport
     seen_handle: int
-    preempted: Sequence[int] = ()  # handles of what had been let in, and waits there now, after these tokens
-    resumed: Sequence[int] = ()  # handles of what was told to wait so, and has been let in again
-    marks: Sequence[Mark] = ()  # of prompts whose KV is there now, or was used again
+    preempted: Sequence[int] = ()  # handles of admitted requests that wait there now, after these tokens
+    resumed: Sequence[int] = ()  # handles reported as preempted that have been admitted again
+    marks: Sequence[Mark] = ()  # of prompts whose KV is there, or was reused
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class DrainRequested:
-    """Nothing new from now on. `for_good`: the process is going to end."""
+    """Refuse new requests. `for_good`: the process is going to exit."""
 
     at_s: float
     for_good: bool = False
@@ -147,14 +147,14 @@ class DrainRequested:
 
 @dataclass(frozen=True, slots=True)
 class UndrainRequested:
-    """A drain is taken back, unless it was for good."""
+    """Cancel a drain, unless it was for good."""
 
     at_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class TimeIsUp:
-    """The time for draining has passed: what still runs is given up."""
+    """The drain timeout has passed: running requests are aborted."""
 
     at_s: float
 
@@ -178,7 +178,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Keep a stream to this worker until told otherwise."""
+    """Keep a stream to this worker open."""
 
     worker: WorkerKey
     address: str
@@ -197,8 +197,8 @@ class Place:
     request: Request
     output_token_ids: Sequence[int]
     delivered_text_chars: int
-    deadline_s: float  # time left
-    expects_handover: bool = False  # the worker has the request already, or will be handed it in a moment
+    deadline_s: float  # remaining time
+    expects_handover: bool = False  # the worker has the request's KV, or is about to get it
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ class AbortOnWorker:
 
 
 class Deliver(NamedTuple):
-    """New tokens for a client. A named tuple because there is one for each token."""
+    """New tokens for a client. A named tuple, as one is made for each token."""
 
     request_id: RequestId
     token_ids: Sequence[int]
@@ -218,30 +218,30 @@ class Deliver(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What is known about a request at its end."""
+    """Statistics of an ended request."""
 
     prompt_token_count: int
     completion_token_count: int
     replay_count: int
     queue_s: float
-    ttft_s: float | None  # None: no token came
+    ttft_s: float | None  # None: no token was generated
     e2e_s: float
-    cached_token_count: int = 0  # of the prompt
+    cached_token_count: int = 0  # prompt tokens
     caller: str = ""
     traceparent: str = ""
     priority: PriorityClass = PriorityClass.DEFAULT
     max_token_count: int = 0
     arrived_at_s: float = 0.0
-    worker_id: str = ""  # the last one that had it
+    worker_id: str = ""  # its last worker
     move_count: int = 0
     recall_count: int = 0
-    longest_gap_s: float = 0.0  # between two tokens
+    longest_gap_s: float = 0.0  # longest time between two tokens
     longest_gap_token: int = 0
     story: Story = field(default_factory=Story, compare=False)
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds for each token after the first; None: there was none."""
+        """Mean seconds per token after the first; None: there was none."""
         if self.ttft_s is None or self.completion_token_count < 2:
             return None
         return (self.e2e_s - self.ttft_s) / (self.completion_token_count - 1)
@@ -257,7 +257,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """An accepted request ends without having been completed."""
+    """An accepted request ends with an error."""
 
     request_id: RequestId
     error: BallastError

@@ -1,7 +1,7 @@
-"""Requests of one class that wait, a queue for each caller, served in turn by tokens (pure).
+"""Waiting requests of one class: a queue per caller, served fairly by tokens (pure).
 
-A deficit round robin whose quantum is one request: the caller goes next that has been served the fewest tokens since
-all of them wait. Who comes back after a while begins where the others are, so that nobody saves up turns.
+Deficit round robin with a quantum of one request: the next caller is the one served the fewest tokens while waiting. A
+returning caller starts level with the others, so credits do not accumulate.
 """
 
 import bisect
@@ -13,25 +13,25 @@ from collections.abc import Callable, Iterator
 from ballast.common.errors import InvariantViolation
 from services.dispatcher.core.tracked import Tracked
 
-_MOST_REMEMBERED = 4096  # callers that wait for nothing now, and were served more than those that wait
+_MOST_REMEMBERED = 4096  # callers that wait for nothing now, and were served more than waiting ones
 _MOST_COUNTED = 256
-_LOWER = "\0"  # the class below, as a caller
+_LOWER = "\0"  # the class below, as a pseudo-caller
 
 _Key = Callable[[Tracked], tuple[float, int]]
 _Turn = tuple[float, str]  # tokens served, caller
 
 
 class FairQueue:
-    """With a single caller, in the order of `key`. What was being served elsewhere stands before all of them."""
+    """With a single caller, in the order of `key`. Requests taken over come first."""
 
     def __init__(self, key: _Key) -> None:
         self._key = key
         self._front: list[Tracked] = []  # by key
-        self._queues: dict[str, list[Tracked]] = {}  # caller -> by key; none is empty
+        self._queues: dict[str, list[Tracked]] = {}  # caller -> its requests by key; never empty
         self._turns: list[_Turn] = []  # of the callers in `_queues`, ascending
         self._served: dict[str, float] = {}  # of these
         self._remembered: OrderedDict[str, float] = OrderedDict()
-        self._reached = 0.0  # tokens that callers have been served who went last
+        self._reached = 0.0  # tokens served of the caller served last
         self._lower_served = 0.0
         self._count = 0
 
@@ -42,8 +42,8 @@ class FairQueue:
         return self.in_turn(iter(()))
 
     def in_turn(self, lower: Iterator[Tracked]) -> Iterator[Tracked]:
-        """As they would be served if each of them could be. `lower`: of the class below, those that have waited too
-        long; they take turns as one more caller.
+        """In the order in which they would be served. `lower`: lifted requests of the class below, which take turns as
+        one more caller.
         """
         yield from self._front
         if len(self._turns) == 1:
@@ -71,7 +71,7 @@ class FairQueue:
             heapq.heappush(heap, (served + tracked.token_count, caller, at + 1))
 
     def count_before(self, tracked: Tracked) -> int:
-        """Requests behind which this one stands, or would; at least so many where they are many."""
+        """Number of requests before this one's present or future place; a lower bound if there are many."""
         if tracked.serial <= 0:
             return bisect.bisect_left(self._front, self._key(tracked), key=self._key)
         caller = tracked.request.caller
@@ -97,7 +97,7 @@ class FairQueue:
             return
         caller = tracked.request.caller
         begins = self._begins(caller)
-        if tracked.attempt:  # it has had its turn, and comes back
+        if tracked.attempt:  # it has had its turn, and returns
             begins -= tracked.token_count
         if caller not in self._queues:
             self._queues[caller] = []
@@ -119,7 +119,7 @@ class FairQueue:
             self._remember(caller, served)
 
     def serve(self, caller: str, token_count: int) -> None:
-        """So much has been computed for a caller, or is going to be."""
+        """Charge tokens to a caller."""
         self._reached = max(self._reached, self._turns[0][0]) if self._turns else self._reached
         if caller in self._queues:
             self._move(caller, self._served[caller] + token_count)
@@ -127,7 +127,7 @@ class FairQueue:
             self._remember(caller, self._begins(caller) + token_count)
 
     def serve_lower(self, token_count: int) -> None:
-        """Of the class below something went first."""
+        """Charge a lifted request to the class below."""
         self._lower_served += token_count
 
     def _begins(self, caller: str) -> float:

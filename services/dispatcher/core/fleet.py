@@ -1,6 +1,6 @@
-"""The books on the workers: who leads a group, who is connected, what was placed where.
+"""State of the workers: group leaders, connections, and placements.
 
-Only leaders are given requests. Who stops being one keeps its stream until its requests have moved or ended.
+Only leaders get requests. A former leader keeps its stream until its requests have moved or ended.
 """
 
 from collections import Counter
@@ -16,19 +16,19 @@ from services.dispatcher.core.events import StepReceived
 from services.dispatcher.core.tracked import Tracked
 from services.dispatcher.policy.freeness import WorkerKey, WorkerView, blocks_for, claims
 
-# Handles that were given up while their logprobs may still be on the way, for each worker.
+# Per worker: handles given up whose logprobs may still arrive.
 _MAX_DEPARTED = 1024
 
 
 @dataclass(slots=True, kw_only=True)
 class Worker:
-    """The leader of one group, or one that was it a moment ago."""
+    """The leader of a group, or a former leader."""
 
     key: WorkerKey
     address: str
     group_id: str
     instance_count: int = 1  # of the group
-    closed_in_layout: bool = False  # it drains, leaves or is parked
+    closed_in_layout: bool = False  # draining, leaving or parked
     leads: bool = True
     connected: bool = False
     load: LoadReport | None = None
@@ -36,14 +36,13 @@ class Worker:
     placed: dict[int, Tracked] = field(default_factory=dict[int, Tracked])  # handle -> request
     unseen: dict[int, int] = field(default_factory=dict[int, int])  # handle, ascending -> blocks it needs
     unseen_block_count: int = 0
-    unseen_tokens: dict[int, int] = field(default_factory=dict[int, int])  # likewise -> tokens it has to compute there
-    preempted: dict[int, float] = field(default_factory=dict[int, float])  # handle -> waits again since, ascending
-    long_handles: set[int] = field(default_factory=set[int])  # of requests that no instance holds alone
+    unseen_tokens: dict[int, int] = field(default_factory=dict[int, int])  # likewise -> uncomputed tokens
+    preempted: dict[int, float] = field(default_factory=dict[int, float])  # handle -> waiting again since, ascending
+    long_handles: set[int] = field(default_factory=set[int])  # handles of requests that no single instance holds
     offline_unseen: dict[int, int] = field(default_factory=dict[int, int])  # handle, ascending -> its tokens
-    placed_by: Counter[str] = field(default_factory=Counter[str])  # caller -> online requests there
-    hold_until_s: float = 0.0  # it has refused a request: not asked again until then
-    # Shared with the fleet: workers that have changed since routing looked at them. Whoever changes a field calls
-    # `touch`.
+    placed_by: Counter[str] = field(default_factory=Counter[str])  # caller -> its online requests there
+    hold_until_s: float = 0.0  # after a refusal no request is sent until then
+    # Shared with the fleet: workers changed since the last ranking update. Changing a field requires a call of `touch`.
     changed: dict[WorkerKey, None] = field(default_factory=dict[WorkerKey, None])
     departed: dict[int, None] = field(default_factory=dict[int, None])  # handles that wanted logprobs, oldest first
 
@@ -54,21 +53,21 @@ class Worker:
 
     @property
     def offline_room_tokens(self) -> int:
-        """Tokens of offline requests that it would still begin."""
+        """Tokens of further offline requests that it would admit."""
         if self.load is None:
             return 0
         return self.load.offline_wanted_tokens - sum(self.offline_unseen.values())
 
     @property
     def waiting_count(self) -> int:
-        """Requests that wait there, by what is known here."""
+        """Estimated number of requests waiting there."""
         return len(self.unseen) + (self.load.waiting_count if self.load is not None else 0)
 
     def touch(self) -> None:
         self.changed[self.key] = None
 
     def view(self) -> WorkerView:
-        """Only of a connected worker."""
+        """For connected workers only."""
         load = self.load
         if load is None:
             raise InvariantViolation(f"{self.key} has no load report")
@@ -94,7 +93,7 @@ class Worker:
         )
 
     def gives_way_to(self, tracked: Tracked, at_s: float) -> bool:
-        """A caller with many requests there is going to give room to it, by what is known here."""
+        """True if a caller with many requests there is estimated to yield memory to it."""
         load, caller = self.load, tracked.request.caller
         if not caller or load is None or not self.usable or self.hold_until_s > at_s:
             return False
@@ -104,7 +103,7 @@ class Worker:
         return claims(self.view(), need, self.placed_by[caller], load.busiest_caller_count)
 
     def place(self, tracked: Tracked, handle: int, hit_tokens: int = 0) -> None:
-        """`hit_tokens`: so many of its tokens need not be computed there."""
+        """`hit_tokens`: of its prompt, cached there."""
         load = self.load
         if load is None:
             raise InvariantViolation(f"{tracked.request.request_id} placed on {self.key}, which is not connected")
@@ -139,7 +138,7 @@ class Worker:
                 del self.departed[next(iter(self.departed))]
 
     def cut_off(self) -> list[Tracked]:
-        """Its stream has ended. Returns the requests that it had."""
+        """Its stream has ended. Returns its requests."""
         self.connected = False
         self.touch()
         lost = list(self.placed.values())
@@ -149,7 +148,7 @@ class Worker:
         return lost
 
     def hear_who_waits(self, step: StepReceived) -> int:
-        """What has a token runs, whatever was said of it before. Returns how many handles are of nothing here."""
+        """Update waiting requests from a report; a request with a token runs. Returns the number of unknown handles."""
         preempted, stale_count = self.preempted, 0
         if preempted:
             for handle in step.handles:
@@ -201,31 +200,31 @@ def _key_of(worker: Worker) -> WorkerKey:
 
 
 class Fleet:
-    """All group leaders of the current layout, and former ones that still have requests of ours."""
+    """The group leaders of the layout, and former ones that still have requests of this dispatcher."""
 
     def __init__(self) -> None:
         self.layout: Layout | None = None
-        self.model: ModelInfo | None = None  # of whoever connected last; equal on all
-        self.lives: dict[WorkerId, Incarnation] = {}  # of all members of the layout
-        self.changed: dict[WorkerKey, None] = {}  # see Worker.changed; those that are gone are among them
-        self.most_tokens = 0  # that any worker has had room for, those that are gone included
+        self.model: ModelInfo | None = None  # of the last worker connected; equal on all
+        self.lives: dict[WorkerId, Incarnation] = {}  # incarnations of all members of the layout
+        self.changed: dict[WorkerKey, None] = {}  # see Worker.changed; may contain removed ones
+        self.most_tokens = 0  # largest capacity of any worker so far
         self._workers: dict[WorkerKey, Worker] = {}
-        self._former: set[WorkerKey] = set()  # those that lead no more
+        self._former: set[WorkerKey] = set()  # no longer leaders
 
     def __iter__(self) -> Iterator[Worker]:
-        """Workers in order of id."""
+        """By id."""
         return iter(sorted(self._workers.values(), key=_key_of))
 
     def get(self, key: WorkerKey) -> Worker | None:
         return self._workers.get(key)
 
     def member(self, worker_id: WorkerId) -> Worker | None:
-        """The one of this name, if there is or should be a stream to it."""
+        """The worker of this name, if there is or should be a stream to it."""
         incarnation = self.lives.get(worker_id)
         return None if incarnation is None else self._workers.get(WorkerKey(worker_id, incarnation))
 
     def request_count_at(self, worker_id: WorkerId) -> int:
-        """What runs and waits in the worker's group, by its leader's last word; 0 where nothing is known of it."""
+        """Running and waiting requests of the worker's group, by its leader's last report; 0 if unknown."""
         groups = self.layout.groups if self.layout is not None else ()
         for group in groups:
             if any(member.worker_id == worker_id for member in group.members):
@@ -236,7 +235,7 @@ class Fleet:
 
     @property
     def usable(self) -> list[Worker]:
-        """Usable workers in order of id."""
+        """Usable workers by id."""
         return [worker for worker in self if worker.usable]
 
     @property
@@ -244,7 +243,7 @@ class Fleet:
         return any(worker.usable for worker in self._workers.values())
 
     def fits_nobody(self, token_count: int) -> bool:
-        """Whether a request with so many tokens is larger than any usable worker."""
+        """True if a request of so many tokens is larger than every usable worker."""
         for worker in self._workers.values():
             load = worker.load
             if worker.usable and (load is None or blocks_for(token_count, load.block_tokens) <= load.block_count):
@@ -252,7 +251,7 @@ class Fleet:
         return True
 
     def remember(self, load: LoadReport) -> None:
-        """What fits into a worker with this report has been right to ask for."""
+        """Record the capacity: requests of that size were valid."""
         self.most_tokens = max(self.most_tokens, load.block_count * load.block_tokens)
 
     @property
@@ -260,7 +259,7 @@ class Fleet:
         return sum([len(worker.placed) for worker in list(self._workers.values())])
 
     def adopt(self, layout: Layout) -> tuple[list[Worker], list[Worker]]:
-        """Takes over a layout; gives the leaders that are new and the workers that are gone, in order of id."""
+        """Adopt a layout; returns new leaders and removed workers, by id."""
         self.layout = layout
         members = {WorkerKey(m.worker_id, m.incarnation): (group, m) for group in layout.groups for m in group.members}
         self.lives = {key.worker_id: key.incarnation for key in members}
@@ -288,7 +287,7 @@ class Fleet:
         return new, gone
 
     def release_former(self) -> list[WorkerKey]:
-        """Takes former leaders that have nothing of ours any more out of the books."""
+        """Remove former leaders without requests of this dispatcher."""
         if not self._former:
             return []
         former = {key: self._workers[key] for key in self._former}

@@ -1,9 +1,9 @@
-"""How many tokens an answer is still going to have, learnt from the answers so far.
+"""Expected remaining tokens of an answer, learnt from past answers.
 
-Tokens of all answers over the number that have ended: those that run count with what they have, else only the short
-ones would be known at first. It is what a memoryless answer has left on average, however long it has been running, so
-it is asked for newcomers and for answers that go on alike. Classes of requests are kept apart; a dispatcher serves one
-model. Both sums begin with a few answers of the length that the setting says, and forget what is long ago.
+Tokens of all answers divided by the number of ended ones: running answers count with their tokens, otherwise short ones
+would dominate at first. For memoryless lengths that is the expected remainder at any time, so it is used for new and
+running answers alike. Classes are kept apart; a dispatcher serves one model. Both sums start with a few pseudo-answers
+of the configured length, and decay.
 """
 
 from collections.abc import Iterable
@@ -12,9 +12,9 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.sampling import PriorityClass
 from services.dispatcher.core.tracked import Tracked
 
-_PRIOR_COUNT = 4.0  # answers of the length in the setting
-_MEMORY_COUNT = 1_000.0  # after so many answers what was before counts for a third
-_INTERVAL_S = 1.0  # between two looks at all that runs
+_PRIOR_COUNT = 4.0  # pseudo-answers of the configured length
+_MEMORY_COUNT = 1_000.0  # ended answers after which older ones weigh a third
+_INTERVAL_S = 1.0  # between two scans of running answers
 
 
 class _Class:
@@ -23,14 +23,14 @@ class _Class:
     def __init__(self, prior_tokens: int) -> None:
         self.ended_count = _PRIOR_COUNT
         self.tokens = _PRIOR_COUNT * prior_tokens
-        self.new_count = 0  # ended since the last look
-        self.gone_tokens = 0  # ever, of answers that are no more
-        self.known_tokens = 0  # ever, of all answers, at the last look
+        self.new_count = 0  # ended since the last scan
+        self.gone_tokens = 0  # total tokens of removed answers
+        self.known_tokens = 0  # total tokens of all answers at the last scan
 
 
 class Growth:
     def __init__(self, prior_tokens: int) -> None:
-        """`prior_tokens`: of an answer, before any is known."""
+        """`prior_tokens`: assumed length of an answer."""
         self._classes = {priority: _Class(prior_tokens) for priority in PriorityClass}
         self._looked_at_s = 0.0
 
@@ -39,7 +39,7 @@ class Growth:
         return round(one.tokens / one.ended_count)
 
     def leave(self, tracked: Tracked, *, ended: bool) -> None:
-        """The request is no more. `ended`: its answer came to its end, and was not cut short."""
+        """The request is removed. `ended`: its answer is complete."""
         one = self._classes[tracked.request.priority]
         one.gone_tokens += len(tracked.output_token_ids)
         one.new_count += ended
@@ -48,7 +48,7 @@ class Growth:
         return at_s >= self._looked_at_s + _INTERVAL_S
 
     def look(self, live: Iterable[Tracked], at_s: float) -> None:
-        """`live`: all requests that have not left."""
+        """`live`: all requests not removed."""
         self._looked_at_s = at_s
         totals = self._totals(live)
         for priority, one in self._classes.items():
@@ -58,14 +58,14 @@ class Growth:
             one.known_tokens, one.new_count = totals[priority], 0
 
     def _totals(self, live: Iterable[Tracked]) -> dict[PriorityClass, int]:
-        """Tokens of all answers ever."""
+        """Total tokens of all answers."""
         totals = {priority: one.gone_tokens for priority, one in self._classes.items()}
         for tracked in live:
             totals[tracked.request.priority] += len(tracked.output_token_ids)
         return totals
 
     def check(self, live: Iterable[Tracked]) -> None:
-        """Raise InvariantViolation unless no token has been counted that is not there."""
+        """Raise InvariantViolation if more tokens are counted than exist."""
         totals = self._totals(live)
         for priority, one in self._classes.items():
             if one.known_tokens > totals[priority] or one.tokens < 0.0 or one.ended_count <= 0.0:

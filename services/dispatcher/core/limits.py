@@ -1,4 +1,4 @@
-"""What a dispatcher takes: the bounds of its core, and why a request is one too many."""
+"""Limits of a dispatcher, and the reasons for refusing a request."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,8 @@ from services.dispatcher.core.backlog import Backlog, DrainRate
 from services.dispatcher.core.long_requests import LongRequests
 from services.dispatcher.core.tracked import Tracked
 
-_TAKEN_OVER_FACTOR = 2  # with requests that other dispatchers were serving, so many times as many may wait
-MOST_SHARED = 2  # with those of callers that fill no more than their share, so many times as many
+_TAKEN_OVER_FACTOR = 2  # with requests taken over from other dispatchers, so many times the bound
+MOST_SHARED = 2  # with callers within their fair share, so many times the bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,13 +17,13 @@ class Limits:
     max_queued_token_count: int = 1_000_000
     max_offline_queued_count: int = 256  # --max-offline-queued
     replay_limit: int = 3
-    no_worker_timeout_s: float = 30.0  # so long a request waits while there is no worker at all
-    long_wait_s: float = 60.0  # so long a request waits that no group holds
-    move_wait_s: float = 5.0  # so long one that was handed over waits for the stream to its new worker
+    no_worker_timeout_s: float = 30.0  # maximum wait while there is no worker at all
+    long_wait_s: float = 60.0  # maximum wait of a request that no group holds
+    move_wait_s: float = 5.0  # maximum wait of a handed-over request for the stream to its new worker
 
 
 def long_too_full(newcomer: Tracked, long: LongRequests, backlog: Backlog, limits: Limits) -> Overloaded | None:
-    """Why a long one cannot wait: the bounds are those of the backlog, and hold for both together."""
+    """Why a long request cannot wait: the backlog's bounds hold for both queues together."""
     factor = _TAKEN_OVER_FACTOR if newcomer.request.taken_over else 1
     if len(backlog) + len(long) > limits.max_queued_request_count * factor:
         why = f"{len(backlog) + len(long) - 1} requests are waiting, the most allowed (--max-num-queued-reqs)"
@@ -40,8 +40,8 @@ def long_too_full(newcomer: Tracked, long: LongRequests, backlog: Backlog, limit
 def too_full(
     newcomer: Tracked, backlog: Backlog, limits: Limits, drain_rate: DrainRate, at_s: float
 ) -> Overloaded | None:
-    """Why one that is in the backlog cannot wait there. Where several callers wait, each may fill its share of the
-    bounds, however full others have made the backlog before: it holds twice as much at most.
+    """Why a request in the backlog exceeds the bounds. With several callers each may fill its fair share, whatever
+    others have queued: the backlog then holds at most twice the bound.
     """
     factor = _TAKEN_OVER_FACTOR if newcomer.request.taken_over else 1
     request_count, token_count = len(backlog), backlog.token_count

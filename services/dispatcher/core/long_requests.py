@@ -1,7 +1,8 @@
-"""Online requests that no instance holds alone: they wait, in order, for a group of several that does.
+"""Online requests that no single instance holds: they wait, in order, for a group that does.
 
-The planner says how long a context some group could hold (`Reach`), and forms that group when it hears of them. They
-stand apart, so that what they need is no demand of the others, and nobody looks at them in vain.
+The planner publishes the longest context that a group could hold (`Reach`), and forms that group when such requests
+wait. They have a queue of their own, so that their need is no demand of the others, and no worker is searched for them
+in vain.
 """
 
 import math
@@ -16,25 +17,25 @@ from services.dispatcher.core.growth import Growth
 from services.dispatcher.core.tracked import Tracked
 from services.dispatcher.policy.freeness import blocks_for
 
-_SHARE = 0.5  # of a group's blocks: more than one long request runs there only within this
-_SHRUNK_S = 5.0  # so long it waits for what was lost to come back
-_RETRY_S = 1.0  # advice to the client of one that a smaller cluster does not hold any more
+_SHARE = 0.5  # fraction of a group's blocks within which several long requests may run
+_SHRUNK_S = 5.0  # how long requests wait for lost capacity to return
+_RETRY_S = 1.0  # retry delay when the cluster has become too small
 
 
 class LongRequests(ArrivalOrder):
     def __init__(self, wait_s: float) -> None:
-        """`wait_s`: so long one waits while there is no group that holds it."""
+        """`wait_s`: maximum wait while no group holds the request."""
         super().__init__()
-        self.reach: Reach | None = None  # None: not known; then none is long
+        self.reach: Reach | None = None  # None: unknown; no request counts as long
         self._wait_s = wait_s
 
     def takes(self, tracked: Tracked) -> bool:
-        """Whether it belongs here, or goes on belonging here."""
+        """True if it belongs in this queue."""
         too_long = self.reach is not None and tracked.token_count + 1 > self.reach.alone_tokens
         return not tracked.offline and (tracked.long or too_long)
 
     def refusal(self, token_count: int) -> InvalidRequest | None:
-        """Why a prompt of so many tokens is not taken."""
+        """Why a prompt of so many tokens is refused."""
         if self.reach is None or token_count < self.reach.group_tokens:
             return None
         size = self.reach.group_size
@@ -44,7 +45,7 @@ class LongRequests(ArrivalOrder):
         return InvalidRequest("prompt", why)
 
     def overdue(self, at_s: float) -> Iterator[tuple[Tracked, BallastError]]:
-        """Those that wait in vain, and why they end."""
+        """Requests whose wait has ended, and the reasons."""
         for tracked in self._entries:
             since_s, tokens = tracked.groupless_since_s, tracked.token_count
             if since_s is None or at_s < since_s + self._patience_s(tokens):
@@ -64,7 +65,7 @@ class LongRequests(ArrivalOrder):
         return self._wait_s if self.refusal(token_count) is None else min(_SHRUNK_S, self._wait_s)
 
     def demand(self, growth: Growth, at_s: float) -> LongDemand:
-        """Of all that wait, and of the one that needs most."""
+        """Total demand of waiting requests, and that of the largest."""
         if not self._entries:
             return LongDemand()
         largest = max(self._entries, key=lambda tracked: tracked.token_count)
@@ -80,7 +81,7 @@ class LongRequests(ArrivalOrder):
 
 
 def has_room(worker: Worker, tracked: Tracked) -> bool:
-    """Whether the group may have this long request beside those that it has."""
+    """True if the group may have this long request beside those it has."""
     load = worker.load
     others = [worker.placed[handle].token_count for handle in worker.long_handles]
     if load is None or not others:

@@ -1,7 +1,7 @@
-"""Requests that have left one worker for another and wait for the stream to it.
+"""Requests handed over from one worker to another, waiting for the stream to it.
 
-The layout that makes the other a leader, and the stream to it, may come a moment after the word that the request has
-gone there. That moment is bounded: what waits longer goes on from the backlog like a request whose worker was lost.
+The layout that makes the other worker a leader, and the stream to it, may come a little after the handover. That wait
+is bounded: afterwards the request continues from the backlog, as after the loss of a worker.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,12 @@ from services.dispatcher.core.tracked import Tracked
 class _Waiting:
     tracked: Tracked
     worker_id: WorkerId
-    incarnation: Incarnation | None  # of the life that has the request; None: no layout has named the worker yet
+    incarnation: Incarnation | None  # of the new worker; None: no layout has named it yet
     until_s: float
 
 
 class Moves:
-    """Requests in order of arrival; all wait equally long."""
+    """In order of arrival; all wait equally long."""
 
     def __init__(self, wait_s: float, fleet: Fleet) -> None:
         self._wait_s = wait_s
@@ -37,7 +37,7 @@ class Moves:
         return [waiting.tracked for waiting in self._waiting.values()]
 
     def next_s(self) -> float:
-        """When a request has waited long enough; infinite if there is none."""
+        """When the first timeout expires; infinity if there is none."""
         return next((waiting.until_s for waiting in self._waiting.values()), float("inf"))
 
     def add(self, tracked: Tracked, worker_id: WorkerId, at_s: float) -> None:
@@ -51,14 +51,14 @@ class Moves:
         tracked.moving = False
 
     def take_arrivals(self, worker_id: WorkerId) -> list[Tracked]:
-        """There is a stream to `worker_id` in the life that the layout names: the requests that waited for it."""
+        """The stream to that incarnation of `worker_id` is open: returns its requests."""
         return self._take(lambda w: w.worker_id == worker_id)
 
     def take_overdue(self, at_s: float) -> list[Tracked]:
         return self._take(lambda w: w.until_s <= at_s)
 
     def take_stranded(self) -> list[Tracked]:
-        """The layout has changed: whose worker has died or begun another life since."""
+        """After a change of the layout: requests whose worker was lost or restarted."""
         for waiting in self._waiting.values():
             if waiting.incarnation is None:
                 waiting.incarnation = self._fleet.lives.get(waiting.worker_id)

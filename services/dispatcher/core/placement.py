@@ -1,4 +1,4 @@
-"""From the backlog to the workers: first in order first, others may overtake one that does not fit anywhere yet."""
+"""Places requests from the backlog on workers, in order; others may overtake one that fits nowhere yet."""
 
 import math
 from collections.abc import Sequence
@@ -30,19 +30,19 @@ from services.dispatcher.policy.freeness import (
 from services.dispatcher.policy.ranking import Ranking
 
 _BATCH_COUNT = 16
-# Taken off the deadline that a worker gets, so that its word arrives before our own time is up.
+# Subtracted from the deadline given to a worker, so that its ending arrives before the dispatcher's own timeout.
 _DEADLINE_MARGIN_S = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRules:
     order: Order = Order.FIRST_COME
-    large_patience_s: float = 2.0  # so long a large request lets others overtake it
-    refused_hold_s: float = 0.05  # so long a worker that refused is not asked again
-    scan_count: int = 64  # requests that are looked at when the first ones do not fit
-    lift_s: float = 10.0  # what has waited for longer takes turns with the class above
-    prefix_marks: int = 1 << 17  # that are known of all workers' prompts; the least recently used go
-    recall_after_s: float = 0.1  # what waits on a worker for longer is asked back if another one has room; inf: never
+    large_patience_s: float = 2.0  # how long a large request lets others overtake it
+    refused_hold_s: float = 0.05  # how long no request is sent to a worker after a refusal
+    scan_count: int = 64  # requests examined when the first ones do not fit
+    lift_s: float = 10.0  # requests that have waited for longer take turns with the class above
+    prefix_marks: int = 1 << 17  # maximum number of known prefix marks of all workers; evicted by LRU
+    recall_after_s: float = 0.1  # wait on a worker before a recall to another with room; inf: never
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Outcome:
 
 
 class Placement:
-    """Moves requests from the backlog to workers and counts them there."""
+    """Moves requests from the backlog to workers."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Placement:
         growth: Growth,
     ) -> None:
         self.drain_rate = DrainRate()
-        self.retry_at_s = math.inf  # a hold or a request's patience ends then
+        self.retry_at_s = math.inf  # when a hold or a request's patience ends
         self.rules = rules
         self._routing = routing
         self._growth = growth
@@ -75,11 +75,11 @@ class Placement:
         self._fleet = fleet
         self._ranking = Ranking(routing)
         self.prefixes = PrefixMap(rules.prefix_marks)
-        self._held: dict[WorkerKey, None] = {}  # workers that have refused a request a moment ago
+        self._held: dict[WorkerKey, None] = {}  # workers that have refused a request recently
         self._next_handle = 1
 
     def run(self, at_s: float) -> Outcome:
-        """Places all that can be placed; passes over no more than `scan_count` that cannot."""
+        """Place all requests that fit, skipping at most `scan_count`."""
         self.retry_at_s = math.inf
         placed: list[Place] = []
         hopeless: list[Tracked] = []
@@ -122,8 +122,8 @@ class Placement:
         return placed
 
     def _run_long(self, at_s: float) -> list[Place]:
-        """Each goes to the group with most room of those that hold it. One that must wait for that lets nobody of its
-        kind overtake it there.
+        """Each goes to the fitting group with most room. One that has to wait for its group is not overtaken by other
+        long ones.
         """
         placed, waited_for = list[Place](), set[WorkerKey]()
         usable = [worker for worker in self._fleet.usable if worker.hold_until_s <= at_s]
@@ -145,7 +145,7 @@ class Placement:
         return placed
 
     def _may_go(self, tracked: Tracked, worker: Worker, at_s: float) -> bool:
-        """Whether it runs there at once, or has let others overtake it for long enough."""
+        """True if it runs there at once, or has been overtaken for long enough."""
         view = worker.view()
         if runs_at_once(view, blocks_for(tracked.token_count + 1, view.block_tokens)):
             return True
@@ -158,7 +158,7 @@ class Placement:
         return may_queue(view, self._routing)
 
     def pull(self, at_s: float) -> Outcome:
-        """Gives offline requests to the workers that want some."""
+        """Place offline requests on workers that want some."""
         feed, placed = self._feed, list[Place]()
         while (found := feed.next(self._fleet, at_s)) is not None:
             tracked, worker = found
@@ -168,14 +168,14 @@ class Placement:
         return Outcome(placed, feed.hopeless(self._fleet) if len(feed) else ())
 
     def move(self, tracked: Tracked, worker: Worker, at_s: float) -> Place:
-        """Follows a request to the worker that goes on with it: the request runs there, whether there is room or not.
+        """Follow a request to the worker that has taken it over, whether there is room or not.
 
         It is neither in the backlog nor on a worker.
         """
         return self._send(tracked, worker, at_s, expects_handover=True)
 
     def recall(self, worker: Worker, at_s: float) -> AbortOnWorker | None:
-        """Asks for one back that waits there and would run elsewhere at once."""
+        """Recall a request that waits there and would run elsewhere at once."""
         tracked = candidate(worker, at_s, self.rules.recall_after_s)
         if tracked is None:
             return None
@@ -188,9 +188,7 @@ class Placement:
         return AbortOnWorker(worker.key, tracked.handle)
 
     def contenders(self, request: Request, at_s: float) -> list[WorkerKey]:
-        """The worker of each shape that would run a newcomer at once before the others do, and those that have a part
-        of it.
-        """
+        """For each shape the worker that would run a new request at once, and those with a part of its prefix."""
         self._look_around(at_s)
         growth_tokens = min(request.sampling.max_tokens, self._growth.tokens(request.priority))
         found = self._ranking.contenders(Need(tokens=len(request.prompt_token_ids) + 1, growth_tokens=growth_tokens))
@@ -205,7 +203,7 @@ class Placement:
         worker.touch()
 
     def _look_around(self, at_s: float) -> None:
-        """Takes notice of the workers that have changed, and of those whose hold has ended or goes on."""
+        """Update the ranking with changed workers, and with those whose hold has ended."""
         fleet, ranking = self._fleet, self._ranking
         keys = [*fleet.changed, *self._held]
         fleet.changed.clear()
@@ -223,7 +221,7 @@ class Placement:
 
     def _choose(self, tracked: Tracked, at_s: float) -> WorkerKey | None:
         since_s = tracked.blocked_since_s
-        # As the retry below is asked for: a difference may be rounded to less, and the retry would be for ever due now.
+        # Computed like the timer below: rounding could make it due forever.
         patience_ended = since_s is not None and at_s >= since_s + self.rules.large_patience_s
         found = self._ranking.choose(self._need(tracked), self._hits(tracked), may_queue_large=patience_ended)
         if found is None and not patience_ended:
@@ -244,7 +242,7 @@ class Placement:
         self._backlog.serve(tracked)
         self.drain_rate.count(at_s)
         worker = self._fleet.get(key)
-        assert worker is not None  # it was among the usable ones a moment ago
+        assert worker is not None  # a usable worker
         return self._take_out(tracked, worker, at_s)
 
     def _take_out(self, tracked: Tracked, worker: Worker, at_s: float) -> Place:
@@ -274,7 +272,7 @@ class Placement:
         )
 
     def check(self) -> None:
-        """Raise InvariantViolation unless the ranking shows every worker as it is, but for those not looked at yet."""
+        """Raise InvariantViolation unless the ranking has every worker's present state, except pending changes."""
         unseen = {*self._fleet.changed, *self._held}
         for worker in self._fleet:
             if worker.key in unseen:

@@ -1,7 +1,7 @@
-"""Which workers have the KV of which beginnings of prompts, as far as they have said and were given requests.
+"""Which workers have the KV of which prompt prefixes, by their reports and the requests sent to them.
 
-Nothing is ever told to be gone: a worker gives up what was used least recently, and says since when it has kept
-everything (`LoadReport.prefixes_kept_s`). What was used before that is passed over.
+Evictions are not reported: a worker evicts by LRU and reports since when it has kept everything
+(`LoadReport.prefixes_kept_s`). Prefixes used before that are ignored.
 """
 
 from collections import OrderedDict
@@ -12,28 +12,28 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.marks import MARK_TOKENS, Mark
 from services.dispatcher.policy.freeness import Hits, WorkerKey
 
-_MOST_FOUND = 8  # workers that are looked at beside the freest
+_MOST_FOUND = 8  # workers considered beside the freest
 
 
 class PrefixMap:
     def __init__(self, most_marks: int) -> None:
-        """`most_marks`: of which anything is known; the one that was used least recently goes."""
+        """`most_marks`: maximum number of known marks; evicted by LRU."""
         self._most_marks = most_marks
-        self._used: OrderedDict[Mark, dict[WorkerKey, float]] = OrderedDict()  # when last, by worker; the latest last
+        self._used: OrderedDict[Mark, dict[WorkerKey, float]] = OrderedDict()  # last use by worker, latest last
         self._kept_since_s: dict[WorkerKey, float] = {}  # of workers that are connected
 
     def __len__(self) -> int:
         return len(self._used)
 
     def report(self, worker: WorkerKey, kept_since_s: float) -> None:
-        """All that has been used there since that instant is still there."""
+        """Everything used there since that instant is still there."""
         self._kept_since_s[worker] = kept_since_s
 
     def forget(self, worker: WorkerKey) -> None:
         self._kept_since_s.pop(worker, None)
 
     def note(self, worker: WorkerKey, marks: Sequence[Mark], at_s: float) -> None:
-        """They are computed there, or used again."""
+        """Record prefixes that are computed or reused there."""
         for mark in marks if self._most_marks else ():
             used = self._used.get(mark)
             if used is None:
@@ -46,8 +46,8 @@ class PrefixMap:
             used[worker] = at_s
 
     def hits(self, marks: Sequence[Mark]) -> Hits:
-        """Tokens of such a prompt that workers have, of a few that have the most. Who has the end of a beginning has
-        all of it, since ends are given up first.
+        """Cached tokens of such a prompt on the few workers with the most. A worker with the end of a prefix has all of
+        it, as ends are evicted first.
         """
         found: dict[WorkerKey, int] = {}
         kept_since_s = self._kept_since_s

@@ -1,9 +1,8 @@
-"""Requests that wait on a full worker while another one has room: which to ask back.
+"""Which request to recall from a full worker's queue while another worker has room.
 
-Once placed, a request stays where it is, and what was right then may be wrong a moment later: a drop gives one group
-several times the memory, and what waits on another worker waits for the answers before it. So one of those that wait
-there is asked back with each report of the worker. It is the worker that gives it back: until its word comes, the
-request is the worker's, and what the worker says meanwhile counts as ever.
+A placement may become wrong: a drop gives a group several times the memory, while requests wait on another worker. So
+with each report of a worker one of its waiting requests may be recalled. The worker has to return it: until then it is
+the worker's, and its messages count as usual.
 """
 
 from itertools import islice
@@ -15,14 +14,12 @@ _MOST_PATIENCE = 8.0  # times that of the first recall
 
 
 def candidate(worker: Worker, at_s: float, after_s: float) -> Tracked | None:
-    """The newest request that may have been waiting there for longer than `after_s`; else the one that has waited the
-    longest since it was preempted, whose tokens are computed anew elsewhere: a second or two, where it may wait for a
-    minute.
+    """The newest request that has been waiting there for longer than `after_s`; otherwise the one waiting longest since
+    its preemption, which is recomputed elsewhere: a second or two, where it might wait for a minute.
 
-    Each recall doubles the patience, up to a bound: what seemed to have room twice and had none is not sent to and fro
-    with every report, and does not wait for good either.
+    Each recall doubles the patience, up to a bound: a request must not bounce with every report, nor wait forever.
 
-    One with stop strings stays: what the worker has held back of its text is told with the ending.
+    Requests with stop strings are excluded: the text held back by the worker is sent with the ending only.
     """
     if worker.load is None or not worker.usable:
         return None
@@ -30,8 +27,8 @@ def candidate(worker: Worker, at_s: float, after_s: float) -> Tracked | None:
 
 
 def _newest(worker: Worker, at_s: float, after_s: float) -> Tracked | None:
-    """Workers let requests in by order of arrival, so of those without a token the newest ones wait, as many as are
-    not known to have been preempted.
+    """Workers admit by arrival, so the newest requests without a token are waiting, as many as are not known to be
+    preempted.
     """
     assert worker.load is not None
     new_count = max(0, worker.load.waiting_count - len(worker.preempted)) + len(worker.unseen)

@@ -1,4 +1,4 @@
-"""Tokens of a step, given to clients and counted: those of offline answers apart."""
+"""Delivers a step's tokens to clients and counts them, offline answers separately."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -10,11 +10,11 @@ from services.dispatcher.core.story import Recent
 from services.dispatcher.core.tracked import Tracked
 from services.dispatcher.core.traffic import TrafficCounter
 
-# A named tuple's own constructor takes twice as long, and there is one for each token.
+# A named tuple's own constructor takes twice as long, and one is made for each token.
 _New = Callable[[type[Deliver], tuple[object, ...]], Deliver]
 _new: _New = tuple.__new__  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
-# Upper ends of the buckets of gaps: those of vLLM's histogram, so that boards can be compared.
+# Histogram buckets of inter-token latency: those of vLLM, for comparable dashboards.
 GAP_BOUNDS_S: Final = (
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
@@ -23,17 +23,17 @@ GAP_BOUNDS_S: Final = (
 
 class Relay:
     def __init__(self, fleet: Fleet, traffic: TrafficCounter) -> None:
-        self.recent = Recent()  # first tokens of online answers
+        self.recent = Recent()  # of online answers
         self.token_count = 0  # of online answers
         self.offline_token_count = 0  # of offline ones
-        self.stale_count = 0  # of handles that are of nothing here
+        self.stale_count = 0  # of unknown handles
         self.gap_counts = [0] * (len(GAP_BOUNDS_S) + 1)  # of online answers, by bucket
         self.gap_total_s = 0.0
         self._fleet = fleet
         self._traffic = traffic
 
     def deliver(self, worker: Worker, event: StepReceived, commands: list[Command]) -> None:
-        """Adds a command for each answer that goes on."""
+        """Adds a command for each live answer."""
         one_each = len(event.handles) == len(event.token_ids) == event.token_counts.count(1)
         give = self._give_one_each if one_each and not (event.texts or event.logprobs) else self._give
         give(worker, event, commands)
@@ -84,7 +84,7 @@ class Relay:
         self.token_count += token_count - offline_count
 
     def _give_one_each(self, worker: Worker, event: StepReceived, commands: list[Command]) -> None:
-        """A token for each handle and nothing else, as most messages have it: the same, in a shorter way."""
+        """The fast path for most messages: one token for each handle and nothing else."""
         at_s, find, add = event.at_s, worker.placed.get, commands.append
         took_s, later_count, offline_count, gap_counts = 0.0, 0, 0, self.gap_counts
         for handle, token_id in zip(event.handles, event.token_ids, strict=True):
@@ -108,7 +108,7 @@ class Relay:
         self._count_tokens(len(event.token_ids), offline_count, later_count, took_s)
 
     def _take_first_token(self, tracked: Tracked, at_s: float) -> bool:
-        """The first token of a placement. Returns whether it is the request's first, too."""
+        """The first token of a placement. Returns True if it is the request's first, too."""
         if (is_first := tracked.first_token_at_s is None) and not tracked.offline:
             self._traffic.began(tracked.request.request_id, at_s)
         words = "" if (layout := self._fleet.layout) is None else f"epoch {layout.epoch}, {layout.reason}"

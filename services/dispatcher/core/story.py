@@ -1,39 +1,39 @@
-"""What has become of a request, moment by moment: for the access log and `ballast why`. Bounded for each request."""
+"""The history of a request, for the access log and `ballast why`. Bounded per request."""
 
 import enum
 from collections import deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-_MAX_MOMENTS: Final = 64  # of one request; what comes later is counted only
+_MAX_MOMENTS: Final = 64  # of one request; later ones are only counted
 _RECENT_COUNT: Final = 4096
 
 
 class What(enum.StrEnum):
-    WAITING = "waiting"  # nobody could take it when it came
+    WAITING = "waiting"  # no worker had room at its arrival
     PLACED = "placed"  # on a worker
-    MOVED = "moved"  # a worker went on with what another had handed over
-    MOVING = "moving"  # handed over to a worker to which there is no stream yet
+    MOVED = "moved"  # handed over from worker to worker
+    MOVING = "moving"  # handed over to a worker whose stream is not open yet
     STRANDED = "stranded"  # that worker could not be reached: back to the backlog
     FIRST_TOKEN = "first_token"
-    RESUMED = "resumed"  # the first token after it has changed its place
-    LOST = "lost"  # with its worker, or by an error there: back to the backlog
-    SENT_BACK = "sent_back"  # the worker had no room after all
-    RECALLED = "recalled"  # it waited on a worker while another one had room
-    TAKEN_OVER = "taken_over"  # its client goes on with it here: another dispatcher has died
+    RESUMED = "resumed"  # first token after a change of worker
+    LOST = "lost"  # its worker was lost, or failed: back to the backlog
+    SENT_BACK = "sent_back"  # refused by the worker: no room
+    RECALLED = "recalled"  # recalled from a worker's queue
+    TAKEN_OVER = "taken_over"  # from a dispatcher that has died
 
 
 class Moment(NamedTuple):
     at_s: float
     what: What
-    token_count: int  # of the answer, so far
+    token_count: int  # of the answer so far
     worker_id: str = ""
     detail: str = ""
-    gap_s: float = 0.0  # resumed: since the token before
+    gap_s: float = 0.0  # for RESUMED: since the previous token
 
 
 class Story:
-    """The moments of one request."""
+    """The history of one request."""
 
     __slots__ = ("left_out_count", "moments")
 
@@ -49,10 +49,10 @@ class Story:
 
 
 class Recent:
-    """Times of the last first tokens, for those who look at the cluster now."""
+    """The most recent times to first token."""
 
     def __init__(self) -> None:
-        self._ttfts: deque[tuple[float, float]] = deque(maxlen=_RECENT_COUNT)  # (when, how long it took)
+        self._ttfts: deque[tuple[float, float]] = deque(maxlen=_RECENT_COUNT)  # (instant, TTFT)
 
     def add(self, at_s: float, ttft_s: float) -> None:
         self._ttfts.append((at_s, ttft_s))

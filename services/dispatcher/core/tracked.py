@@ -1,4 +1,4 @@
-"""A request that is here, from its arrival to its ending."""
+"""A request from its arrival to its ending."""
 
 from dataclasses import dataclass, field
 
@@ -10,37 +10,37 @@ from services.dispatcher.policy.freeness import WorkerKey
 
 @dataclass(slots=True, kw_only=True)
 class Tracked:
-    """One accepted request, from arrival to its ending: in the backlog, on one worker, or `moving` between two."""
+    """One accepted request: in the backlog, on one worker, or `moving` between two."""
 
     request: Request
-    serial: int  # of arrival; kept over replays, so that a replayed request stands where it stood
+    serial: int  # of arrival; kept over replays, and with it the place in the backlog
     arrived_at_s: float
-    queued_at_s: float  # entered the backlog for the last time
+    queued_at_s: float  # last entry into the backlog
     worker: WorkerKey | None = None
     handle: int = 0
-    placed_at_s: float = 0.0  # there
-    recalled: bool = False  # asked back from there, because another worker has room
+    placed_at_s: float = 0.0  # on its worker
+    recalled: bool = False  # requested back, as another worker has room
     recall_count: int = 0
-    moving: bool = False  # the worker it has gone to has no stream yet
+    moving: bool = False  # the stream to its new worker is not open yet
     attempt: int = 0
     replay_count: int = 0
-    idle_move_count: int = 0  # since its last token
+    idle_move_count: int = 0  # moves since its last token
     output_token_ids: list[int] = field(default_factory=list[int])
     text_chars: int = 0
-    queue_s: float = 0.0  # spent in the backlog so far
+    queue_s: float = 0.0  # total time in the backlog
     first_token_at_s: float | None = None
     last_token_at_s: float = 0.0
     longest_gap_s: float = 0.0  # between two tokens
-    longest_gap_token: int = 0  # it came after so many tokens
-    awaits_token: bool = True  # none has come since it was placed for the last time
+    longest_gap_token: int = 0  # index of the token after it
+    awaits_token: bool = True  # no token since the last placement
     move_count: int = 0
     cached_token_count: int = 0
     prompt_marks: tuple[Mark, ...] | None = None  # None: not computed yet
     story: Story = field(default_factory=Story)
     blocked_since_s: float | None = None  # large, and no worker could run it at once
-    long: bool = False  # no instance held it alone when it was looked at: see `LongRequests`
-    groupless_since_s: float | None = None  # long, and there is no group that holds it
-    offline: bool = field(init=False)  # of a class that uses what others leave
+    long: bool = False  # no instance holds it alone: see `LongRequests`
+    groupless_since_s: float | None = None  # long, and no group holds it
+    offline: bool = field(init=False)  # of the batch class
 
     def __post_init__(self) -> None:
         self.offline = self.request.priority.offline
@@ -53,7 +53,7 @@ class Tracked:
 
     @property
     def token_count(self) -> int:
-        """Tokens that an attempt begins with."""
+        """Tokens with which an attempt begins."""
         return len(self.request.prompt_token_ids) + len(self.output_token_ids)
 
     def facts(self, at_s: float) -> Facts:
@@ -84,7 +84,7 @@ class Tracked:
         self.story.add(Moment(at_s, what, len(self.output_token_ids), worker_id, detail))
 
     def take_first_token(self, at_s: float, recent: Recent, layout: str) -> None:
-        """The first token of a placement has come. `layout`: which one is in force."""
+        """The first token of a placement. `layout`: the epoch in force."""
         self.awaits_token = False
         self.idle_move_count = 0
         worker_id = self.worker.worker_id if self.worker is not None else ""
@@ -99,7 +99,7 @@ class Tracked:
 
 
 def tracked_of(request: Request, serial: int, at_s: float) -> Tracked:
-    """A request that has just come; perhaps with what another dispatcher has had of its answer."""
+    """A new request, possibly with a partial answer of another dispatcher."""
     tracked = Tracked(
         request=request,
         serial=serial,

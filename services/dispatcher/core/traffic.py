@@ -1,8 +1,9 @@
-"""How many requests come to this dispatcher, and how long answers are: counted, for the planner to look ahead by."""
+"""Statistics of arrivals and answer lengths, for the planner's predictions."""
 
 from collections import Counter, deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from itertools import islice
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import RequestId
@@ -28,18 +29,44 @@ _NONE = LongDemand()
 
 @dataclass(slots=True)
 class _TimeBin:
-    index: int  # of _BIN_S each, since time began
+    index: int  # in units of _BIN_S since time 0
     arrived_count: int = 0
     arrived_tokens: int = 0
     ended_count: int = 0
     ended_tokens: int = 0
-    arrived_lengths: Counter[int] = field(default_factory=Counter[int])  # by `length_index`
+    arrived_lengths: Counter[int] = field(default_factory=Counter[int])  # keys by `length_index`
+
+
+@dataclass(slots=True)
+class _TrafficSums:
+    """Sums over bins, relative to the newest one."""
+
+    newest: int
+    last: int  # index of the first bin not included
+    spans: list[int]  # requests, the newest RECENT_S first
+    minute_count: int = 0
+    minute_tokens: int = 0
+    ended_count: int = 0
+    ended_tokens: int = 0
+    lengths: list[int] = field(default_factory=lambda: [0] * LENGTH_COUNTS)
+
+    def add(self, one: _TimeBin) -> None:
+        age = self.newest - one.index
+        if age * _BIN_S >= WINDOW_S:
+            return
+        if age // _BINS_PER_SPAN < len(self.spans):
+            self.spans[age // _BINS_PER_SPAN] += one.arrived_count
+        if age * _BIN_S < MINUTE_S:
+            self.minute_count += one.arrived_count
+            self.minute_tokens += one.arrived_tokens
+            for index, count in one.arrived_lengths.items():
+                self.lengths[index] += count
+        self.ended_count += one.ended_count
+        self.ended_tokens += one.ended_tokens
 
 
 class TrafficCounter:
-    """Bounded: bins of two seconds over WINDOW_S, none where nothing has happened. What clients had is counted for
-    good: who looks at it twice knows what they had meanwhile.
-    """
+    """Bounded: bins of two seconds over WINDOW_S, without empty ones. Delivered tokens are cumulative counters."""
 
     def __init__(self) -> None:
         self._first_counts = [0] * WAIT_COUNTS
@@ -47,11 +74,12 @@ class TrafficCounter:
         self._later_s = 0.0
         self._open_tokens = 0
         self._bins = deque[_TimeBin]()
-        self._since_s: float | None = None  # of the first request ever
-        self._waiting: dict[RequestId, float] = {}  # without a token: when they came, in that order
+        self._since_s: float | None = None  # first request ever
+        self._closed = _TrafficSums(-1, -1, [])  # all bins except the last, the only one that changes
+        self._waiting: dict[RequestId, float] = {}  # requests without a token -> arrival, in order
 
     def arrived(self, request_id: RequestId, at_s: float, token_count: int, made_count: int = 0) -> None:
-        """`made_count`: tokens that its answer has already; one with none waits for the first."""
+        """`made_count`: tokens that its answer has already; with none it waits for the first."""
         if not made_count:
             self._waiting[request_id] = at_s
         self._open_tokens += made_count
@@ -63,32 +91,32 @@ class TrafficCounter:
         here.arrived_lengths[length_index(token_count)] += 1
 
     def long_arrived(self, made_count: int) -> None:
-        """One that waits for a group which holds it is no ordinary traffic, and does not wait like that."""
+        """A request that waits for a group to hold it does not count as ordinary traffic."""
         self._open_tokens += made_count
 
     def set_aside(self, request_id: RequestId) -> None:
-        """A request has turned out to be long."""
+        """A counted request has become long."""
         self._waiting.pop(request_id, None)
 
     def ended(self, at_s: float, token_count: int) -> None:
-        """An answer of so many tokens came to its own end."""
+        """An answer of so many tokens is complete."""
         here = self._bin(at_s)
         here.ended_count += 1
         here.ended_tokens += token_count
 
     def began(self, request_id: RequestId, at_s: float) -> None:
-        """A request has had its first token."""
+        """A request has its first token."""
         if (since_s := self._waiting.pop(request_id, None)) is not None:
             self._first_counts[wait_index(at_s - since_s)] += 1
         self._open_tokens += 1
 
     def left(self, request_id: RequestId, made_count: int) -> None:
-        """A request has ended, with so many tokens or with none."""
+        """A request has ended, with a number of tokens or none."""
         self._waiting.pop(request_id, None)
         self._open_tokens -= made_count
 
     def went_on(self, token_count: int, took_s: float) -> None:
-        """Answers have had more tokens, which took so long together, each from the one before it."""
+        """Answers have got more tokens; the sum of their inter-token times."""
         self._later_count += token_count
         self._later_s += took_s
         self._open_tokens += token_count
@@ -103,35 +131,17 @@ class TrafficCounter:
 
     def read(self, at_s: float, queued_count: int, queued_tokens: int, long: LongDemand = _NONE) -> Traffic:
         """What has been counted until now; the rest of the record is what waits here."""
-        newest = int(at_s // _BIN_S)
         known_s = 0.0 if self._since_s is None else min(WINDOW_S, at_s - self._since_s)
-        spans = [0] * int(max(MINUTE_S, known_s) / RECENT_S)  # before the first request there was none
-        recent = minute = minute_tokens = ended = ended_tokens = 0
-        lengths = [0] * LENGTH_COUNTS
-        for one in self._bins:
-            age = newest - one.index
-            if age * _BIN_S >= WINDOW_S:
-                continue
-            if age // _BINS_PER_SPAN < len(spans):
-                spans[age // _BINS_PER_SPAN] += one.arrived_count
-            if age < _BINS_PER_SPAN:
-                recent += one.arrived_count
-            if age * _BIN_S < MINUTE_S:
-                minute += one.arrived_count
-                minute_tokens += one.arrived_tokens
-                for index, count in one.arrived_lengths.items():
-                    lengths[index] += count
-            ended += one.ended_count
-            ended_tokens += one.ended_tokens
+        sums = self._sums(int(at_s // _BIN_S), int(max(MINUTE_S, known_s) / RECENT_S))
         return Traffic(
             queued_count=queued_count,
             queued_tokens=queued_tokens,
-            recent_count=recent,
-            minute_count=minute,
-            minute_tokens=minute_tokens,
-            calm_per_s=_calm(spans) / RECENT_S,
-            ended_count=ended,
-            ended_tokens=ended_tokens,
+            recent_count=sums.spans[0],
+            minute_count=sums.minute_count,
+            minute_tokens=sums.minute_tokens,
+            calm_per_s=_calm(sums.spans) / RECENT_S,
+            ended_count=sums.ended_count,
+            ended_tokens=sums.ended_tokens,
             open_tokens=self._open_tokens,
             known_s=known_s,
             oldest_wait_s=max(0.0, at_s - next(iter(self._waiting.values()), at_s)),
@@ -139,12 +149,34 @@ class TrafficCounter:
             later_count=self._later_count,
             later_s=self._later_s,
             long=long,
-            prompt_counts=_told(lengths),
+            prompt_counts=_told(sums.lengths),
         )
 
+    def _sums(self, newest: int, span_count: int) -> _TrafficSums:
+        """`span_count`: of RECENT_S each; before the first request there was none."""
+        last = self._bins[-1].index if self._bins else -1
+        closed = self._closed
+        if (closed.newest, closed.last, len(closed.spans)) != (newest, last, span_count):
+            closed = self._closed = _TrafficSums(newest, last, [0] * span_count)
+            for one in islice(self._bins, max(0, len(self._bins) - 1)):
+                closed.add(one)
+        sums = _TrafficSums(
+            newest,
+            last,
+            closed.spans.copy(),
+            closed.minute_count,
+            closed.minute_tokens,
+            closed.ended_count,
+            closed.ended_tokens,
+            closed.lengths.copy(),
+        )
+        if self._bins:
+            sums.add(self._bins[-1])
+        return sums
+
     def check(self, waiting: Set[RequestId], open_tokens: int) -> None:
-        """Raise InvariantViolation unless bins are in order, few, and count something, `waiting` are those without a
-        token, and the others have so many.
+        """Raise InvariantViolation unless bins are ordered, few and not empty, `waiting` are those without a token, and
+        the others have the counted tokens.
         """
         if self._open_tokens != open_tokens:
             raise InvariantViolation(f"open answers have {open_tokens} tokens, {self._open_tokens} were counted")
@@ -156,7 +188,7 @@ class TrafficCounter:
 
 
 def _told(counts: list[int]) -> tuple[int, ...]:
-    """Without the zeros at the end."""
+    """Without trailing zeros."""
     end = len(counts)
     while end and not counts[end - 1]:
         end -= 1
@@ -164,8 +196,8 @@ def _told(counts: list[int]) -> tuple[int, ...]:
 
 
 def _calm(counts: Sequence[int]) -> int:
-    """The median of the spans in WINDOW_S, those before any was counted taken to be like the calmest tenth: a burst
-    would be calm else as soon as it has lasted for half of what is known.
+    """The median of the spans in WINDOW_S, where spans before the first are assumed like the calmest tenth: otherwise a
+    burst would count as calm after half of the known time.
     """
     ordered = sorted(counts)
     unknown = [ordered[len(ordered) // 10]] * (_SPAN_COUNT - len(ordered))

@@ -1,1 +1,1 @@
-"""Choices as functions over snapshots of plain numbers."""
+"""Decisions as functions over snapshots of plain numbers."""

@@ -1,29 +1,28 @@
-"""Where the next request goes: Llumnix-style freeness over what the workers say and what they cannot know yet.
+"""Load balancing: Llumnix-style freeness over the workers' reports and this dispatcher's newer placements.
 
-Virtual usage of a worker counts, beside the blocks its running requests hold, what its waiting requests will need
-(head of line included) and what this dispatcher has placed there since the worker's last report; and what the worker
-keeps back from newcomers while anything runs, as a request that is placed on that waits there. A request goes to the
-freest worker of those where it can run at once, else into one of the few places of a worker's own queue, else it stays
-in the backlog, where it can still be moved.
+Virtual usage of a worker: the blocks of its running requests, the needs of its waiting ones (head of line included),
+the requests placed since its last report, and the blocks that its admission reserves while anything runs. A request
+goes to the freest worker on which it runs at once, otherwise into one of the few places of a worker's queue, otherwise
+it stays in the backlog, where it can still go anywhere.
 
-Workers of different shapes are there once some have dropped parameters. Such a group has several times the memory, and
-would be the freest until all the load is on it, although its tokens take longer. So of the freest of each shape, more
-freeness counts only up to what a request needs for growing; beyond that the fewest requests for each instance decide.
-Where nobody has room for all its growth it goes where it runs now: to wait beside free memory would help nobody.
+After a drop there are workers of different shapes. A merged group has several times the memory and would be the freest
+until it has all the load, although its tokens take longer. So among the freest of each shape, freeness counts only up
+to a request's expected growth; beyond that the fewest requests per instance decide. If no worker has room for all the
+growth, the request goes where it runs now.
 
-Where a prompt is computed that no instance holds alone, batches take long: others go elsewhere if that
-is possible at once.
+Batches take long where a prompt is computed that no single instance holds: other requests avoid that worker, if another
+one runs them at once.
 
-Where some workers have the KV of a prompt's beginning, the freest and these are compared: it goes where the fewest
-tokens are computed before its first one, those of prompts that came there before it included.
+Workers with a part of the prompt cached are compared with the freest: the request goes where the fewest tokens, those
+of earlier prompts included, are computed before its first one.
 
-A caller that holds little goes on beside one that holds much: where all is full its request goes to a worker all the
-same, which preempts for it (`claims`).
+A caller with few requests is not blocked by one with many: if all workers are full, its request goes to a worker that
+will preempt for it (`claims`).
 
-A request is *large* if it needs more than `large_fraction` of a worker's blocks. Put into a worker's queue it would
-hold up everybody behind it until the worker has drained enough, so a large one that cannot run at once first lets
-others overtake it; the caller says with `may_queue_large` when its patience is at an end. From then on its need
-counts as virtual usage of one worker, which takes nothing more until the request fits: it cannot starve.
+A request is *large* if it needs more than `large_fraction` of a worker's blocks. In a worker's queue it would block all
+behind it, so a large one that cannot run at once first lets others overtake it, until the caller says
+`may_queue_large`. From then on its need counts as virtual usage of one worker, which takes nothing more until the
+request fits: it cannot starve.
 """
 
 import math
@@ -35,7 +34,7 @@ from ballast.common.ids import Incarnation, WorkerId
 
 
 class WorkerKey(NamedTuple):
-    """One life of one worker. The same worker after a restart is another one."""
+    """One incarnation of one worker."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -48,41 +47,41 @@ class Shape(NamedTuple):
 
 
 _CLAIM_RATIO = 2
-Hits = Mapping[WorkerKey, int]  # tokens of a prompt that need not be computed there
+Hits = Mapping[WorkerKey, int]  # cached tokens of a prompt, by worker
 NO_HITS: Hits = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
-    """A worker as routing sees it."""
+    """A worker, for routing."""
 
     worker: WorkerKey
     block_tokens: int
     block_count: int
     used_block_count: int
     waiting_block_count: int
-    unseen_block_count: int  # needed by what was placed there and is not in the report yet
+    unseen_block_count: int  # needed by requests placed since the report
     running_count: int
     waiting_count: int
     unseen_count: int
     max_running_count: int
     max_waiting_count: int
     draining: bool
-    instance_count: int = 1  # of the group that it leads
-    kept_block_count: int = 0  # that no newcomer gets there while it has another request
-    prompt_token_count: int = 0  # of prompts there that are still to be computed
-    max_prompt_token_count: int = 0  # from so many on a newcomer waits there; 0: however many
-    uncomputed_token_count: int = 0  # of prompts there, however long
-    has_long_prompt: bool = False  # one is computed there that no instance holds: each batch takes long
+    instance_count: int = 1  # of its group
+    kept_block_count: int = 0  # that a new request does not get while another one runs
+    prompt_token_count: int = 0  # uncomputed prompt tokens there
+    max_prompt_token_count: int = 0  # beyond which a new request waits; 0: no limit
+    uncomputed_token_count: int = 0  # uncomputed prompt tokens, without the cap for long prompts
+    has_long_prompt: bool = False  # a prompt that no single instance holds is being computed: batches are long
 
     @property
     def shape(self) -> "Shape":
-        """Workers of one shape differ for a request only in what is free and how free they are."""
+        """Workers of one shape differ only in free blocks and freeness."""
         return Shape(self.block_count, self.block_tokens, self.has_long_prompt)
 
     @property
     def free_block_count(self) -> int:
-        """Those that a newcomer would get: total minus virtual usage; negative when more is waiting than fits."""
+        """Blocks for a new request: total minus virtual usage; negative if more waits than fits."""
         taken_block_count = self.used_block_count + self.waiting_block_count + self.unseen_block_count
         kept_block_count = self.kept_block_count if self.running_count or self.waiting_count or self.unseen_count else 0
         return self.block_count - taken_block_count - kept_block_count
@@ -90,28 +89,29 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """What a request asks of a worker."""
+    """What a request needs of a worker."""
 
-    tokens: int  # prompt, tokens generated by earlier attempts, and the next one
-    growth_tokens: int  # room it should find for going on
+    tokens: int  # prompt, tokens of earlier attempts, and the next one
+    growth_tokens: int  # expected further tokens
 
     @property
     def now(self) -> "Need":
-        """Without room for growing."""
+        """Without growth."""
         return Need(tokens=self.tokens, growth_tokens=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingRules:
-    worker_queue_count: int = 2  # requests that may wait in a worker when it is full
+    worker_queue_count: int = 2  # requests that may wait in a full worker
     large_fraction: float = 0.25  # of a worker's blocks
-    growth_tokens: int = 64  # what an answer comes to before that is learnt
+    growth_tokens: int = 64  # assumed length of an answer until it is learnt
 
 
 def freeness(view: WorkerView) -> float:
-    """Free blocks for each request that would share them; minus infinity for a worker that drains.
+    """Free blocks per request sharing them; minus infinity for a draining worker.
 
-    What was placed and not reported counts as running, else a burst between two reports would all go to one worker.
+    Placed requests that are not in the report count as running, otherwise a burst between two reports would go to one
+    worker.
     """
     if view.draining:
         return -math.inf
@@ -123,16 +123,16 @@ def blocks_for(tokens: int, block_tokens: int) -> int:
 
 
 def has_place(view: WorkerView, rules: RoutingRules) -> bool:
-    """Whether the worker could take any request at all, however small."""
-    return runs_at_once(view, 1) or may_queue(view, rules)
+    """True if the worker could take a request of minimum size."""
+    return has_room(view, 1) or may_queue(view, rules)
 
 
 class Place(NamedTuple):
-    """Sorts the freest of each shape, and those that have a part of it: the one that gets the request first."""
+    """Sort key among the freest of each shape and those with a cached prefix: the least is chosen."""
 
-    has_long_prompt: bool  # others go where none is computed, if they can
-    token_count: int  # computed there before its first token; 0 for all where none has a part of it
-    minus_growth: float  # freeness, as far as it counts
+    has_long_prompt: bool  # others are preferred if possible
+    token_count: int  # computed before its first token; 0 for all if no prefix is cached
+    minus_growth: float  # freeness, capped at the growth
     requests_per_instance: float
     minus_freeness: float
     worker: WorkerKey
@@ -147,12 +147,12 @@ def place_of(view: WorkerView, need: Need, hits: Hits = NO_HITS) -> Place:
 
 
 def runs_at_once(view: WorkerView, block_count: int) -> bool:
-    """Whether a request of so many blocks would run there without waiting."""
+    """True if a request of so many blocks would run there without waiting."""
     return has_room(view, block_count) and not (0 < view.max_prompt_token_count <= view.prompt_token_count)
 
 
 def has_room(view: WorkerView, block_count: int) -> bool:
-    """Whether a request of so many blocks would wait there for nothing but the prompts before it."""
+    """True if a request of so many blocks would wait there only for earlier prompts."""
     coming = view.waiting_count + view.unseen_count
     return (
         not view.draining
@@ -163,9 +163,9 @@ def has_room(view: WorkerView, block_count: int) -> bool:
 
 
 def claims(view: WorkerView, block_count: int, own_count: int, busiest_count: int) -> bool:
-    """Whether a request of so many blocks is to wait there for memory that another caller gives up: with it its caller,
-    who has `own_count` requests there, would hold half at most of what the one with the most, `busiest_count`, holds.
-    All are taken to be of the mean size; the worker knows better, and decides.
+    """True if a request of so many blocks may wait there for memory of another caller: with it its caller, who has
+    `own_count` requests there, would hold at most half of the blocks of the one with the most, `busiest_count`. Assumes
+    requests of the mean size; the worker decides by real ones.
     """
     blocks_each = view.used_block_count / max(1, view.running_count)
     return busiest_count * blocks_each >= _CLAIM_RATIO * (own_count * blocks_each + block_count)

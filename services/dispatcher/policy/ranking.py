@@ -1,9 +1,9 @@
-"""The choice of a worker by the rules of `freeness`, over workers that change one at a time.
+"""Chooses a worker by the rules of `freeness`, incrementally over changing workers.
 
-Workers of one shape (blocks, and tokens of a block) differ for a request only in what is free and how free they are.
-So each shape keeps its workers in the order of freeness, and knows the most blocks that are free on any of them: who
-runs a request at once, or that nobody does, is found without a look at the others. A change costs a search in sorted
-lists, a choice one step for each shape and for each freer worker that has too few blocks.
+Workers of one shape (blocks, and block size) differ for a request only in free blocks and freeness. So each shape keeps
+its workers sorted by freeness, with the maximum of free blocks: the worker that runs a request at once, or its absence,
+is found without scanning. A change costs a search in sorted lists, a choice one step per shape and per freer worker
+with too few blocks.
 """
 
 import bisect
@@ -28,7 +28,7 @@ from services.dispatcher.policy.freeness import (
 
 
 class _Place(NamedTuple):
-    """Sorts as the plain choice ranks: the freest first, then the smallest id."""
+    """Sort key: freest first, then the smallest id."""
 
     minus_freeness: float
     worker: WorkerKey
@@ -38,13 +38,13 @@ class _Shape:
     __slots__ = ("free_block_counts", "queues", "runs")
 
     def __init__(self) -> None:
-        self.runs: list[_Place] = []  # a request of one block could run at once
+        self.runs: list[_Place] = []  # could run a request of one block at once
         self.free_block_counts: list[int] = []  # of the workers in `runs`, ascending
-        self.queues: list[_Place] = []  # a request may wait there
+        self.queues: list[_Place] = []  # with a free place in the queue
 
 
 class _Entry(NamedTuple):
-    """Where a worker stands."""
+    """A worker's position."""
 
     view: WorkerView
     shape: _Shape
@@ -55,13 +55,13 @@ class _Entry(NamedTuple):
 
 
 class Ranking:
-    """The workers that could take any request at all, in order; the others are not kept."""
+    """The workers that could take any request, sorted."""
 
     def __init__(self, rules: RoutingRules) -> None:
         self._rules = rules
         self._entries: dict[WorkerKey, _Entry] = {}
         self._shapes: dict[Shape, _Shape] = {}
-        self._computing: dict[WorkerKey, WorkerView] = {}  # with room, but for the prompts that are computed there
+        self._computing: dict[WorkerKey, WorkerView] = {}  # with room, but busy with prompts
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -74,7 +74,7 @@ class Ranking:
         return self._computing.get(worker) if entry is None else entry.view
 
     def update(self, view: WorkerView) -> None:
-        """Takes the place of what was known of this worker."""
+        """Replace the state of this worker."""
         self.remove(view.worker)
         runs, queues = runs_at_once(view, 1), may_queue(view, self._rules)
         if not runs and has_room(view, 1):
@@ -108,7 +108,7 @@ class Ranking:
             del self._shapes[view.shape]
 
     def choose(self, need: Need, hits: Hits = NO_HITS, *, may_queue_large: bool) -> WorkerKey | None:
-        """The worker that gets the request now; None to keep it in the backlog. Ties go to the smallest id."""
+        """The worker for the request; None: it stays in the backlog. Ties go to the smallest id."""
         if (at_once := self.at_once(need, hits)) is not None:
             return at_once
         best: _Place | None = None
@@ -122,8 +122,8 @@ class Ranking:
         return None if best is None else best.worker
 
     def at_once(self, need: Need, hits: Hits = NO_HITS) -> WorkerKey | None:
-        """Where it would run without waiting; or, where others would run it, behind prompts at one that has so much of
-        it that its first token comes sooner.
+        """The worker where it runs without waiting; or one with so much of its prefix cached that its first token comes
+        sooner there, behind other prompts.
         """
         room = need
         if not (found := self._contenders(room)):
@@ -143,7 +143,7 @@ class Ranking:
         return has_room(view, min(view.block_count, blocks_for(need.tokens + need.growth_tokens, view.block_tokens)))
 
     def contenders(self, need: Need) -> list[WorkerKey]:
-        """The first worker of each shape that would run it at once: `at_once` decides between these."""
+        """For each shape the first worker that would run it at once: `at_once` chooses among these."""
         return self._contenders(need) or self._contenders(need.now)
 
     def _contenders(self, need: Need) -> list[WorkerKey]:

@@ -1,1 +1,1 @@
-"""Acting: commands become I/O, outcomes become events."""
+"""Executes commands as I/O; results become events."""

@@ -1,9 +1,9 @@
-"""What is remembered and told of requests: one line in the log for each, and the story of the last ones.
+"""Access log and history: a log line for each request, and the histories of the last ones.
 
-A line takes 0.1 ms, and a thousand requests may end at once when their client vanishes: lines are written a few in each
-turn of the event loop, and others are served in between.
+A line takes 0.1 ms, and a thousand requests may end at once when their client disconnects: a few lines are written in
+each iteration of the event loop.
 
-Never a word of a prompt or an answer: counts, times, names of workers, and errors of ours.
+Contains no prompts or answers: counts, times, names of workers, and this system's errors.
 """
 
 import asyncio
@@ -27,24 +27,24 @@ WINDOW_S = 10.0
 _RECENT_COUNT = 4096
 _MAX_ID_CHARS = 128
 _LINES_OF_A_TURN = 16
-_PAST_COUNT = 8192  # requests that `ballast record` may ask for: it asks every second
-_MAX_UNWRITTEN = 8192  # lines; whoever ends requests faster than that writes them itself
+_PAST_COUNT = 8192  # requests available to `ballast record`, which polls every second
+_MAX_UNWRITTEN = 8192  # lines; beyond that a request's end writes its line synchronously
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Facts of one request, as it stands or stood at its end. `was_accepted` is False of one that was turned away."""
+    """Statistics of one request, present or at its end. `was_accepted`: False if it was refused."""
 
     request_id: RequestId
     state: str
     error: str
-    at_s: float  # when it arrived, or ended
+    at_s: float  # of its arrival, or its end
     was_accepted: bool
     facts: Facts
 
 
 class Past(NamedTuple):
-    """What a trace has of a request that has ended."""
+    """A trace's data on an ended request."""
 
     arrived_at_s: float
     prompt_token_count: int
@@ -54,7 +54,7 @@ class Past(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Times of the last `WINDOW_S` seconds; quantiles are 0 where nothing was measured."""
+    """Latencies of the last `WINDOW_S` seconds; quantiles are 0 without data."""
 
     first_token_count: int
     ttft_p50_s: float
@@ -65,22 +65,22 @@ class Times:
 
 
 class Chronicle:
-    """`keep_count`: so many ended requests are remembered. `log_each`: a line for each of them."""
+    """`keep_count`: ended requests kept. `log_each`: a line for each."""
 
     def __init__(self, core: DispatcherCore, *, keep_count: int, log_each: bool) -> None:
         self._core = core
         self._keep_count = keep_count
         self._log_each = log_each
-        self.tell: Callable[[Account], None] | None = None  # called for accepted requests, at their end
+        self.tell: Callable[[Account], None] | None = None  # called at the end of accepted requests
         self._ended: OrderedDict[RequestId, Account] = OrderedDict()
-        self._tpots: deque[tuple[float, float]] = deque(maxlen=_RECENT_COUNT)  # (when, s)
+        self._tpots: deque[tuple[float, float]] = deque(maxlen=_RECENT_COUNT)  # (instant, seconds)
         self._past: deque[Past] = deque(maxlen=_PAST_COUNT)
-        self.past_count = 0  # requests that have ended with a token, remembered or not
+        self.past_count = 0  # requests that ended with a token, kept or not
         self._unwritten: deque[Account] = deque()
         self._to_write = asyncio.Event()
 
     def opened(self, request_id: RequestId, at_s: float) -> None:
-        """Accepted; if nobody could take it, why is noted."""
+        """Accepted; if it has to wait, with the reason."""
         tracked = self._core.requests.get(request_id)
         if tracked is not None and tracked.worker is None and not tracked.moving:
             tracked.note(at_s, What.WAITING, detail=_why_waiting(self._core, tracked))
@@ -107,7 +107,7 @@ class Chronicle:
             self.tell(account)
 
     def turned_away(self, request_id: RequestId, error: BallastError, request: Request | None, at_s: float) -> None:
-        """Never accepted: refused for what the cluster is, or wrong in itself (`request` is None)."""
+        """Never accepted: refused for lack of capacity, or invalid (`request` is None)."""
         nothing = Facts(
             prompt_token_count=len(request.prompt_token_ids) if request is not None else 0,
             completion_token_count=0,
@@ -142,12 +142,12 @@ class Chronicle:
                 _log(self._unwritten.popleft())
 
     def past_after(self, number: int) -> list[Past]:
-        """Those that ended after so many others, as far as they are remembered."""
+        """Requests that ended after the first `count`, as far as kept."""
         count = min(len(self._past), max(0, self.past_count - number))
         return list(islice(self._past, len(self._past) - count, None))
 
     async def write_lines(self) -> None:
-        """Into the log, until cancelled."""
+        """Write queued lines, until cancelled."""
         while True:
             await self._to_write.wait()
             self._write(_LINES_OF_A_TURN)
@@ -157,7 +157,7 @@ class Chronicle:
                 self._to_write.clear()
 
     def write_the_rest(self) -> None:
-        """Before the process ends."""
+        """Before the process exits."""
         self._write(len(self._unwritten))
 
     def _write(self, most: int) -> None:
@@ -202,7 +202,7 @@ class Chronicle:
 
 
 def quantile(ascending: Sequence[float], fraction: float) -> float:
-    """The smallest value that this fraction of the values does not exceed; 0 of none."""
+    """The smallest value that this fraction of the values does not exceed; 0 if there are none."""
     return ascending[max(0, math.ceil(fraction * len(ascending)) - 1)] if ascending else 0.0
 
 
@@ -247,7 +247,7 @@ def _rounded(value_s: float | None) -> float | None:
 
 
 def _showable(error: BallastError) -> str:
-    """Without reasons that may quote what the client has said: a chat template's, or a grammar's."""
+    """Without reasons that may quote the client: those of chat templates and grammars."""
     if isinstance(error, InvalidRequest) and error.field.startswith(("conversation", "sampling.grammar")):
         return f"{error.field}: refused, for the reason that the client was told"
     return str(error)

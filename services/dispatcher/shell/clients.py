@@ -1,5 +1,4 @@
-"""What clients are owed. A slow reader gets more in one response, not more responses: memory stays bounded by the
-tokens of its request."""
+"""Per-client output buffers; chunks are coalesced for slow readers, so memory is bounded by the tokens of a request."""
 
 import asyncio
 from collections.abc import Sequence
@@ -11,13 +10,12 @@ from services.dispatcher.core.events import Fail, Finish, Refuse
 ClientEnding = Finish | Fail | Refuse
 
 _MAX_WAVE_S = 0.02
-# A position with 20 alternatives takes 0.2 ms to be made a message of, in which nobody else is served: who has not read
-# for a while gets them in parts.
+# A position with 20 alternatives takes 0.2 ms to serialise, which blocks the loop: slow readers get them in parts.
 _MAX_LOGPROBS = 64
 
 
 class Delivery(NamedTuple):
-    """Everything since the last one."""
+    """Output since the last delivery."""
 
     token_ids: Sequence[int]
     text: str
@@ -31,13 +29,13 @@ class ClientStream:
     def __init__(self, request_id: RequestId, pacer: "Pacer") -> None:
         self.request_id = request_id
         self.ending: ClientEnding | None = None
-        self.waiting_since_s: float | None = None  # something lies here unread since then
-        self.given_up = ""  # why, if its client does not read
-        self._task = asyncio.current_task()  # the call that reads
+        self.waiting_since_s: float | None = None  # oldest unread output
+        self.given_up = ""  # reason, if its client does not read
+        self._task = asyncio.current_task()  # the reading call
         self._loop = asyncio.get_running_loop()
         self._pacer = pacer
         self._has_begun = False
-        self._wants_all = False  # at once, and so nothing before the end
+        self._wants_all = False  # wake only at the end
         self._token_ids: list[int] = []
         self._texts: list[str] = []
         self._logprobs: list[object] = []
@@ -52,7 +50,7 @@ class ClientStream:
         if self.waiting_since_s is None and not self._wants_all:
             self.waiting_since_s = at_s
             if not self._has_begun:
-                self.wake()  # the first token does not wait for others
+                self.wake()  # the first token is not delayed
             elif self._waiter is not None:
                 self._pacer.add(self)
 
@@ -63,21 +61,20 @@ class ClientStream:
         self.wake()
 
     def wake(self) -> bool:
-        """Whether somebody slept."""
+        """Returns True if a reader was waiting."""
         if self._waiter is None or self._waiter.done():
             return False
         self._waiter.set_result(None)
         return True
 
     def give_up(self, why: str) -> None:
-        """Ends the call, which waits until its client reads."""
+        """End the call, which waits for its client."""
         self.given_up = why
         if self._task is not None:
             self._task.cancel()
 
     async def take(self) -> Delivery:
-        """What is there, or the first part of it, as soon as there is anything. After the ending it must not be called
-        again."""
+        """The buffered output, or its first part, as soon as there is any. Not to be called after the ending."""
         self._pacer.rest(self)
         if self._has_begun and self.waiting_since_s is not None and self.ending is None:
             self._pacer.add(self)
@@ -104,7 +101,7 @@ class ClientStream:
         return delivery
 
     async def take_all(self) -> Delivery:
-        """Everything, once the request has ended."""
+        """All output, once the request has ended."""
         self._wants_all = True
         if self.ending is None:
             self.waiting_since_s = None
@@ -113,7 +110,7 @@ class ClientStream:
         return self._everything()
 
     def close(self) -> None:
-        """Nobody reads any more."""
+        """The reader is gone."""
         self._pacer.rest(self)
 
     async def _wait(self) -> None:
@@ -125,17 +122,17 @@ class ClientStream:
 
 
 class Pacer:
-    """Wakes the readers of client streams in waves: the next one begins when the last one's responses have gone out.
+    """Wakes readers in waves: the next one starts when the last one's responses have been sent.
 
-    A response costs the same for one token as for ten. While there is little to do a wave is over at once and nobody
-    waits; under pressure (many streams, fast workers, a CPU shared with others) tokens merge instead of queueing up.
-    Who does not read holds up the others once, for at most `_MAX_WAVE_S`.
+    A response costs the same for one token as for ten. With little load a wave ends at once; under load (many streams,
+    fast workers, a shared CPU) tokens coalesce instead of queueing. A client that does not read delays the others once,
+    by at most `_MAX_WAVE_S`.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._next: list[ClientStream] = []  # have something and wait for the next wave
-        self._sending: set[ClientStream] = set()  # were woken by the last one
+        self._next: list[ClientStream] = []  # with output, waiting for the next wave
+        self._sending: set[ClientStream] = set()  # woken by the last wave
         self._begins: asyncio.Handle | None = None
         self._ends: asyncio.TimerHandle | None = None
 
@@ -144,7 +141,7 @@ class Pacer:
         self._begin_soon()
 
     def rest(self, stream: ClientStream) -> None:
-        """The stream has sent what it had."""
+        """The stream has sent its output."""
         if stream in self._sending:
             self._sending.remove(stream)
             if not self._sending:

@@ -1,4 +1,4 @@
-"""Carries out what the core decides: streams to workers, streams to clients, one timer."""
+"""Executes the core's commands: streams to workers and clients, one timer."""
 
 import asyncio
 import math
@@ -27,7 +27,7 @@ _STORY_EVENTS: Final = 64
 
 
 class DispatcherShell:
-    """`run` must be running for anything to move. Everything else is synchronous and belongs to the event loop."""
+    """Active while `run` runs. Everything else is synchronous and belongs to the event loop."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class DispatcherShell:
 
     @property
     def max_model_len(self) -> int | None:
-        """Tokens of prompt and answer that the model allows and the cluster holds; None: not known yet."""
+        """Maximum tokens of prompt and answer, by model and cluster; None: unknown."""
         model, reach = self.model, self.core.long.reach
         if model is None or reach is None:
             return None if model is None else model.max_model_len
@@ -100,14 +100,14 @@ class DispatcherShell:
                     self._timer.cancel()
 
     def feed(self, event: d.Event) -> None:
-        """Not async: nothing can come between a decision and what it orders."""
+        """Not async: nothing interleaves between a decision and its commands."""
         self._story.append(event)
         try:
             commands = self.core.handle(event)
         except InvariantViolation as bug:
             self._report(bug)
             return
-        except Exception as error:  # noqa: BLE001 - whatever it is, the core's books are not to be trusted any more
+        except Exception as error:  # noqa: BLE001 any error: the core's state cannot be trusted
             self._report(broken_core(error))
             return
         for command in commands:
@@ -115,7 +115,7 @@ class DispatcherShell:
                 self._execute[type(command)](command)
             except InvariantViolation as bug:
                 self._report(bug)
-            except Exception as error:  # noqa: BLE001 - of a library; the commands behind it are carried out all the same
+            except Exception as error:  # noqa: BLE001 of a library; the remaining commands are executed
                 note_failure(f"to {type(command).__name__}", error)
         self._arm_timer()
         if not self.core.requests:
@@ -127,7 +127,7 @@ class DispatcherShell:
     # --------------------------------------------------------------------------------------------- clients
 
     def open(self, request: d.Request) -> ClientStream:
-        """Submits; a refusal comes as the stream's ending."""
+        """Submit; a refusal is the stream's ending."""
         stream = ClientStream(request.request_id, self._pacer)
         twin = self._clients.get(request.request_id)
         self._clients[request.request_id] = stream
@@ -138,11 +138,11 @@ class DispatcherShell:
         if isinstance(stream.ending, d.Refuse):
             self.turned_away(request.request_id, stream.ending.error, request)
         if twin is not None and twin.ending is None:
-            self._clients[request.request_id] = twin  # the newcomer has been refused
+            self._clients[request.request_id] = twin  # the new request has been refused
         return stream
 
     def close(self, stream: ClientStream, why: str) -> None:
-        """The call is over, whatever the reason. Cancels the request if it has not ended."""
+        """The call has ended. Cancels the request if it has not ended."""
         stream.close()
         if self._clients.get(stream.request_id) is stream:
             del self._clients[stream.request_id]
@@ -156,24 +156,24 @@ class DispatcherShell:
         return found
 
     def turned_away(self, request_id: RequestId, error: BallastError, request: d.Request | None) -> None:
-        """Told of a request that is never accepted; without `request` it was wrong in itself."""
+        """Record a request that is never accepted; without `request` it was invalid."""
         if request is None:
             self._metrics.invalid_count += 1
         self.chronicle.turned_away(request_id, error, request, self._clock.now_s())
 
     def drain(self, *, for_good: bool = False) -> None:
-        """`for_good`: the process is going to end, so `undrain` does not take it back."""
+        """`for_good`: the process is going to exit, so `undrain` has no effect."""
         self.feed(d.DrainRequested(self._clock.now_s(), for_good))
         self.ready_changed.set()
 
     def undrain(self) -> bool:
-        """Whether requests are taken again."""
+        """Returns True if requests are accepted again."""
         self.feed(d.UndrainRequested(self._clock.now_s()))
         self.ready_changed.set()
         return not self.core.draining
 
     async def drained(self, timeout_s: float) -> None:
-        """Returns when no request is left; what still runs after `timeout_s` is given up."""
+        """Returns when no request is left; requests still running after `timeout_s` are aborted."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self.core.requests:

@@ -1,4 +1,4 @@
-"""The one stream to each worker: connecting, reconnecting, protobuf <-> events."""
+"""The stream to each worker: connecting, reconnecting, protobuf <-> events."""
 
 import asyncio
 import math
@@ -33,14 +33,14 @@ AttachCall = grpc.aio.StreamStreamCall[pb.AttachRequest, pb.AttachResponse]
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who says Hello."""
+    """Sender of the Hello."""
 
     dispatcher_id: DispatcherId
     incarnation: Incarnation
 
 
 class WorkerLink:
-    """Keeps a stream to one worker until it is cancelled. What it meets comes out as events."""
+    """Keeps a stream to one worker open until cancelled, and posts its messages as events."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class WorkerLink:
             backoff_s = min(_MAX_BACKOFF_S, 2 * backoff_s)
 
     async def _attach(self) -> str:
-        """One stream from Hello to its end; tells why it ended."""
+        """One stream from Hello to its end; returns why it ended."""
         self._outgoing.clear()
         try:
             with asking(self._worker.worker_id):
@@ -100,7 +100,7 @@ class WorkerLink:
             raise
         except BallastError as error:
             return str(error)
-        except Exception as error:  # noqa: BLE001 - whatever it is, its requests are better off elsewhere
+        except Exception as error:  # noqa: BLE001 any error: its requests are replayed elsewhere
             note_failure("link to a worker", error)
             return f"unexpected {type(error).__name__}"
         return "the worker closed the stream"
@@ -143,7 +143,7 @@ class WorkerLink:
         try:
             while True:
                 message = await call.read()
-                if not isinstance(message, pb.AttachResponse):  # the end of the stream
+                if not isinstance(message, pb.AttachResponse):  # end of stream
                     break
                 self._feed(self._decode(message))
         finally:
@@ -151,7 +151,7 @@ class WorkerLink:
             await asyncio.gather(writer, return_exceptions=True)
 
     async def _write(self, call: AttachCall) -> None:
-        """Ends with the stream: the reader sees the reason."""
+        """Ends with the stream: the reader gets the reason."""
         while True:
             while self._outgoing:
                 await call.write(self._outgoing.popleft())
@@ -210,6 +210,6 @@ def _or_zero(seconds: float) -> float:
 
 
 def _span_of(request_id: RequestId, traceparent: str) -> str:
-    """The span that the worker gets as its parent; empty if this request is not recorded."""
+    """Traceparent of the worker's parent span; empty if this request is not recorded."""
     caller = Context.read(traceparent) if traceparent else None
     return caller.request(request_id).traceparent if caller is not None and caller.sampled else ""

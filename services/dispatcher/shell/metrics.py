@@ -1,4 +1,4 @@
-"""What Prometheus gets to see of a dispatcher. Gauges and totals are read from the core when they are asked for."""
+"""Prometheus metrics of a dispatcher. Gauges and totals are read from the core on scrape."""
 
 from collections.abc import Iterator
 from itertools import accumulate
@@ -25,7 +25,7 @@ class DispatcherMetrics(Collector):
     """Registers itself. Labels: `worker` (those of the layout), `ending` and `how` (closed sets)."""
 
     def __init__(self, core: DispatcherCore, registry: CollectorRegistry) -> None:
-        self.invalid_count = 0  # requests that were wrong in themselves
+        self.invalid_count = 0  # invalid requests
         self._core = core
         self._queue_s = _histogram("queue_time", "Time a request waited in the backlog", TTFT_BUCKETS_S, registry)
         self._ttft_s = _histogram("ttft", "Time from a request's arrival to its first token", TTFT_BUCKETS_S, registry)
@@ -35,7 +35,7 @@ class DispatcherMetrics(Collector):
         registry.register(self)
 
     def observe(self, facts: Facts) -> None:
-        """At the end of a request. Times are those of online requests."""
+        """At the end of a request. Latencies are of online requests."""
         if facts.priority.offline:
             return
         self._queue_s.observe(facts.queue_s)

@@ -1,4 +1,4 @@
-"""What the dispatcher asks of the outside beyond workers and clients."""
+"""Interfaces of the dispatcher besides workers and clients."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from ballast.common.ids import Epoch, RequestId, WorkerId
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The claim of one request on its id.
+    """A request's claim on its id.
 
     Attributes:
-        serial: Another one for each request of this dispatcher.
+        serial: Unique per request of this dispatcher.
         attempt: How often its client has sent it.
-        secret_hash: Of what the client proves by that it is the same one; empty: no other dispatcher may go on with it.
+        secret_hash: Of the client's secret; empty: it cannot be resumed at another dispatcher.
     """
 
     request_id: RequestId
@@ -23,23 +23,21 @@ class Claim:
     secret_hash: str = ""
 
     def follows(self, other: "Claim") -> bool:
-        """Whether it is a later attempt of the same client."""
+        """True if it is a later attempt of the same client."""
         return bool(self.secret_hash) and self.secret_hash == other.secret_hash and self.attempt > other.attempt
 
 
 class RequestClaims(Protocol):
-    """Keeps two dispatchers from serving one request id. Works as well as the state server does."""
+    """Prevents two dispatchers from serving one request id. As reliable as the state server."""
 
     @property
     def reachable(self) -> bool:
-        """Whether the state server answered last time."""
+        """True if the last call to the state server succeeded."""
         ...
 
     async def claim(self, claim: Claim, ttl_s: float) -> bool:
-        """
-        Returns:
-            Whether another dispatcher was serving this very request: an earlier attempt with the same secret. If it
-            still does, it is told to stop.
+        """Returns:
+            True if another dispatcher was serving an earlier attempt with the same secret, which is told to stop.
 
         Raises:
             AlreadyExists: another dispatcher serves this id, and this is no later attempt of the same client.
@@ -48,32 +46,31 @@ class RequestClaims(Protocol):
         ...
 
     async def cancel(self, claim: Claim) -> None:
-        """No later attempt of its client is served anywhere."""
+        """Refuse later attempts at every dispatcher."""
         ...
 
     def release(self, claim: Claim) -> None:
-        """Gives it up; a younger one on the same id stays."""
+        """Release the claim; a newer one on the same id stays."""
         ...
 
 
 class PlannerPort(Protocol):
-    """What operators may ask of the planner through the dispatcher: they need not reach the inner network."""
+    """Calls to the planner for operators, who need not reach the inner network."""
 
     @property
     def address(self) -> str:
-        """host:port of the active one; empty while nobody knows."""
+        """host:port of the active one; empty while unknown."""
         ...
 
     async def kept_out(self) -> Mapping[str, str]:
-        """Workers that are put into no group for now, and why; none while nobody answers."""
+        """Workers that enter no new group for now, with reasons; none without an answer."""
         ...
 
     async def drain_worker(self, worker_id: WorkerId, request_id: str, timeout_s: float) -> Epoch:
-        """
-        Returns:
-            The epoch from which on the worker gets nothing new.
+        """Returns:
+            The epoch from which on the worker gets no new requests.
 
         Raises:
-            BallastError: what the planner answers, or that it does not.
+            BallastError: the planner's error, or no answer.
         """
         ...

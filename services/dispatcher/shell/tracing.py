@@ -1,8 +1,8 @@
-"""Traces of requests, made of what is remembered of each when it ends.
+"""Traces of requests, built from their histories when they end.
 
-A span for the whole, one for each stay on a worker and each wait between, and an event for each first token after a
-change. Workers add spans of their own to the same trace. Drops and restores that a request has lived through are linked
-to the planner's spans. Nothing is spent on any of it while tokens flow.
+A span for the whole, child spans for each stay on a worker and each wait between, and an event for each first token
+after a change. Workers add spans to the same trace. Drops and restores during a request are linked to the planner's
+spans. There is no cost while tokens flow.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ _OFF_WORKER: Final = (What.LOST, What.SENT_BACK, What.RECALLED, What.MOVING)
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """Where a request was from one moment to another, on the dispatcher's clock."""
+    """An interval of a request in one place, on the dispatcher's clock."""
 
     name: str
     worker_id: str
@@ -34,7 +34,7 @@ class Stay:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Workers hold other layers since then."""
+    """A change of the layout."""
 
     at_s: float
     context: Context
@@ -42,7 +42,7 @@ class Change:
 
 
 class Tracer:
-    """`wall_s`: the time of day, which collectors want."""
+    """`wall_s`: wall-clock time, for collectors."""
 
     def __init__(self, exporter: Exporter, clock: Clock, wall_s: Callable[[], float]) -> None:
         self._exporter = exporter
@@ -52,7 +52,7 @@ class Tracer:
         self._changes: deque[Change] = deque(maxlen=_REMEMBERED)
 
     def layout(self, layout: Layout) -> None:
-        """The layout in force is another one."""
+        """A new layout is in force."""
         before = self._held
         self._held = {m.worker_id: (m.first_layer, m.last_layer) for group in layout.groups for m in group.members}
         changed = {w for w, layers in self._held.items() if before.get(w, layers) != layers}
@@ -60,17 +60,17 @@ class Tracer:
             self._changes.append(Change(self._clock.now_s(), transition_context(layout), frozenset(changed)))
 
     def ended(self, account: Account) -> None:
-        """A request that was accepted has ended just now."""
+        """An accepted request has ended."""
         context = Context.read(account.facts.traceparent)
         if context is not None and not context.sampled:
-            return  # whoever began the trace does not want it recorded
+            return  # the trace's origin has decided against recording
         changes = tuple(self._changes)
         offset_s = self._wall_s() - self._clock.now_s()
         self._exporter.put(spans_of(account, offset_s, changes))
 
 
 def spans_of(account: Account, offset_s: float, changes: Sequence[Change] = ()) -> list[Span]:
-    """The trace of one request. `offset_s`: from the dispatcher's clock to the one on the wall."""
+    """The trace of one request. `offset_s`: from the dispatcher's clock to wall-clock time."""
     facts = account.facts
     caller = Context.read(facts.traceparent) or Context.new()
     own = caller.request(account.request_id)
@@ -109,7 +109,7 @@ def spans_of(account: Account, offset_s: float, changes: Sequence[Change] = ()) 
 
 
 def stays_of(moments: Sequence[Moment], begin_s: float, end_s: float) -> list[Stay]:
-    """One behind the other, without gaps, from arrival to end."""
+    """Contiguous, from arrival to end."""
     stays: list[Stay] = []
     name, worker_id, since_s = "backlog", "", begin_s
     for moment in moments:

@@ -11,6 +11,8 @@ from services.gateway.openai.requests import Message
 # Any: foreign JSON, looked at part by part.
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
+_ROLES = {"developer": "system", "function": "tool"}  # newer and older names -> what templates know
+
 
 def messages_for_template(messages: Sequence[Message]) -> list[Message]:
     """Raises Failure for what no text model can take."""
@@ -24,10 +26,12 @@ def _message(field: str, message: Message) -> Message:
     if not isinstance(role, str):
         raise invalid(f"{field}.role", "must be a string such as user")
     result = {name: value for name, value in message.items() if value is not None and name != "audio"}
-    result["role"] = "system" if role == "developer" else role
+    result["role"] = role = _ROLES.get(role, role)
     calls = message.get("tool_calls")
+    if (older := result.pop("function_call", None)) and not calls:
+        calls = [{"function": older}]
     content = message.get("content")
-    if content is None and not calls and role != "assistant":
+    if content is None and not calls and role not in ("assistant", "tool"):
         raise invalid(f"{field}.content", "is missing")
     result["content"] = "" if content is None else text_of(f"{field}.content", content)
     thought = message.get("reasoning_content") or message.get("reasoning")

@@ -42,7 +42,7 @@ def form_of(response_format: Mapping[str, Any] | None, structured: Mapping[str, 
         if response_format and response_format.get("type") != "text":
             raise invalid("structured_outputs", "and response_format cannot both be given")
         return Form(_structured(structured))
-    match (response_format or {}).get("type", "text"):
+    match "text" if response_format is None else response_format.get("type"):
         case "text":
             return Form()
         case "json_object":

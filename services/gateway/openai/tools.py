@@ -1,6 +1,6 @@
 """Tools of a request: what the template is given, and what the answer is bound to."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -71,6 +71,11 @@ def tool_use_of(
             raise invalid("tool_choice", "needs tools")
         return None
     functions = {_name(index, tool): _parameters(tool) for index, tool in enumerate(tools)}
+    told = cast(Mapping[str, Any], choice if isinstance(choice, Mapping) else {})
+    if told.get("type") == "allowed_tools":
+        allowed, choice = _allowed(told, functions)
+        tools = [tool for index, tool in enumerate(tools) if _name(index, tool) in allowed]
+        functions = {name: schema for name, schema in functions.items() if name in allowed}
     if choice == "none":
         return None
     if "tools" not in template:
@@ -81,7 +86,7 @@ def tool_use_of(
         return ToolUse(tools=tools, grammar=None, kind=kind, most_calls=most)
     if choice == "required":
         return ToolUse(tools=tools, grammar=_calls(functions, most or _MAX_CALLS), kind=kind)
-    named = _chosen(choice)
+    named = _chosen(cast(object, choice))
     if named not in functions:
         raise invalid("tool_choice", f"{named!r} is none of the tools")
     return ToolUse(tools=tools, grammar=json_schema(functions[named]), kind=kind, named=named)
@@ -106,6 +111,20 @@ def _chosen(choice: object) -> str:
         if isinstance(name, str):
             return name
     raise invalid("tool_choice", "must be none, auto, required, or a function by its name")
+
+
+def _allowed(choice: Mapping[str, Any], functions: Collection[str]) -> tuple[set[str], object]:
+    """The names of the tools that may be used, and the choice among them."""
+    given: object = choice.get("allowed_tools") or choice
+    told = cast(Mapping[str, Any], given if isinstance(given, Mapping) else {})
+    named: object = told.get("tools")
+    names = {_chosen(tool) for tool in cast(list[object], named)} if isinstance(named, list) else set[str]()
+    mode: object = told.get("mode", "auto")
+    if not names or mode not in ("auto", "required"):
+        raise invalid("tool_choice", "allowed_tools needs tools, and a mode that is auto or required")
+    if unknown := names - set(functions):
+        raise invalid("tool_choice", f"{min(unknown)!r} is none of the tools")
+    return names, mode
 
 
 def _calls(functions: Mapping[str, Mapping[str, Any]], most: int) -> Grammar:

@@ -1,1 +1,1 @@
-"""Decides who is there: pure, no clock, no I/O."""
+"""Liveness and load of instances: pure, no clock, no I/O."""

@@ -1,6 +1,6 @@
-"""What waits in the dispatchers, by their own words in the state server.
+"""Waiting requests of dispatchers, as published in the state server.
 
-Clocks of two machines are never compared: a word is fresh while its serial number goes on changing here.
+Clocks of two machines are never compared: an entry is fresh while its serial number changes.
 """
 
 from dataclasses import dataclass, field
@@ -15,9 +15,9 @@ _NOTHING = Traffic()
 
 @dataclass(slots=True)
 class Backlogs:
-    lease_s: float  # a dispatcher that says nothing new for longer is not there: its requests are no demand
-    forget_s: float  # for so long the last word of a silent dispatcher is what is known of its traffic
-    _words: dict[DispatcherId, tuple[BacklogWord, float]] = field(  # and when it was new
+    lease_s: float  # a dispatcher without a new entry for longer counts as lost: its requests are no demand
+    forget_s: float  # how long the last entry of a silent dispatcher counts as its traffic
+    _words: dict[DispatcherId, tuple[BacklogWord, float]] = field(  # with the time of the change
         default_factory=dict[DispatcherId, tuple[BacklogWord, float]]
     )
     _read_at_s: float | None = None
@@ -30,18 +30,18 @@ class Backlogs:
             self._words[word.dispatcher_id] = (word, before[1] if before is not None and unchanged else at_s)
 
     def traffic(self, at_s: float) -> tuple[Traffic, Traffic | None]:
-        """Of all dispatchers, each by its last word, and of those that still speak; None: that are all of them."""
+        """Of all dispatchers by their last entries, and of live ones only; None: all are live."""
         known = [word.traffic for word, since_s in self._words.values() if at_s - since_s <= self.forget_s]
         fresh = self._fresh(at_s)
         return _sum(known), None if len(fresh) == len(known) else _sum(fresh)
 
     def total(self, at_s: float) -> Backlog:
-        """Of those that still speak."""
+        """Of live dispatchers."""
         fresh = self._fresh(at_s)
         return Backlog(sum([one.queued_count for one in fresh]), sum([one.queued_tokens for one in fresh]))
 
     def long(self, at_s: float) -> LongDemand:
-        """Of those that still speak."""
+        """Of live dispatchers."""
         waiting = [one for one in self._fresh(at_s) if one.long.count]
         return _sum(waiting).long
 
@@ -49,11 +49,11 @@ class Backlogs:
         return [word.traffic for word, since_s in self._words.values() if at_s - since_s <= self.lease_s]
 
     def known(self, at_s: float) -> bool:
-        """Whether the state server has been read lately: without it an empty backlog is no news."""
+        """True if the state server was read recently: otherwise an empty backlog means nothing."""
         return self._read_at_s is not None and at_s - self._read_at_s <= self.lease_s
 
     def silent(self, at_s: float) -> tuple[DispatcherId, ...]:
-        """Those whose last word is forgotten."""
+        """Dispatchers whose last entry is dropped."""
         return tuple(sorted(name for name, (_, since_s) in self._words.items() if at_s - since_s > self.forget_s))
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""What the core remembers of one instance."""
+"""The core's state of one instance."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from ballast.common.layout import Place
 from ballast.common.load import LoadReport
 from ballast.common.traffic import Pace
 from services.monitor.core.messages import Instance, InstanceUp, StreamId, WholeMemory
-from services.monitor.policy.demand import capacity_bytes
+from services.monitor.policy.demand import GroupLoad, capacity_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class LoadSample:
 
 @dataclass(slots=True)
 class Entry:
-    """One instance that is there. Readable from outside; only the core writes."""
+    """One live instance. Readable from outside; only the core writes."""
 
     instance: Instance
     heard_at_s: float
@@ -26,23 +26,24 @@ class Entry:
     history: deque[LoadSample]
     load: LoadReport | None = None
     draining: bool = False
-    stuck: bool = False  # its engine's step does not end: told to watchers as lost
-    place: Place | None = None  # as it said last
+    stuck: bool = False  # its engine's step does not end: reported to watchers as lost
+    place: Place | None = None  # as last reported
     whole: WholeMemory | None = None
     pace: Pace | None = None
+    as_group: GroupLoad | None = None  # where it serves alone, once that is asked for; None: has to be added up anew
 
     @property
     def up(self) -> InstanceUp:
-        """What watchers are told of it."""
+        """The event for watchers."""
         return InstanceUp(self.instance, self.draining, self.place, self.load is not None and self.load.parked)
 
     def take(self, at_s: float, load: LoadReport, place: Place | None, pace: Pace | None) -> None:
-        self.heard_at_s, self.load, self.place, self.pace = at_s, load, place, pace
+        self.heard_at_s, self.load, self.place, self.pace, self.as_group = at_s, load, place, pace, None
         self.history.append(LoadSample(at_s, load))
         kv_bytes = capacity_bytes(load, self.instance.model.kv_bytes_per_token)
         self.learn(WholeMemory(load.memory.parameter_bytes, kv_bytes))
 
     def learn(self, seen: WholeMemory) -> None:
-        """An instance starts with all layers, so it has all of them whenever its parameters are as large as ever."""
+        """Record the memory with all layers: whenever its parameters have the largest size seen."""
         if self.whole is None or seen.parameter_bytes >= self.whole.parameter_bytes:
-            self.whole = seen
+            self.whole, self.as_group = seen, None

@@ -1,8 +1,7 @@
-"""From the layout and the instances' reports to what each group wants and has."""
+"""Demand and capacity of each group, from the layout and the instances' reports."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from operator import itemgetter
 
 from ballast.common.ids import WorkerId
 from ballast.common.layout import Group, Layout, Member
@@ -23,15 +22,16 @@ Entries = Mapping[WorkerId, Entry]
 
 @dataclass(slots=True)
 class Groups:
-    """Follows the layout. Without one nobody serves: dispatchers know of nobody."""
+    """Follows the layout. Without one nothing serves, as dispatchers know no group."""
 
     layout: Layout | None = None
-    _formed: dict[WorkerId, tuple[tuple[Member, ...], float]] = field(  # leader -> its group and since when it leads it
+    _formed: dict[WorkerId, tuple[tuple[Member, ...], float]] = field(  # leader -> its group, and since when
         default_factory=dict[WorkerId, tuple[tuple[Member, ...], float]]
     )
+    _serving: list[Group] = field(default_factory=list[Group])  # those that take requests, by their leaders
 
     def adopt(self, at_s: float, layout: Layout | None) -> None:
-        """None: the state server has lost it; the one before stays in force, as it does for the dispatchers."""
+        """None: the state server has lost it; the previous one stays in force, as for the dispatchers."""
         if layout is None or layout == self.layout:
             return
         before, self.layout = self._formed, layout
@@ -40,38 +40,44 @@ class Groups:
             leader_id, known = group.leader.worker_id, before.get(group.leader.worker_id)
             same = known is not None and known[0] == group.members
             self._formed[leader_id] = (group.members, known[1] if known is not None and same else at_s)
+        serving = [group for group in layout.groups if group.leader.takes_new]
+        self._serving = sorted(serving, key=lambda group: group.leader.worker_id)
 
     def clear(self) -> None:
         self.layout = None
         self._formed.clear()
+        self._serving.clear()
 
     def loads(self, entries: Entries) -> tuple[tuple[GroupLoad, ...], bool]:
-        """The groups that serve, and whether each of them is known in full.
+        """The serving groups, and whether all their reports are known.
 
-        A group that drains, leaves or is parked is left out: it takes nothing new, and what it has goes with its
-        requests.
+        Draining, leaving and parked groups are left out: they get no new requests, and their memory goes with their
+        present ones.
         """
         if self.layout is None:
             return (), False
         found: list[GroupLoad] = []
         complete = True
-        for group in self.layout.groups:
-            leader = _living(group.leader, entries)
-            if not group.leader.takes_new or (leader is not None and leader.draining):
+        for group in self._serving:
+            members = group.members
+            leader = _living(members[0], entries)
+            if leader is not None and leader.draining:
                 continue
             if leader is None or leader.load is None:
                 complete = False
                 continue
+            if len(members) == 1:  # of thousands only those that have reported since are added up anew
+                leader.as_group = leader.as_group or _group_load(group, leader, entries)
+                found.append(leader.as_group)
+                continue
             found.append(_group_load(group, leader, entries))
-            complete = complete and all(_living(member, entries) is not None for member in group.members)
-        return tuple(sorted(found, key=lambda g: g.leader_id)), complete
+            complete = complete and all(_living(member, entries) is not None for member in members)
+        return tuple(found), complete
 
     def led(self, entries: Entries) -> list[tuple[WorkerId, LoadReport]]:
-        """What leaders of groups that serve report, by id."""
-        groups = self.layout.groups if self.layout is not None else ()
-        leaders = [(g.leader.worker_id, _living(g.leader, entries)) for g in groups if g.leader.takes_new]
-        found = [(name, entry.load) for name, entry in leaders if entry is not None and entry.load is not None]
-        return sorted(found, key=itemgetter(0))
+        """Reports of the leaders of serving groups, by id."""
+        leaders = [(group.members[0].worker_id, _living(group.members[0], entries)) for group in self._serving]
+        return [(name, entry.load) for name, entry in leaders if entry is not None and entry.load is not None]
 
     def demands(self, at_s: float, entries: Entries, *, window_s: float, horizon_s: float) -> tuple[GroupDemand, ...]:
         return tuple(self._demand(at_s, load, entries, window_s, horizon_s) for load in self.loads(entries)[0])
@@ -85,7 +91,7 @@ class Groups:
         queued = [waiting_bytes(sample.load, token_bytes) for sample in reversed(recent)]
         wanted = [(at, held + more) for (at, held), more in zip(used, queued, strict=True)]
         generated = slope_per_s([(s.at_s, s.load.generation_tokens_total * token_bytes) for s in reversed(recent)])
-        # What is admitted moves from waiting to used: only what is generated grows.
+        # Admission moves demand from waiting to used: only generated tokens add to it.
         growth = max(0.0, min(slope_per_s(used), generated)) * horizon_s
         return GroupDemand(
             leader_id=load.leader_id,
@@ -102,7 +108,7 @@ def _living(member: Member, entries: Entries) -> Entry | None:
 
 
 def _group_load(group: Group, leader: Entry, entries: Entries) -> GroupLoad:
-    assert leader.load is not None  # the caller has looked
+    assert leader.load is not None  # checked by the caller
     token_bytes = leader.instance.model.kv_bytes_per_token
     living = [entry for entry in (_living(member, entries) for member in group.members) if entry is not None]
     return GroupLoad(

@@ -30,20 +30,21 @@ from services.monitor.core.groups import Groups
 from services.monitor.policy.demand import ClusterDemand, GroupDemand, backlog_bytes, sum_demand
 from services.monitor.policy.pressure import TREND_WINDOW_S, LongRequest, Pressure, PressureRules
 
-TICK_S = 0.1  # between two looks at everything: a tenth of what is looked ahead
-_TYPICAL = Chunk(1000, 128)  # that machines are compared by
-# So many times as fast or as slow is another kind, as stages and what is learnt differ by less; and no kind at all.
+TICK_S = 0.1  # between two evaluations: a tenth of the horizon
+_TYPICAL = Chunk(1000, 128)  # batch by which machines are compared
+# Speeds beyond this factor are another kind, as stages and learnt costs differ by less; and beyond that one
+# implausible.
 _UNLIKE, _MISTAKEN = 1.25, 30.0
-_REPORTS_PER_S = 150.0  # of all together, as far as the lease allows: each takes a millisecond, both sides counted
+_REPORTS_PER_S = 150.0  # maximum in total, as far as the lease allows: each costs a millisecond on both sides
 _REPORTS_PER_LEASE = 4
-LONG_S = 1.0  # between two words that a request waits for a larger group
-# What has filled so much of its instance, and may go on, is about to outgrow it; it then asks for so many times more.
+LONG_S = 1.0  # between two events for a request that waits for a larger group
+# A request that fills this fraction of its instance, and may continue, asks for a group this factor larger.
 _OUTGROWN, _GROWS = 0.9, 1.5
-LEAST_LOOK_S = 0.02  # between two looks at the demand of all, however it jumps
+LEAST_LOOK_S = 0.02  # minimum between two evaluations of total demand
 
 
 def sample_count(trend_window_s: float) -> int:
-    """The most samples that there can be within the window of the trend."""
+    """Maximum number of samples within the trend's window."""
     return math.ceil(trend_window_s * (1 / TICK_S + 1 / LEAST_LOOK_S)) + 2
 
 
@@ -63,37 +64,37 @@ def pressure_rules(
 class MonitorRules:
     lease_s: float  # silence for longer means lost
     pressure: PressureRules
-    registry_interval_s: float = 1.0  # between two writes of the registry, for who only looks on
-    max_instances: int = 1 << 16  # lest somebody who makes up names takes all memory
-    history_length: int = 50  # load samples kept per instance: the window of a trend, of who reports twice as often
-    backlog_lease_s: float = 1.0  # a dispatcher that says nothing new for longer is not there; it speaks ten times
+    registry_interval_s: float = 1.0  # between two writes of the registry, which standbys show
+    max_instances: int = 1 << 16  # bounds the memory against invented names
+    history_length: int = 50  # load samples per instance: the trend's window at twice the report rate
+    backlog_lease_s: float = 1.0  # a dispatcher without a new entry for longer counts as lost
     backlog_forget_s: float = 60.0
     warmup_s: float = 4.0  # after becoming active: time for workers to find this monitor
-    step_timeout_s: float = 60.0  # an engine whose step lasts longer serves nobody
-    max_remembered: int = 10_000  # workers whose newest incarnation is kept after they have gone
+    step_timeout_s: float = 60.0  # an engine whose step lasts longer counts as lost
+    max_remembered: int = 10_000  # departed workers whose newest incarnation is kept
 
 
 @dataclass(slots=True)
 class MonitorCore:
     rules: MonitorRules
-    token: int | None = None  # of the lease; None: standing by
+    token: int | None = None  # of the lease; None: standby
     warm: bool = False  # the snapshot is complete
     entries: dict[WorkerId, Entry] = field(default_factory=dict[WorkerId, Entry])
     groups: Groups = field(default_factory=Groups)
     pressure: Pressure = field(init=False)
     _backlogs: Backlogs = field(init=False)
     _wholes: dict[tuple[WorkerId, Incarnation], m.WholeMemory] = (
-        field(  # by the monitor before, of whom has not come yet
+        field(  # of the previous monitor, for instances not heard yet
             default_factory=dict[tuple[WorkerId, Incarnation], m.WholeMemory]
         )
     )
     _streams: dict[m.StreamId, WorkerId] = field(default_factory=dict[m.StreamId, WorkerId])
-    # Newest life known of each worker, those heard of last at the end.
+    # Newest known incarnation of each worker, most recently heard last.
     _newest: OrderedDict[WorkerId, Incarnation] = field(default_factory=OrderedDict[WorkerId, Incarnation])
     _active_since_s: float = 0.0
     _ticked_at_s: float | None = None
-    _looked_at_s: float = -math.inf  # at the demand of all
-    _long_at_s: float = -math.inf  # when a long request was told of
+    _looked_at_s: float = -math.inf  # last evaluation of total demand
+    _long_at_s: float = -math.inf  # last long-request event
     _registry_at_s: float = 0.0
     _forget: list[WorkerId] = field(default_factory=list[WorkerId])
 
@@ -103,7 +104,7 @@ class MonitorCore:
 
     @property
     def least_report_interval_s(self) -> float:
-        """Seconds between two reports of one worker, at least: what is asked of all of them."""
+        """Minimum report interval requested from every worker."""
         return min(len(self.entries) / _REPORTS_PER_S, self.rules.lease_s / _REPORTS_PER_LEASE)
 
     @property
@@ -111,7 +112,7 @@ class MonitorCore:
         return self.token is not None
 
     def snapshot(self) -> list[m.Change]:
-        """What a new watcher is told before anything else."""
+        """Initial events for a new watcher."""
         ups: list[m.Change] = [entry.up for _, entry in sorted(self.entries.items()) if not entry.stuck]
         return [*ups, m.SnapshotEnd()] if self.warm else ups
 
@@ -168,16 +169,16 @@ class MonitorCore:
 
     def _load_reported(self, event: m.LoadReported) -> list[m.Command]:
         worker_id = self._streams.get(event.stream_id)
-        if worker_id is None:  # of a stream that was closed meanwhile
+        if worker_id is None:  # of a stream closed meanwhile
             return []
         entry = self.entries[worker_id]
         before, place = entry.load, entry.place
         entry.take(event.at_s, event.load, event.place, event.pace)
         commands = self._look_at_step(event, entry) + self._look_at_jump(event, before)
         parks = event.load.parked != (before is not None and before.parked)
-        if event.place != place or parks:  # who plans goes by what instances say of themselves
+        if event.place != place or parks:  # the planner depends on instances' reports
             commands.append(m.Publish(entry.up, event.cause_id))
-        # Draining is for good: a life that drains takes nothing new again.
+        # Draining is irreversible for an incarnation.
         if event.load.draining and not entry.draining:
             entry.draining = True
             commands.append(m.Publish(m.InstanceDraining(worker_id, entry.instance.incarnation), event.cause_id))
@@ -195,12 +196,12 @@ class MonitorCore:
         return [m.Publish(m.InstanceLost(instance.worker_id, instance.incarnation, why), event.cause_id)]
 
     def _look_at_jump(self, event: m.LoadReported, before: LoadReport | None) -> list[m.Command]:
-        """A burst fills the memory in the time between a few ticks: not waited for."""
+        """Evaluate at once: a burst fills the memory within a few ticks."""
         jumped = before is not None and event.load.has_jumped(before)
         return self._look_soon(event.at_s, event.cause_id) if jumped else []
 
     def _look_soon(self, at_s: float, cause_id: str) -> list[m.Command]:
-        """Unless that was done a moment ago."""
+        """Evaluate the demand now, unless that was done within `LEAST_LOOK_S`."""
         if not self.warm or at_s - self._looked_at_s < LEAST_LOOK_S:
             return []
         return self._watch_pressure(at_s, cause_id)
@@ -292,7 +293,7 @@ class MonitorCore:
         return [m.Publish(m.Raised(signal, groups), cause_id) for signal in signals]
 
     def _long_request(self, at_s: float) -> LongRequest | None:
-        """One that waits comes before one that has room for a while yet."""
+        """A waiting request has precedence over one that still has room."""
         if (long := self._backlogs.long(at_s)).count:
             return LongRequest(long.need_tokens, long.prompt_tokens)
         for leader_id, load in self.groups.led(self.entries):
@@ -307,12 +308,12 @@ class MonitorCore:
         return sum_demand(at_s, loads, self._backlog_bytes(at_s), complete=complete and self._backlogs.known(at_s))
 
     def traffic(self, at_s: float) -> tuple[Traffic, Traffic | None]:
-        """What clients want of all dispatchers, as these said last, and of those that still speak: see `Backlogs`."""
+        """Traffic of all dispatchers by their last entries, and of live ones only: see `Backlogs`."""
         return self._backlogs.traffic(at_s)
 
     def pace(self) -> Pace | None:
-        """How fast an instance is: the one in the middle of those with as many layers as any that knows, since machines
-        may differ, and one of them may be wrong.
+        """Batch costs of the median instance among those with the most layers, as machines may differ, and one may be
+        wrong.
         """
         known = self._paces()
         most = max((pace.layer_count for _, pace in known), default=0)
@@ -320,7 +321,7 @@ class MonitorCore:
         return sorted(whole, key=itemgetter(0, 1))[len(whole) // 2][2] if whole else None
 
     def slowness(self) -> dict[WorkerId, float]:
-        """So many times as long as the pace says a layer takes those that are unlike it."""
+        """Slowdown factors per layer, relative to the pace, of instances unlike it."""
         middling = self.pace()
         if middling is None:
             return {}
@@ -337,7 +338,7 @@ class MonitorCore:
         return self.groups.demands(at_s, self.entries, window_s=rules.trend_window_s, horizon_s=rules.horizon_s)
 
     def _backlog_bytes(self, at_s: float) -> int:
-        """Blocks and bytes of a token are the same on all instances of a cluster; any of them tells."""
+        """Block and token sizes are equal on all instances of a cluster."""
         loaded = next(((e, e.load) for e in self.entries.values() if e.load is not None), None)
         if loaded is None:
             return 0
@@ -345,7 +346,7 @@ class MonitorCore:
         return backlog_bytes(self._backlogs.total(at_s), load.block_tokens, entry.instance.model.kv_bytes_per_token)
 
     def _forgive_own_sleep(self, at_s: float) -> None:
-        """A monitor that was stopped for a while has heard nobody, and that was not their fault."""
+        """After this process was stopped, the instances' silence is not counted."""
         last_s, self._ticked_at_s = self._ticked_at_s, at_s
         if last_s is None or at_s - last_s <= self.rules.lease_s / 2:
             return
@@ -374,7 +375,7 @@ class MonitorCore:
             self._newest.popitem(last=False)
 
     def check(self) -> None:
-        """Raise InvariantViolation unless streams and entries name each other and every bound holds."""
+        """Raise InvariantViolation unless streams and entries reference each other and every bound holds."""
         for stream_id, worker_id in self._streams.items():
             entry = self.entries.get(worker_id)
             if entry is None or entry.stream_id != stream_id:

@@ -1,4 +1,4 @@
-"""What goes into the monitor's core (events) and what comes out (commands, and changes that watchers are told)."""
+"""Events and commands of the monitor's core, and events for watchers."""
 
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -24,10 +24,10 @@ class WholeMemory:
 
 @dataclass(frozen=True, slots=True)
 class BacklogWord:
-    """What one dispatcher says about what waits there, and what has come lately."""
+    """Waiting requests and recent traffic of one dispatcher."""
 
     dispatcher_id: DispatcherId
-    serial: str  # differs from word to word
+    serial: str  # differs between entries
     traffic: Traffic
 
 
@@ -50,7 +50,7 @@ class LoadReported:
     stream_id: StreamId
     load: LoadReport
     place: Place | None = None
-    pace: Pace | None = None  # None: it does not know
+    pace: Pace | None = None  # None: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,12 @@ class StreamEnded:
     at_s: float
     cause_id: str
     stream_id: StreamId
-    said_goodbye: bool  # the worker closed it on purpose: it leaves
+    said_goodbye: bool  # the worker is leaving
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionRefused:
-    """Nobody listens at the instance's address any more."""
+    """Nothing listens at the instance's address."""
 
     at_s: float
     cause_id: str
@@ -73,7 +73,7 @@ class ConnectionRefused:
 
 @dataclass(frozen=True, slots=True)
 class RegistryLoaded:
-    """What an earlier monitor wrote down: the newest life it knew of each worker, and what that one can hold."""
+    """State of an earlier monitor: the newest incarnation of each worker, and its capacity."""
 
     at_s: float
     cause_id: str
@@ -83,7 +83,7 @@ class RegistryLoaded:
 
 @dataclass(frozen=True, slots=True)
 class SurroundingsRead:
-    """What planner and dispatchers have written into the state server."""
+    """Entries of planner and dispatchers in the state server."""
 
     at_s: float
     cause_id: str
@@ -95,7 +95,7 @@ class SurroundingsRead:
 class LeadershipChanged:
     at_s: float
     cause_id: str
-    token: int | None  # fencing token; None: standing by
+    token: int | None  # fencing token; None: standby
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +116,15 @@ Event = (
 )
 
 
-# ---------------------------------------------------------------- what watchers are told
+# ---------------------------------------------------------------- events for watchers
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceUp:
     instance: Instance
     draining: bool
-    place: Place | None = None  # as it said last; None: alone, with all layers
-    parked: bool = False  # as it says itself
+    place: Place | None = None  # as last reported; None: alone, with all layers
+    parked: bool = False  # as reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class InstanceLost:
     worker_id: WorkerId
     incarnation: Incarnation
     why: str
-    silent: bool = False  # nothing was heard of it for long; there is no other evidence of its end
+    silent: bool = False  # no reports, and no other evidence of its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +143,12 @@ class InstanceDraining:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotEnd:
-    """Whoever has not been named by now is not there."""
+    """Instances not named so far are not alive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """Memory is or will be short, or is plentiful again. Said once: a watcher that comes later is not told."""
+    """Memory is or will be short, or is plentiful again. Sent once, to present watchers."""
 
     signal: Signal
     groups: tuple[GroupDemand, ...]
@@ -161,11 +161,11 @@ Change = InstanceUp | InstanceLost | InstanceDraining | SnapshotEnd | Raised
 
 
 class CloseReason(Enum):
-    STANDBY = auto()  # this monitor is not the active one
-    STALE = auto()  # a newer life of the worker is known
-    SUPERSEDED = auto()  # the same worker opened a newer stream
-    SILENT = auto()  # declared lost; if it lives after all, it announces itself again
-    FULL = auto()  # as many instances as the monitor takes
+    STANDBY = auto()  # not the active monitor
+    STALE = auto()  # a newer incarnation of the worker is known
+    SUPERSEDED = auto()  # a newer stream of the same worker
+    SILENT = auto()  # declared lost; a live worker announces itself again
+    FULL = auto()  # maximum number of instances
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,13 +178,13 @@ class Publish:
 class CloseStream:
     stream_id: StreamId
     why: CloseReason
-    have: int = 0  # STALE: the incarnation that the stream announced
-    want: int = 0  # STALE: the newest one
+    have: int = 0  # STALE: the stream's incarnation
+    want: int = 0  # STALE: the newest incarnation
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeAddress:
-    """Find out whether anybody listens at the address of an instance whose stream broke."""
+    """Check whether anything listens at the address of an instance whose stream broke."""
 
     instance: Instance
     cause_id: str
@@ -192,24 +192,24 @@ class ProbeAddress:
 
 @dataclass(frozen=True, slots=True)
 class WriteRegistry:
-    """Bring the rows in the state server up to date with the core; `forget` names those to delete."""
+    """Write the core's rows to the state server; `forget`: rows to delete."""
 
     forget: tuple[WorkerId, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRegistry:
-    """Read the rows that an earlier active monitor left."""
+    """Read the rows of an earlier active monitor."""
 
 
 @dataclass(frozen=True, slots=True)
 class DismissWatchers:
-    """This monitor is no longer the active one: watchers must look for the one that is."""
+    """No longer active: watchers must find the active one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetBacklogs:
-    """These dispatchers have said nothing for long: delete what they said last."""
+    """Delete the entries of dispatchers that have been silent for long."""
 
     dispatcher_ids: tuple[DispatcherId, ...]
 

@@ -1,1 +1,1 @@
-"""Decides from plain numbers whether memory will be short or has become idle: pure, no clock, no I/O."""
+"""Decides from plain numbers whether memory is short or idle: pure, no clock, no I/O."""

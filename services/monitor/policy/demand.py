@@ -1,7 +1,7 @@
-"""What requests want of the KV memory and what there is, in bytes of KV over all layers.
+"""Demand for KV memory and its capacity, in bytes of KV over all layers.
 
-Only these bytes can be added up over groups: blocks of a pipeline's stages differ in size, but a token's KV over all
-layers is the same everywhere.
+Only these bytes can be summed over groups: blocks of pipeline stages differ in size, but a token's KV over all layers
+does not.
 """
 
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from ballast.common.load import LoadReport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLoad:
-    """One group by its leader's newest report. The other members only follow: their own counts mean nothing."""
+    """One group by its leader's latest report; the counts of other members are ignored."""
 
     leader_id: WorkerId
     member_ids: tuple[WorkerId, ...]
     used_bytes: int  # held by running requests
-    spare_bytes: int = 0  # of what all groups use: kept by the leader's group before, which dissolves, and not needed
-    waiting_bytes: int  # wanted by the prompts of requests in the leader's own queue, head of line included
+    spare_bytes: int = 0  # part of the total: held by the leader's draining group, and not needed
+    waiting_bytes: int  # needed by prompts in the leader's waiting line, head of line included
     capacity_bytes: int
-    undropped_bytes: int  # what the members' KV holds together when each has all layers
+    undropped_bytes: int  # the members' KV if each held all layers
 
     @property
     def wanted_bytes(self) -> int:
@@ -29,18 +29,18 @@ class GroupLoad:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Requests that wait in a dispatcher and that no worker knows of."""
+    """Requests waiting in a dispatcher."""
 
     request_count: int
-    token_count: int  # of prompts, and of what earlier attempts have generated
+    token_count: int  # of prompts, and of earlier attempts' output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupDemand:
-    """One group as watchers and status tools are told."""
+    """One group, for watchers and status tools."""
 
     leader_id: WorkerId
-    demand_bytes: int  # wanted now, and the growth of the running requests until the horizon
+    demand_bytes: int  # at present, plus the growth of running requests until the horizon
     capacity_bytes: int
     used_bytes: int
     demand_growth_bytes_per_s: float
@@ -51,13 +51,13 @@ class ClusterDemand:
     """The whole cluster at one moment."""
 
     at_s: float
-    wanted_bytes: int  # held by running requests, and wanted by queued ones wherever they wait
-    engaged_bytes: int  # the same without the backlogs: what workers hold, and what waits for memory in their queues
+    wanted_bytes: int  # held by running requests, and needed by waiting ones everywhere
+    engaged_bytes: int  # without the backlogs
     used_bytes: int
     capacity_bytes: int
     undropped_bytes: int
     groups: tuple[tuple[WorkerId, ...], ...]  # members of each group, leaders first
-    complete: bool  # nothing is unknown: what seems idle is idle
+    complete: bool  # all reports are known
 
     @property
     def merged(self) -> tuple[tuple[WorkerId, ...], ...]:
@@ -82,7 +82,7 @@ def waiting_bytes(load: LoadReport, kv_bytes_per_token: int) -> int:
 
 
 def backlog_bytes(backlog: Backlog, block_tokens: int, kv_bytes_per_token: int) -> int:
-    """Expected need: the next token belongs to it, and a last block is half empty on average."""
+    """Expected need: including the next token, and half a block on average."""
     tokens = backlog.token_count + backlog.request_count * (1 + block_tokens // 2)
     return tokens * kv_bytes_per_token
 

@@ -29,10 +29,10 @@ from ballast.common.ids import WorkerId
 from services.monitor.policy.demand import ClusterDemand
 from services.monitor.policy.trend import since, slope_per_s
 
-TREND_WINDOW_S = 2.0  # samples not older than this make a trend: twenty of them, so that chance is none
-# Of the slopes in the window: growth that three out of four show is no accident.
+TREND_WINDOW_S = 2.0  # of samples for a trend: twenty samples reduce noise
+# Quantile of the slopes in the window: growth confirmed by three out of four.
 _SURE_QUANTILE = 0.25
-# Bursts further apart than this are not waited for.
+# Maximum interval of bursts that is waited for.
 _LONGEST_WAIT_S = 60.0
 
 
@@ -40,19 +40,19 @@ _LONGEST_WAIT_S = 60.0
 class PressureRules:
     """The first three are settings."""
 
-    overload_threshold_fraction: float  # of the capacity at the horizon: forecast demand above it is an overload
+    overload_threshold_fraction: float  # of the capacity: forecast demand above it is an overload
     relief_threshold_fraction: float  # of the un-dropped memory: usage below it is a relief
     dwell_s: float  # between any two transitions
     sample_count: int  # bound of the history
-    horizon_s: float = 1.0  # how far ahead is looked: about what a drop takes, with the look that leads to it
+    horizon_s: float = 1.0  # about the duration of a drop, with the evaluation before
     trend_window_s: float = TREND_WINDOW_S
-    # Less than the threshold: so large a share of the memory has to be taken, or waited for in the workers, before
-    # anything is alarming. An early drop wins nothing, and a pipeline is slower.
+    # Below the threshold: this fraction of the memory must be used, or waited for in the workers. An early drop gains
+    # nothing, and a pipeline is slower.
     arming_below_fraction: float = 0.05
-    # Of the forecast demand, freed in excess where the planner cannot compare: where only some groups are merged, new
-    # requests all go where the room is, and wait for computing there.
+    # Fraction of the forecast demand freed in excess where the planner cannot compare: with only some groups merged,
+    # new requests all go there, and wait for computation.
     overload_margin_fraction: float = 0.25
-    relief_after_s: float = 2.0  # usage has to be that low for so long: as long as a trend
+    relief_after_s: float = 2.0  # minimum duration of low usage: as long as a trend
 
     @property
     def overload_arming_fraction(self) -> float:
@@ -84,11 +84,11 @@ _NOWHERE = WorkerId("")
 
 @dataclass(frozen=True, slots=True)
 class LongRequest:
-    """A request waits for a group that holds it, or is about to outgrow its instance: no shortage of the others."""
+    """A request waits for a group that holds it, or is about to outgrow its instance; not a shortage for others."""
 
     need_tokens: int
-    prompt_tokens: int = 0  # so many of them are to be computed
-    leader_id: WorkerId = _NOWHERE  # where it runs; empty: nowhere yet
+    prompt_tokens: int = 0  # of them, tokens to be computed
+    leader_id: WorkerId = _NOWHERE  # of its present group; empty: none yet
 
 
 Signal = Overload | Relief | LongRequest
@@ -103,23 +103,23 @@ class Forecast:
     growth_bytes_per_s: float
 
     def missing_bytes(self, fraction: float, margin_fraction: float = 0.0) -> int:
-        """What capacity lacks for the demand, and the margin, to be just `fraction` of it."""
+        """Additional capacity needed so that demand, with a margin, is `fraction` of it."""
         return max(0, math.ceil(self.demand_bytes * (1 + margin_fraction) / fraction - self.capacity_bytes))
 
 
 @dataclass(slots=True)
 class Pressure:
-    """`observe` takes one sample after the other, in order of time."""
+    """`observe` takes samples in order of time."""
 
     rules: PressureRules
     history: deque[ClusterDemand] = field(init=False)
     forecast: Forecast | None = None  # of the newest sample
-    quiet_until_s: float = -math.inf  # no transition is asked for before
-    _changeable_from_s: float = -math.inf  # the same, but for the relief that was asked for last
-    _relieving: bool = False  # a relief was asked for, and since then the groups have not changed
+    quiet_until_s: float = -math.inf  # no event before
+    _changeable_from_s: float = -math.inf  # the same, without the last relief
+    _relieving: bool = False  # a relief was raised, and groups have not changed since
     _low_since_s: float | None = None
-    _given_back_s: float | None = None  # since when demand had been low before the last restore, if no drop followed
-    _relief_after_s: float = 0.0  # it has to be low for so long at least before the next
+    _given_back_s: float | None = None  # start of low demand before the last restore, unless a drop followed
+    _relief_after_s: float = 0.0  # learnt minimum duration of low demand
     _unchecked_count: int = 0  # samples since the last check
 
     def __post_init__(self) -> None:
@@ -127,7 +127,7 @@ class Pressure:
         self.history = deque(maxlen=self.rules.sample_count)
 
     def begin(self, at_s: float) -> None:
-        """Forgets everything. The monitor before may have asked for a transition a moment ago: a dwell time begins."""
+        """Reset. The previous monitor may have raised an event just now: a dwell time begins."""
         self.history.clear()
         self.forecast = None
         self.quiet_until_s = self._changeable_from_s = at_s + self.rules.dwell_s
@@ -137,7 +137,7 @@ class Pressure:
 
     def observe(self, sample: ClusterDemand) -> list[Signal]:
         self._append(sample)
-        if sample.capacity_bytes <= 0:  # nobody serves: there is nothing to drop and nothing to restore
+        if sample.capacity_bytes <= 0:  # nothing serves: nothing to drop or restore
             self.forecast = None
             self._low_since_s = None
             return []
@@ -160,7 +160,7 @@ class Pressure:
         self._unchecked_count += 1
 
     def _learn(self, before: ClusterDemand, sample: ClusterDemand) -> None:
-        """How long to wait for the next burst before giving back."""
+        """Learn how long to wait for the next burst before a restore."""
         if len(sample.merged) < len(before.merged):
             self._given_back_s = self._low_since_s if self._relieving else None
         elif self._given_back_s is not None:
@@ -173,7 +173,7 @@ class Pressure:
         recent = since(self.history, since_s)
         wanted = slope_per_s([(s.at_s, s.wanted_bytes) for s in recent], at_quantile=_SURE_QUANTILE)
         capacity = slope_per_s([(s.at_s, s.capacity_bytes) for s in recent])
-        # Memory on its way back to parameters shrinks by plan, and not for long below what all parameters leave.
+        # Memory being returned to parameters shrinks by plan, down to what all parameters leave.
         now_bytes = self._settled_bytes(sample)
         floor = min(now_bytes, sample.undropped_bytes)
         shrunk = max(floor, now_bytes + min(0.0, capacity) * rules.horizon_s)
@@ -184,7 +184,7 @@ class Pressure:
         )
 
     def _settled_bytes(self, sample: ClusterDemand) -> int:
-        """The capacity, or what it will be when the parameters are back and the pipelines before are gone."""
+        """The capacity, or that after a restore in progress."""
         comes_back = self._relieving or not sample.merged
         return max(sample.capacity_bytes, sample.undropped_bytes) if comes_back else sample.capacity_bytes
 
@@ -194,8 +194,8 @@ class Pressure:
         return forecast.demand_bytes > self.rules.overload_threshold_fraction * forecast.capacity_bytes
 
     def _note(self, sample: ClusterDemand, forecast: Forecast) -> None:
-        """Since when what has to last for a while has lasted. What came just now may be a burst, which an overload
-        sees; it is no reason to keep parameters away: only a trend is.
+        """Record since when conditions hold. A sudden rise may be a burst, which overload detects; only a trend delays
+        a relief.
         """
         at_s, rules = sample.at_s, self.rules
         grown_bytes = max(0.0, forecast.growth_bytes_per_s * rules.horizon_s)
@@ -218,8 +218,8 @@ class Pressure:
         return []
 
     def check(self) -> None:
-        """Raise InvariantViolation unless the history is in order and of one set of groups. What was checked before is
-        not looked at again, but for the newest of it.
+        """Raise InvariantViolation unless the history is ordered and of one set of groups. Samples checked before are
+        skipped, except the newest.
         """
         newest = list(islice(reversed(self.history), self._unchecked_count + 1))
         self._unchecked_count = 0

@@ -1,9 +1,9 @@
-"""How fast something grows, from samples of which some are outliers."""
+"""Growth rate from samples with outliers."""
 
 from collections.abc import Reversible, Sequence
 from typing import Protocol, TypeVar
 
-# Fewer samples say nothing about a trend.
+# Minimum samples of a trend.
 _LEAST_SAMPLES = 3
 
 Point = tuple[float, float]  # (at_s, value)
@@ -19,8 +19,9 @@ Sample = TypeVar("Sample", bound=Timed)
 
 def slope_per_s(points: Sequence[Point], *, at_quantile: float = 0.5) -> float:
     """Median (or another quantile) of the slopes between samples half the series apart, after Theil's incomplete
-    method: exact for a straight line, untouched by a few outliers, linear in the number of samples. A low quantile is
-    a growth that nearly all of the samples confirm. 0.0 where there are too few."""
+    method: exact for a straight line, robust to outliers, linear in the number of samples. A low quantile is a growth
+    confirmed by nearly all samples. 0.0 with too few.
+    """
     if len(points) < _LEAST_SAMPLES:
         return 0.0
     later = points[len(points) - len(points) // 2 :]

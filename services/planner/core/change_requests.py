@@ -1,4 +1,4 @@
-"""Changes that somebody wants, and what becomes of them: a target layout, or the reason why not (pure)."""
+"""Change requests and their results: a target layout, or the reason for a rejection (pure)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,19 +33,19 @@ from services.planner.policy.restore import RESTORE_USAGE_LIMIT, RestorePlan, pl
 from services.planner.policy.snapshot import ModelShape, Snapshot, columns_of
 from services.planner.policy.split import is_unlike, kinds_of
 
-# A drop so many times as good as nothing, or better, is done at the first look; another one if a second look agrees.
+# A drop that is predicted to be better by this factor starts at the first evaluation; others if a second one agrees.
 _CLEAR = 1.5
-_BLIND_S, _BLIND_NEED = 10.0, 0.25  # of the memory
+_BLIND_S, _BLIND_NEED = 10.0, 0.25  # fraction of the memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planning:
-    """How an overload is met."""
+    """Policy for overloads."""
 
     targets: Targets = field(default_factory=Targets)
-    compares: bool = True  # predictions, "nothing" among them; without them, or where nobody knows, by need
-    # By need, groups become deeper than pairs only where pairs leave more than this share of the wanted KV unmet. The
-    # need that the monitor tells has its margin: this is a demand of 1.25 times what there is.
+    compares: bool = True  # by predicted loss, doing nothing included; False, or without data: by need
+    # By need, groups become deeper than pairs only where pairs leave more than this fraction of the wanted KV unmet.
+    # The monitor's need includes a margin: this is a demand of 1.25 times the capacity.
     tolerable_shortfall: float = 0.65
 
 
@@ -53,13 +53,13 @@ class Planning:
 class DropRequest:
     by: str  # overload or operator
     cause_id: str
-    request_id: str = ""  # who waits for an answer
+    request_id: str = ""  # of the waiting caller
     required_bytes: int | None = None
     worker_ids: tuple[WorkerId, ...] = ()
-    again: bool = False  # an overload that was looked at before
-    blind_s: float = 0.0  # so long its comparison has lacked what it is made from
-    hold_s: float = 0.0  # once it has begun, for so long nothing comes back unless an operator says so
-    long: LongNeed | None = None  # of a request that wants a larger group
+    again: bool = False  # a second evaluation of an overload
+    blind_s: float = 0.0  # how long data for a comparison has been missing
+    hold_s: float = 0.0  # no automatic restore for that long afterwards
+    long: LongNeed | None = None  # set for a request that needs a larger group
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class RestoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class SizeRequest:
-    """A look at how many instances should serve. Whatever else is wanted takes its place."""
+    """Evaluate how many instances should serve. Any other change request replaces it."""
 
     cause_id: str
     by: str = "look"
@@ -91,17 +91,17 @@ class Approved:
     lines: tuple[str, ...]
     shortfall_bytes: int = 0
     sources: Mapping[WorkerId, Sources] = field(default_factory=dict[WorkerId, Sources])
-    gives_way: bool = False  # while it is prepared, to what others want
-    compared: Comparison | None = None  # that it came of
+    gives_way: bool = False  # may be aborted for other requests while it is prepared
+    compared: Comparison | None = None  # the comparison that led to it
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
     why: str
     shortfall_bytes: int = 0
-    for_now: bool = False  # it is not worth it; that may change within moments
+    for_now: bool = False  # not worth it at present; to be evaluated again soon
     compared: Comparison | None = None
-    blind: bool = False  # what a comparison is made from is not known
+    blind: bool = False  # data for a comparison is missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def decide(
     epoch: Epoch,
     planning: Planning | None = None,
 ) -> Approved | Rejected:
-    """`planning`: how an overload is met; operators get what they ask for."""
+    """`planning`: policy for overloads; operators' requests are executed as asked."""
     planning = planning or Planning(compares=False, tolerable_shortfall=0.0)
     try:
         if isinstance(change, DropRequest):
@@ -133,7 +133,7 @@ def decide(
 
 
 def complete(base: Layout, members: tuple[Member, ...], epoch: Epoch, why: str) -> Approved:
-    """Survivors of a pipeline get what they lack from the disk, for lack of anybody with whom they share links."""
+    """Survivors of a pipeline load missing layers by themselves; this plan is for those that have not, from disk."""
     layers = range(base.layer_count)
     sources: dict[WorkerId, Sources] = {m.worker_id: tuple((layer, None) for layer in layers) for m in members}
     return Approved(TransitionKind.RESTORE, completed(base, members, epoch, why), None, (), sources=sources)
@@ -146,7 +146,8 @@ def explain_now(
     required_bytes: int | None,
     targets: Targets,
 ) -> Explained:
-    """What `ballast drop` would do now; first what is predicted of the layouts that an overload would choose from.
+    """Explain what `ballast drop` would do now, with the predictions for the layouts that an overload would choose
+    from.
 
     Raises:
         NoSurvey: too little is known.
@@ -221,7 +222,7 @@ def _for_long(
     epoch: Epoch,
     planning: Planning,
 ) -> Approved | Rejected:
-    """The smallest group that holds it beside what runs there, if the others can bear it."""
+    """The smallest group that holds the request beside its present ones, if the effect on others is tolerable."""
     snapshot, led = surveyed
     if (holder := held_by(snapshot, need)) is not None:
         return Rejected(f"{holder} holds {need.need_tokens} tokens already", for_now=True)
@@ -249,7 +250,9 @@ def _for_long(
 
 
 def _by_hand(change: DropRequest, base: Layout, model: ModelInfo | None, load: ClusterLoad, epoch: Epoch) -> Approved:
-    """These members in their order, with layers as even as it goes; unlike ones as they hold enough together."""
+    """One group of these members in this order, with layers split as evenly as possible; with unlike memories by
+    capacity.
+    """
     names, why = change.worker_ids, f"{change.by}: {'+'.join(change.worker_ids)}"
     target, lines = merged_by_hand(base, names, epoch, why), (f"merged: {' '.join(names)}",)
     try:
@@ -264,14 +267,14 @@ def _by_hand(change: DropRequest, base: Layout, model: ModelInfo | None, load: C
 
 
 def _must_act_blind(change: DropRequest, snapshot: Snapshot, needed_bytes: int) -> bool:
-    """Where a great deal has lacked for long, to drop as much as that is better than to wait for what is not known."""
+    """After a long large shortfall, dropping is better than waiting for missing data."""
     model = snapshot.model
     capacity_bytes = sum(columns_of(snapshot.groups).blocks) * model.block_bytes * model.layer_count
     return change.blind_s >= _BLIND_S and needed_bytes > _BLIND_NEED * capacity_bytes
 
 
 def _unknown(load: ClusterLoad, model: ModelInfo | None) -> str:
-    """What a comparison lacks; empty: nothing."""
+    """Data missing for a comparison; empty: complete."""
     if load.pace is None or not load.pace.is_believable:
         return "how fast instances are"
     traffic, longest = load.traffic, model.max_model_len if model is not None else 0
@@ -298,7 +301,7 @@ def _compared(
     fresh = load.fresh_traffic
     if fresh is None or not compared.chosen.merges:
         return compared
-    # A silent dispatcher may be stopped, or dead and its clients elsewhere: what is done has to be right in both cases.
+    # A silent dispatcher may be stopped, or dead with its clients elsewhere: the choice has to be right in both cases.
     if not fresh.known_s:
         fresh = replace(load.traffic, queued_count=0, queued_tokens=0, oldest_wait_s=0.0)
     without = compare(snapshot, running, fresh, load.pace, targets)
@@ -336,7 +339,9 @@ def _restore(
             surveyed, load, model, planning.targets, {d.group_id: d.block_counts for d in found.dissolutions}
         )
         if compared is not None and compared.chosen is compared.candidates[0]:
-            return Rejected("; ".join(("to give back would be worse", *compared.lines())), compared=compared)
+            return Rejected(
+                "; ".join(("to give back would be worse, or take too long", *compared.lines())), compared=compared
+            )
     return Approved(
         TransitionKind.RESTORE,
         dissolved(base, chosen, epoch, f"{change.by}: restore"),

@@ -1,7 +1,7 @@
-"""A layout that was lost with the state server, made again from what the instances say of their places (pure).
+"""Rebuilds a layout that the state server has lost from the places that instances report (pure).
 
-A place counts if it is newer than the layout that is known: no instance gets into a group before the layout with it is
-stored, so such a layout was stored, and has been lost since.
+A reported place counts if its epoch is newer than the known layout's: an instance enters a group only after the layout
+has been stored, so that layout was stored and has been lost since.
 """
 
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ from services.planner.policy.replicate import Partial
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    incarnation: Incarnation  # of the instance that says so
+    incarnation: Incarnation  # of the reporting instance
     place: Place
 
 
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
-    layout: Layout  # under the newest epoch that was claimed
-    partial: Partial  # hold only some layers, and are in no group any more
+    layout: Layout  # with the newest reported epoch
+    partial: Partial  # hold only some layers, and belong to no group any more
 
 
 def newer(layout: Layout, claims: Mapping[WorkerId, Claim]) -> dict[WorkerId, Claim]:
@@ -29,9 +29,9 @@ def newer(layout: Layout, claims: Mapping[WorkerId, Claim]) -> dict[WorkerId, Cl
 
 
 def rebuild(layout: Layout, claims: Mapping[WorkerId, Claim], layer_count: int) -> Rebuilt | None:
-    """The groups on whose members all of them agree, beside those of `layout` of which nobody says anything newer.
+    """The groups whose members agree, and those of `layout` about which nothing newer is reported.
 
-    None: nobody says anything newer than the layout.
+    None: nothing newer than the layout is reported.
     """
     telling = newer(layout, claims)
     if not telling:
@@ -62,7 +62,7 @@ def rebuild(layout: Layout, claims: Mapping[WorkerId, Claim], layer_count: int) 
 
 
 def _is_agreed(claim: Claim, telling: Mapping[WorkerId, Claim], layer_count: int) -> bool:
-    """Whether all members live on, say the same, and hold all layers together, each in one place."""
+    """True if all members live, report the same group, and together hold all layers in distinct places."""
     group, next_layer = claim.place.group, 0
     if len({member.worker_id for member in group.members}) != len(group.members):
         return False
@@ -80,4 +80,4 @@ def _layers(worker_id: WorkerId, claim: Claim) -> range:
     for member in claim.place.group.members:
         if (member.worker_id, member.incarnation) == (worker_id, claim.incarnation):
             return range(member.first_layer, member.last_layer)
-    return range(0)  # it names a group that it is not in
+    return range(0)  # it reports a group without itself

@@ -1,7 +1,7 @@
-"""Transitions of the cluster, one at a time: who wants one, how it goes, what is remembered of it (pure).
+"""The cluster's transitions, one at a time: requests, progress, history; and the reasons to abort one (pure).
 
-Rule 1: a transition begins only on a layout at rest; it holds other changes of the layout back until it is decided.
-Rule 2: what has been journaled last counts. A new leader takes up what it finds, forward or back.
+Rule 1: a transition begins only when the layout is at rest, and delays other changes of it until the decision.
+Rule 2: the last journal is authoritative. A new leader completes or aborts what it finds.
 """
 
 import dataclasses
@@ -55,37 +55,37 @@ from services.planner.policy.long_request import LongNeed
 _STAGES = tuple(Stage)
 _KEPT_RECORDS = 32
 _KEPT_REQUESTS = 1000
-# After an overload for which no drop was worth it the planner looks again, until the monitor may raise the next one,
-# and less often the more instances there are, as each look takes longer.
+# After an overload without a worthwhile drop the planner re-evaluates until the monitor may raise the next one, less
+# often the more instances there are, as each evaluation takes longer.
 _LOOK_AGAIN_S, _LOOK_AGAIN_S_EACH, _LOOK_FOR_S = 0.1, 1e-4, 2.6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConductorRules:
     policy: OverloadPolicy = OverloadPolicy.DROP  # unless `drop`, overloads are only counted
-    pipeline_degree: int = 2  # instances that static pipelines are made of
+    pipeline_degree: int = 2  # instances of a static pipeline
     restores: bool = True  # when demand has fallen
     sizing: SizingRules = field(default_factory=SizingRules)
     planning: Planning = field(default_factory=Planning)
     coordinator: CoordinatorRules = field(default_factory=CoordinatorRules)
-    request_timeout_s: float = 5.0  # a change that cannot begin by then is given up
-    retry_s: float = 2.0  # after a transition that the planner itself wanted has failed
+    request_timeout_s: float = 5.0  # after which a pending request is rejected
+    retry_s: float = 2.0  # after a failed transition that the planner itself began
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutContext:
-    """What a transition begins on."""
+    """State of the layout in which a transition begins."""
 
     layout: Layout
     model: ModelInfo | None
     epoch: Epoch  # of the transition
-    stranded: tuple[Member, ...]  # hold some layers only and serve nowhere
+    stranded: tuple[Member, ...]  # hold some layers only, in no group
     kept_out: KeptOut
 
 
 @dataclass(slots=True)
 class _OperatorRequest:
-    """A request by hand; kept so that a repetition is answered alike."""
+    """An operator's request; kept so that a repetition gets the same answer."""
 
     what: tuple[object, ...]
     epoch: Epoch | None = None
@@ -97,27 +97,25 @@ class Conductor:
     rules: ConductorRules
     standings: Standings
     coordinator: Coordinator | None = None
-    record: TransitionRecord | None = None  # of the transition under way
+    record: TransitionRecord | None = None  # of the current transition
     history: deque[TransitionRecord] = field(default_factory=lambda: deque[TransitionRecord](maxlen=_KEPT_RECORDS))
     to_write: Journal | None = None  # not yet known to be stored
     newest: Journal | None = None  # known to be, or to have been, stored
-    failed: tuple[WorkerId, ...] = ()  # of the transition that ended last, for the core to take up
-    prediction_log: PredictionLog = field(
-        default_factory=PredictionLog
-    )  # what was predicted of decisions, and what came
+    failed: tuple[WorkerId, ...] = ()  # of the last transition, to be handled by the core
+    prediction_log: PredictionLog = field(default_factory=PredictionLog)  # predictions and outcomes of decisions
     sizing: Sizing = field(init=False)
     _change: DesiredChange | None = None
     _requested_at_s: float = 0.0
-    _load: p.ClusterLoad | None = None  # for the change
+    _load: p.ClusterLoad | None = None  # for the pending change
     _sources: dict[WorkerId, p.Sources] = field(default_factory=dict[WorkerId, p.Sources])
-    _gives_way: bool = False  # the transition, while it is prepared, to what others want
+    _gives_way: bool = False  # the transition may be aborted for other requests while it is prepared
     _requests: OrderedDict[str, _OperatorRequest] = field(default_factory=OrderedDict[str, _OperatorRequest])
-    _own_at_s: float = 0.0  # no transition of the planner's own will before
-    _again_at_s: float = math.inf  # an overload is looked at anew
-    _again_bytes: int = 0  # what it lacked
-    _again_until_s: float = -math.inf  # and no more from then on
-    _blind_s: tuple[float, float] | None = None  # when an overload was first and last refused for lack of knowledge
-    _held_until_s: float = 0.0  # until then only an operator brings parameters back
+    _own_at_s: float = 0.0  # no transition of the planner's own before
+    _again_at_s: float = math.inf  # when an overload is evaluated again
+    _again_bytes: int = 0  # its shortfall
+    _again_until_s: float = -math.inf  # until when it is evaluated again
+    _blind_s: tuple[float, float] | None = None  # first and last rejection of an overload for missing data
+    _held_until_s: float = 0.0  # no automatic restore before
     _dropped_at_s: dict[GroupId, float] = field(default_factory=dict[GroupId, float])
 
     def __post_init__(self) -> None:
@@ -129,12 +127,12 @@ class Conductor:
 
     @property
     def holds_layout(self) -> bool:
-        """Nothing else may change the layout: a transition that is based on it is not decided yet."""
+        """True while no other change of the layout is allowed: a transition based on it is not decided."""
         return self.coordinator is not None and not self.coordinator.decided
 
     @property
     def due_at_s(self) -> float:
-        """When `tick` wants to be called."""
+        """When `tick` is to be called."""
         if self.coordinator is not None:
             own_s = self.coordinator.tick_at_s if self.to_write is None else math.inf
         else:
@@ -150,14 +148,14 @@ class Conductor:
         return self._own_at_s
 
     def held_s(self, at_s: float) -> float:
-        """Seconds for which the planner still leaves dropped parameters away, as an operator wants it."""
+        """Seconds for which no automatic restore happens, by an operator's request."""
         return max(0.0, self._held_until_s - at_s)
 
     def records(self) -> list[TransitionRecord]:
         """Newest first."""
         return ([self.record] if self.record is not None else []) + list(reversed(self.history))
 
-    # ------------------------------------------------------------ who wants a change
+    # ------------------------------------------------------------ change requests
 
     def overload(self, event: p.OverloadRaised) -> list[p.Command]:
         if self.rules.policy is not OverloadPolicy.DROP:
@@ -174,8 +172,8 @@ class Conductor:
         return self._take(DropRequest("overload", event.cause_id, required_bytes=event.required_bytes), event.at_s)
 
     def long_request(self, event: p.LongRequestRaised) -> list[p.Command]:
-        """Said again each second: what is not possible now is looked at then. A restore that is only prepared may take
-        away what it needs.
+        """Repeated each second, so an impossible change is evaluated again. Aborts a restore that is only prepared, as
+        it may take the memory.
         """
         if self.rules.policy is not OverloadPolicy.DROP or self._has_change:
             return []
@@ -189,12 +187,12 @@ class Conductor:
 
     @property
     def _must_end(self) -> bool:
-        """A member waits for it to leave, however large the demand is."""
+        """A draining member waits for this restore, which is not aborted for demand."""
         return self.record is not None and self.record.by == "drain"
 
     @property
     def _gives_memory_up(self) -> bool:
-        """A restore is under way; one of survivors, who serve nowhere, brings memory instead."""
+        """True for a restore that reduces KV memory; that of stranded survivors adds some."""
         if self.coordinator is None or self.coordinator.journal.kind is TransitionKind.DROP:
             return False
         journal = self.coordinator.journal
@@ -242,16 +240,16 @@ class Conductor:
 
     @property
     def _has_change(self) -> bool:
-        """One is wanted that is more than a look."""
+        """True if a change other than a size evaluation is pending."""
         return self._change is not None and not isinstance(self._change, SizeRequest)
 
     @property
     def _may_give_way(self) -> bool:
-        """A restore of the planner's own is being prepared: what others want comes first."""
+        """True while a restore of the planner's own is prepared: other requests have precedence."""
         return self.coordinator is not None and self._gives_way and self.coordinator.stage is Stage.PREPARING
 
     def dissolve_draining(self, layout: Layout, at_s: float, cause_id: str) -> list[p.Command]:
-        """A member that is to leave takes its group apart first."""
+        """Restore the groups of draining members first."""
         groups = _draining(layout)
         if not groups or self.busy or self._has_change or at_s < self._own_at_s:
             return []
@@ -278,20 +276,20 @@ class Conductor:
             self._load = event.load
         return _told(self.prediction_log.settle(event.load.traffic, event.at_s))
 
-    # ------------------------------------------------------------ begin
+    # ------------------------------------------------------------ beginning
 
     @property
     def wants_to_begin(self) -> bool:
         return not self.busy and self._change is not None and self._load is not None
 
     def begin(self, context: LayoutContext, at_s: float, cause_id: str) -> list[p.Command]:
-        """The layout is at rest: carries out what is requested, if that can be."""
+        """The layout is at rest: plan the pending request and begin its transition, if possible."""
         change, load = self._change, self._load
         if change is None or load is None:
             return []
         sizes = isinstance(change, SizeRequest) or (self.rules.sizing.parks and not change.request_id)
         if sizes and (moved := self._size(context, load, at_s)):
-            return moved  # and once that is the layout, the rest
+            return moved  # the other requests once it is the layout
         if isinstance(change, SizeRequest):
             return self._looked(at_s)
         if isinstance(change, DropRequest):
@@ -319,15 +317,16 @@ class Conductor:
         return told + self._start(approved, context, at_s, change)
 
     def _blind_for_s(self, at_s: float) -> float:
-        """So long overloads could not be compared, the last of them a moment ago."""
+        """For how long overloads could not be compared, the last of them recently."""
         if self._blind_s is None or at_s - self._blind_s[1] > 2 * _LOOK_FOR_S:
             return 0.0
         return at_s - self._blind_s[0]
 
     def _size(self, context: LayoutContext, load: p.ClusterLoad, at_s: float) -> list[p.Command]:
-        """Who is to leave or to come back, if anybody is; nothing is prepared or given back meanwhile."""
+        """Park or wake instances if the evaluation says so; prepares no transition meanwhile."""
         load, targets = load.without(context.kept_out.of_another_protocol()), self.rules.planning.targets
-        away, compared = self.sizing.look(context.layout, context.model, load, targets, at_s)
+        may_shrink = isinstance(self._change, SizeRequest)
+        away, compared = self.sizing.look(context.layout, context.model, load, targets, at_s, may_shrink=may_shrink)
         changed = [w for w, is_away in away.items() if self.standings.put(w, away=is_away)]
         if not changed or compared is None:
             return []
@@ -341,7 +340,7 @@ class Conductor:
         return []
 
     def _put_off(self, change: DesiredChange, rejected: Rejected, layout: Layout, at_s: float) -> list[p.Command]:
-        """Said once for each overload, however often it is looked at."""
+        """Reported once per overload, however often it is evaluated."""
         told = self._deny(p.ChangeRefusal.NOT_POSSIBLE, rejected)
         if not rejected.for_now:
             return told
@@ -351,7 +350,7 @@ class Conductor:
         return [] if isinstance(change, DropRequest) and change.again else told
 
     def begin_completion(self, context: LayoutContext, at_s: float, cause_id: str) -> list[p.Command]:
-        """Those who serve nowhere for lack of layers get them."""
+        """Stranded instances load their missing layers."""
         if self.busy or not context.stranded or at_s < self._own_at_s:
             return []
         self._own_at_s = at_s + self.rules.retry_s
@@ -360,7 +359,7 @@ class Conductor:
         return self._start(approved, context, at_s, RestoreRequest("loss", cause_id))
 
     def begin_pipelines(self, context: LayoutContext, at_s: float, cause_id: str) -> list[p.Command]:
-        """Instances that serve alone become static pipelines, as far as they suffice for whole ones."""
+        """Instances that serve alone become static pipelines, as far as they suffice for complete ones."""
         if self.rules.policy is not OverloadPolicy.STATIC_PIPELINE or self.busy or at_s < self._own_at_s:
             return []
         degree = self.rules.pipeline_degree
@@ -393,7 +392,7 @@ class Conductor:
             return [p.RefuseChange(change.request_id, refusal, rejected.why)]
         return [p.NothingDone(change.by, rejected.why, rejected.shortfall_bytes, change.cause_id)]
 
-    # ------------------------------------------------------------ go on
+    # ------------------------------------------------------------ progress
 
     def journaled(self, journal: Journal, at_s: float, cause_id: str) -> list[p.Command]:
         self.newest = journal
@@ -420,13 +419,13 @@ class Conductor:
         return commands
 
     def give_way(self, layout: Layout, at_s: float, cause_id: str, *, changes: bool) -> list[p.Command]:
-        """Aborts a restore that the planner itself began, if the layout is to change or a member drains."""
+        """Abort a restore that the planner itself began, if the layout is to change or a member drains."""
         if not self._may_give_way or not (changes or _draining(layout)):
             return []
         return self._steps(AbortWanted(at_s, "the layout has to change"), at_s, cause_id)
 
     def make_way(self, why: str, at_s: float, cause_id: str) -> list[p.Command]:
-        """The layout has to change soon: a restore, which may take long, is put off."""
+        """Abort a running restore so that the layout can change."""
         if self.coordinator is None or self.coordinator.journal.kind is TransitionKind.DROP:
             return []
         return self._steps(AbortWanted(at_s, why), at_s, cause_id)
@@ -523,7 +522,7 @@ class Conductor:
         return commands
 
     def age_s(self, group_id: GroupId, at_s: float) -> float:
-        """Since the group was made; infinite if this planner does not know."""
+        """Since the group was made (seconds); infinity if unknown."""
         return at_s - self._dropped_at_s.get(group_id, -math.inf)
 
     def _remember_drops(self, record: TransitionRecord, at_s: float) -> None:
@@ -538,7 +537,7 @@ class Conductor:
     # ------------------------------------------------------------ leadership
 
     def take_over(self, stored: Journal | None, at_s: float, cause_id: str) -> list[p.Command]:
-        """Go on with what is stored; with what is remembered, if the state server has lost it."""
+        """Continue with the stored journal, or with the remembered one if the state server has lost it."""
         journal = self._latest(stored, self.newest)
         self._give_up()
         self.newest = journal
@@ -549,7 +548,7 @@ class Conductor:
         return self._carry_out(steps, at_s, cause_id)
 
     def observe(self, stored: Journal | None) -> None:
-        """A standby looks on."""
+        """Follow the stored journal as a standby."""
         self.newest = self._latest(stored, self.newest)
 
     def stand_by(self) -> list[p.Command]:
@@ -582,5 +581,5 @@ def _told(settled: list[Predicted]) -> list[p.Command]:
 
 
 def _draining(layout: Layout) -> tuple[GroupId, ...]:
-    """Groups that are to be taken apart, since a member is to leave."""
+    """Groups with a draining member."""
     return tuple(g.group_id for g in layout.groups if len(g.members) > 1 and any(m.draining for m in g.members))

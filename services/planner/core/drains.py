@@ -11,7 +11,7 @@ from services.planner.core.membership import Membership
 @dataclass(slots=True)
 class Drain:
     worker_id: WorkerId
-    incarnation: Incarnation  # the life that is to end; a later one of the worker is not meant
+    incarnation: Incarnation  # the incarnation to be drained; later ones are not meant
     epoch: Epoch | None = None  # None: not in the layout yet
 
 
@@ -21,7 +21,7 @@ class Drains:
     _by_request: dict[str, Drain] = field(default_factory=dict[str, Drain])  # oldest first
 
     def requested(self, event: p.DrainRequested, membership: Membership, *, all_known: bool) -> list[p.Command]:
-        """Marks the worker as draining. A repeated request is answered like the first."""
+        """Mark the worker as draining. A repeated request gets the first answer."""
         earlier = self._by_request.get(event.request_id)
         if earlier is not None:
             if earlier.worker_id != event.worker_id:
@@ -38,7 +38,7 @@ class Drains:
         return [p.AskWorkerToDrain(target.worker_id, target.incarnation, target.address, event.cause_id)]
 
     def _add(self, request_id: str, worker_id: WorkerId, incarnation: Incarnation) -> bool:
-        """False when as many as the limit are waiting. The oldest answered one makes room."""
+        """Returns False if the limit of pending drains is reached. The oldest answered one is dropped for a new one."""
         if len(self._by_request) >= self.limit:
             answered = next((r for r, drain in self._by_request.items() if drain.epoch is not None), None)
             if answered is None:
@@ -48,11 +48,13 @@ class Drains:
         return True
 
     def ordered(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
-        """Whether this life is to end. It may have been taken for lost in between, and come back without knowing."""
+        """True if this incarnation is to be drained. It may have counted as lost in between, and returned without
+        knowing.
+        """
         return any((d.worker_id, d.incarnation) == (worker_id, incarnation) for d in self._by_request.values())
 
     def settle(self, layout: Layout) -> list[tuple[str, Epoch]]:
-        """Those for which this layout is the answer: it gives their worker nothing new."""
+        """Drains completed by this layout: their workers get no new requests."""
         taking = {(m.worker_id, m.incarnation) for group in layout.groups for m in group.members if not m.draining}
         settled: list[tuple[str, Epoch]] = []
         for request_id, drain in self._by_request.items():
@@ -62,7 +64,7 @@ class Drains:
         return settled
 
     def give_up(self) -> list[str]:
-        """Forgets those that wait, and names them."""
+        """Drop the pending drains, and return their ids."""
         waiting = [request_id for request_id, drain in self._by_request.items() if drain.epoch is None]
         for request_id in waiting:
             del self._by_request[request_id]

@@ -1,13 +1,12 @@
-"""Members that the monitor hears nothing of: they leave on evidence, not for silence (pure).
+"""Members that the monitor does not hear: evicted on evidence, not for silence (pure).
 
-A monitor that has just begun to lead, or has lost the way to the workers, hears nobody although all are well. So a
-member that a snapshot lacks, or that was silent for too long, stays in the layout until the planner has asked it
-itself:
+A monitor that has just become active, or is cut off from the workers, hears no member although all are well. So a
+member missing from a snapshot, or silent for too long, stays in the layout until the planner has probed it:
 
-- it answers in that life: it stays, and is asked again and again for as long as the monitor hears nothing of it;
-- nobody listens at its address, or another life does: it is gone;
-- no answer: it is gone if others say so too. A member of its group that has left the group is such a witness. Without
-  one only a minority goes: where most members are silent to both, it is the way to them that is lost.
+- the same incarnation answers: it stays, and is probed repeatedly while the monitor does not hear it;
+- nobody listens at its address, or another incarnation does: it is evicted;
+- no answer: it is evicted if there is a witness, such as a member that has left their group. Without witness only a
+  minority is evicted: where most members are silent to both, the network is suspected.
 """
 
 import math
@@ -21,7 +20,7 @@ from services.planner.core.messages import InstanceProbed, Probed, ProbeInstance
 from services.planner.policy.replicate import Placeable
 
 _INTERVAL_S = 1.0  # between an answer to a probe and the next probe of the same instance
-_PROBES_PER_S = 100.0  # of all together
+_PROBES_PER_S = 100.0  # in total
 _WORDS = {Probed.SILENT: "does not answer the planner", Probed.GONE: "nobody listens at its address"}
 
 
@@ -30,8 +29,8 @@ class _Suspect:
     incarnation: Incarnation
     address: str
     why: str
-    due_at_s: float  # when to probe it next; inf while it is being probed
-    found: Probed | None = None  # by the last probe
+    due_at_s: float  # of the next probe; inf while one is under way
+    found: Probed | None = None  # result of the last probe
 
 
 @dataclass(slots=True)
@@ -54,7 +53,7 @@ class Suspects:
             self._by_id[placeable.worker_id] = _Suspect(placeable.incarnation, placeable.address, why, at_s)
 
     def keep(self, worker_ids: AbstractSet[WorkerId]) -> None:
-        """Only these are still suspect."""
+        """Drop all suspects but these."""
         self._by_id = {worker_id: suspect for worker_id, suspect in self._by_id.items() if worker_id in worker_ids}
 
     def clear(self, worker_id: WorkerId) -> None:
@@ -75,12 +74,12 @@ class Suspects:
     def gone(
         self, member_count: int, groups: Mapping[WorkerId, Group], left: AbstractSet[WorkerId]
     ) -> list[tuple[WorkerId, Incarnation, str]]:
-        """Those of whose end there is evidence, and what it is.
+        """Members evicted now, with the evidence.
 
         Args:
-            member_count: Of all that are known, suspects among them.
+            member_count: Of all known ones, suspects included.
             groups: Of the layout, by their members.
-            left: Members that the monitor hears and that say they are not in their group any more.
+            left: Members that the monitor hears and that report to have left their group.
         """
         doubtful = sum(suspect.found is not Probed.ALIVE for suspect in self._by_id.values())
         found: list[tuple[WorkerId, Incarnation, str]] = []

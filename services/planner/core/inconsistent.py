@@ -1,8 +1,7 @@
-"""Instances that say they are something else than the layout has them for, and since when (pure).
+"""Instances whose reports contradict the layout, and since when (pure).
 
-The layout is what its members say, once they have said it for a while: an instance is told to leave a group by a plan
-that counts it among none. So an inconsistent one is stranded, leaves what it is in, takes its layers back, and is
-placed again.
+A contradiction that lasts is resolved in favour of the report: an instance is told to leave its group by a plan in
+which it has none. It is then stranded, leaves, loads its missing layers, and is placed again.
 """
 
 import math
@@ -19,10 +18,10 @@ _COUNTS = -math.inf  # "since": it has been inconsistent for long enough
 
 @dataclass(slots=True)
 class Inconsistent:
-    disagree_s: float  # what an instance says of itself for so long counts
+    disagree_s: float  # duration after which a contradiction counts
     _since_s: dict[WorkerId, float] = field(default_factory=dict[WorkerId, float])
-    _compared: Layout = field(default_factory=lambda: Layout(Epoch(0), 0, (), ""))  # with this one all were, last
-    grouped: dict[WorkerId, Group] = field(default_factory=dict[WorkerId, Group])  # of that layout, by its members
+    _compared: Layout = field(default_factory=lambda: Layout(Epoch(0), 0, (), ""))  # last one compared with all
+    grouped: dict[WorkerId, Group] = field(default_factory=dict[WorkerId, Group])  # of that layout, by members
 
     def __bool__(self) -> bool:
         return bool(self._since_s)
@@ -35,7 +34,9 @@ class Inconsistent:
         self._since_s.clear()
 
     def compare(self, event: Event, layout: Layout, membership: Membership, layer_count: int) -> bool:
-        """Whether anything was compared: all instances with a new layout, else the one that the event is about."""
+        """Compare reports with the layout: all for a new layout, otherwise that of the event's instance. True if any
+        was compared.
+        """
         if layout is not self._compared:
             membership.regrouped(self._compared, layout)
             self._compared = layout
@@ -55,29 +56,29 @@ class Inconsistent:
         return True
 
     def transition_ended(self, at_s: float, before_s: float) -> None:
-        """What counted before the transition began goes on counting; all else is looked at from now on."""
+        """Contradictions that counted before the transition go on; others are measured anew."""
         odd = self._since_s.items()
         self._since_s = {w: since_s if _COUNTS < since_s < before_s else at_s for w, since_s in odd}
 
     def lives(self, layout: Layout, membership: Membership) -> dict[WorkerId, Incarnation]:
-        """Those that count: outside of the layout at once; in it when they have been inconsistent for a while."""
+        """Incarnations that count: outside of the layout at once, in it after `disagree_s`."""
         placed, found = worker_ids(layout), dict[WorkerId, Incarnation]()
         for worker_id, since_s in self._since_s.items():
             known = membership.known.get(worker_id)
             if known is None or (known.place is not None and known.place.epoch > layout.epoch):
-                continue  # the layout is older than what it says: see `claims`
+                continue  # the layout is older than the report: see `claims`
             if worker_id not in placed or since_s == _COUNTS:
                 found[worker_id] = known.placeable.incarnation
         return found
 
     def overdue(self, at_s: float) -> list[WorkerId]:
-        """Those that count from now on."""
+        """Incarnations that count from now on."""
         found = [w for w, since_s in self._since_s.items() if since_s > _COUNTS and at_s >= since_s + self.disagree_s]
         self._since_s.update(dict.fromkeys(found, _COUNTS))
         return found
 
     @property
     def due_at_s(self) -> float:
-        """When the next one has been inconsistent for long enough."""
+        """Instant at which the next inconsistent instance counts; infinity if there is none."""
         waiting = [since_s for since_s in self._since_s.values() if since_s != _COUNTS]
         return min(waiting, default=math.inf) + self.disagree_s

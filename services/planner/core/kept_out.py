@@ -1,4 +1,4 @@
-"""Who is to serve alone, and why: workers of another protocol than most, and members of groups that broke (pure)."""
+"""Instances that must serve alone, and why: of another protocol than most, or of groups that broke (pure)."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -8,7 +8,7 @@ from ballast.common.ids import GroupId, Incarnation, WorkerId
 from ballast.common.layout import Layout, Member
 from services.planner.core.membership import Membership
 
-_BROKE_WITHIN_S = 30.0  # of being made: a group that lasted longer broke for reasons of its moment
+_BROKE_WITHIN_S = 30.0  # of being made: later failures are not attributed to the combination
 _FIRST_S, _MOST_S = 30.0, 600.0
 _MOST_REMEMBERED = 1000
 
@@ -24,19 +24,22 @@ class KeptOut:
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
         self._broken: dict[WorkerId, _BrokenGroup] = {}
+        self._since_s: dict[WorkerId, float] = {}  # when it was first found to be kept out
 
     def why(self, at_s: float) -> dict[WorkerId, str]:
-        """The workers that are put into no new group now; those of another model into none at all."""
+        """Workers that enter no new group now, with reasons; those of another model enter none at all."""
         backing_off = {
             worker_id: f"its group broke soon after it was made (time {broken.count});"
             f" it serves alone for {broken.until_s - at_s:.0f} s more"
             for worker_id, broken in self._broken.items()
             if at_s < broken.until_s and self._membership.has(worker_id, broken.incarnation)
         }
-        return self.of_another_protocol() | backing_off | self._membership.of_another_model()
+        found = self.of_another_protocol() | backing_off | self._membership.of_another_model()
+        self._since_s = {worker_id: self._since_s.get(worker_id, at_s) for worker_id in found}
+        return {w: _since(why, at_s - self._since_s[w]) for w, why in found.items()}
 
     def of_another_protocol(self) -> dict[WorkerId, str]:
-        """The workers that do not speak what most of them speak; of equally many, what is newer."""
+        """Workers whose protocol is not the most common one; of equally common ones the newer is preferred."""
         protocols = self._membership.protocols()
         counts = Counter(protocols.values())
         if len(counts) < 2:
@@ -49,7 +52,7 @@ class KeptOut:
         }
 
     def why_not_together(self, names: Iterable[WorkerId]) -> str:
-        """Empty if these workers speak the same."""
+        """Empty if these workers speak the same protocol."""
         protocols = self._membership.protocols()
         spoken = {name: protocols[name] for name in names if name in protocols}
         if len(set(spoken.values())) < 2:
@@ -59,8 +62,8 @@ class KeptOut:
         )
 
     def regrouped(self, before: Layout, after: Layout, age_s: Callable[[GroupId, float], float], at_s: float) -> None:
-        """A layout that is no transition's follows another. A pipeline that is gone broke, and if it was new and all of
-        its members live, it would break again. `age_s`: of a group at a moment.
+        """A layout outside of a transition has followed another. A pipeline that is gone broke; if it was new and all
+        of its members live, they are not merged again. `age_s`: of a group at that instant.
         """
         left = {group.group_id for group in after.groups if len(group.members) > 1}
         for group in before.groups:
@@ -82,3 +85,7 @@ class KeptOut:
         self._broken[member.worker_id] = _BrokenGroup(member.incarnation, count, until_s)
         if len(self._broken) > _MOST_REMEMBERED:
             del self._broken[next(iter(self._broken))]
+
+
+def _since(why: str, seconds: float) -> str:
+    return f"{why} (for {seconds:.0f} s)" if seconds >= 1.0 else why

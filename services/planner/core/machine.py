@@ -1,17 +1,16 @@
-"""The layout of the cluster and how it changes (pure; `handle` is the only door).
+"""The layout of the cluster and its changes (pure; `handle` is the only entry).
 
-Reading and writing it: `store_sync`. Joins that come together share an epoch; a loss is planned at once. While the
-state server is away the newest change is kept and written when it is back.
+Reading and writing it: `store_sync`. Joins close together share an epoch; a loss is planned at once. While the state
+server is unreachable the newest change is kept and written later.
 
-An epoch never goes back and is never used twice: a state server that has lost the layout gets it again under the next
-epoch. A new leader that finds the layout lost
-cannot know the last epochs of the one before: it waits for the monitor's snapshot and goes on from the number of
-seconds in its token, which no earlier leader can have reached. Only if all planners and the state server are lost at
-once do epochs begin anew; those of transitions go on from the highest that an instance has heard of. The groups are
-then made again from what their members say (`claims`).
+Epochs never decrease or repeat: a state server that has lost the layout gets it again under the next epoch. A new
+leader that finds the layout lost cannot know the last epochs: it waits for the monitor's snapshot and continues with
+the seconds in its token, which no earlier leader can have reached. Only if all planners and the state server are lost
+at once do epochs restart; those of transitions continue from the highest that an instance has reported. Groups are then
+rebuilt from their members' reports (`claims`).
 
-While a transition (the conductor's) is not decided, the layout stays as it is; joins and losses are written afterwards.
-Of a pipeline that has lost a member the others leave the layout too, and come back once they have all layers.
+Until a transition (the conductor's) is decided, the layout is unchanged; joins and losses are written afterwards. If a
+pipeline loses a member, the others leave the layout, too, and return once they hold all layers.
 """
 
 import math
@@ -42,8 +41,8 @@ NO_LAYOUT = Layout(Epoch(0), 0, (), "nothing planned yet")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerRules:
-    coalesce_s: float = 0.1  # joins within this time share an epoch: who starts a cluster starts all at once
-    verify_interval_s: float = 1.0  # between two looks at what is stored: nobody but a second leader changes it
+    coalesce_s: float = 0.1  # joins within this time share an epoch, as in the start of a cluster
+    verify_interval_s: float = 1.0  # between two reads of the stored layout: only a second leader changes it
     retry_s: float = 0.5  # after the state server gave no answer
     max_drains: int = 1000  # whose answers are remembered
     disagree_s: float = 2.0  # what an instance says of itself for so long counts, whatever the layout says
@@ -54,10 +53,10 @@ class PlannerRules:
 class PlannerCore:
     rules: PlannerRules
     layout: Layout = NO_LAYOUT  # the newest known to be stored, now or before the state server lost it
-    layout_model: ModelInfo | None = None  # that its instances serve
+    layout_model: ModelInfo | None = None  # served by its instances
     membership: Membership = field(default_factory=Membership)
-    partial: Partial = ()  # lives of workers that hold only some layers, as last written
-    suspects: Suspects = field(default_factory=Suspects)  # the monitor hears nothing of them
+    partial: Partial = ()  # incarnations that hold only some layers, as last written
+    suspects: Suspects = field(default_factory=Suspects)  # not heard by the monitor
     conductor: Conductor = field(init=False)
     store: StoreSync = field(init=False)
     _drains: Drains = field(init=False)
@@ -81,19 +80,19 @@ class PlannerCore:
 
     @property
     def in_flight(self) -> Layout | None:
-        """The layout that is being written."""
+        """The layout being written."""
         return self.store.writing.layout if isinstance(self.store.writing, p.WriteLayout) else None
 
     @property
     def layout_at_rest(self) -> Layout | None:
-        """The layout; None while it is about to change or another planner leads."""
+        """The layout; None while it is changing or another planner leads."""
         return None if not self.active or self.conductor.busy else self.layout
 
     @property
     def settled_epoch(self) -> Epoch:
         """No transition of this epoch or a lower one will be committed any more; 0 if that is not certain.
 
-        Only of what is known to be stored: a number that was given away and never stored may be another leader's.
+        Only of stored epochs: a number that was never stored may be another leader's.
         """
         certain = self._may_write and self.store.stored_epoch == self.layout.epoch
         if not certain or self.conductor.busy:
@@ -153,7 +152,7 @@ class PlannerCore:
                 self._evict_inconsistent(event.at_s)
                 return self.conductor.tick(event.at_s, event.cause_id)
             case p.SnapshotBegan() | p.SnapshotEnded() | p.InstanceUp() | p.InstanceLost() | p.InstanceDraining():
-                # A late word of a monitor that a standby listened to in an earlier life as leader changes nothing.
+                # Late events of a monitor followed in an earlier leadership are ignored.
                 return self._heard(event) if self.active else []
             case p.InstanceProbed():
                 self.suspects.probed(event)
@@ -232,7 +231,7 @@ class PlannerCore:
         return [p.Publish(layout, event.cause_id), *self._answer_drains()]
 
     def _transition_ended(self, at_s: float, ended: TransitionRecord) -> None:
-        # What one found that changed nothing stays: an operator may ask again and again for what is taken back.
+        # Answered drains are kept: an operator may repeat a request.
         before_s = ended.began_at_s if ended.journal.base.groups == self.layout.groups else -math.inf
         self.inconsistent.transition_ended(at_s, before_s)
         self._replan(at_s)
@@ -279,7 +278,7 @@ class PlannerCore:
             self._replan(at_s)
 
     def _evict_gone(self, event: p.Event) -> list[p.Command]:
-        """Of those that the monitor does not hear, the ones of whose end there is evidence."""
+        """Of the members that the monitor does not hear, evict those with evidence."""
         left = self.inconsistent.worker_ids
         gone = self.suspects.gone(len(self.membership.known), self.inconsistent.grouped, left)
         for worker_id, incarnation, why in gone:
@@ -303,13 +302,13 @@ class PlannerCore:
             why = difference(event.model, self.membership.model)
             commands.append(p.RejectInstance(event.worker_id, event.incarnation, why, event.cause_id))
         if known.placeable.draining and not event.draining:
-            # It was to drain and does not know: the planner before had no time to tell it, or it was not to be reached.
+            # It was to be drained and was not told: the previous planner ended, or it was unreachable.
             commands.append(p.AskWorkerToDrain(event.worker_id, event.incarnation, event.address, event.cause_id))
         self._replan(event.at_s + self.rules.coalesce_s)
         return commands
 
     def _tell_lost(self, event: p.Event) -> list[p.Command]:
-        """Tells the transition under way whom it has to do without."""
+        """Report lost members to the current transition."""
         coordinator = self.conductor.coordinator
         if coordinator is None:
             return []
@@ -344,17 +343,17 @@ class PlannerCore:
     # ------------------------------------------------------------ planning
 
     def _replan(self, at_s: float) -> None:
-        if self._plan_at_s <= at_s:  # as early anyway: of a thousand that come at once only the first is looked at
+        if self._plan_at_s <= at_s:  # early enough: of a thousand simultaneous joins only the first schedules it
             return
         if self._wanted()[0] != self.layout.groups or self.in_flight is not None:
             self._plan_at_s = at_s
 
     def _wanted(self) -> tuple[tuple[Group, ...], Partial]:
-        """The groups, and who stands outside for lack of layers."""
+        """The wanted groups, and the instances left out because they lack layers."""
         return keep_pipelines(self.layout.groups, self.membership.placeable(), self._stranded(), self._layer_count())
 
     def _stranded(self) -> Partial:
-        """With those whose transition failed although they live: nobody knows what they hold."""
+        """Including members of a failed transition that live: what they hold is unknown."""
         failed = set(self.conductor.failed)
         if not failed and not self.inconsistent:
             return self.partial
@@ -384,7 +383,7 @@ class PlannerCore:
         return self.membership.model.layer_count if self.membership.model is not None else self.layout.layer_count
 
     def _act(self, at_s: float, cause_id: str) -> list[p.Command]:
-        """Starts the one store operation that is due, reading before writing."""
+        """Start the one store operation that is due; reads before writes."""
         store, journal = self.store, self.conductor.to_write
         if store.busy:
             return []
@@ -403,7 +402,7 @@ class PlannerCore:
         return self._begin_transition(at_s, cause_id)
 
     def _begin_transition(self, at_s: float, cause_id: str) -> list[p.Command]:
-        """If one is wanted, nothing else is to be done, and everybody is known."""
+        """Begin a pending transition, if nothing else is to be done and all instances are known."""
         if self.conductor.busy or self._plan_at_s != math.inf or self.store.stored_epoch != self.layout.epoch:
             return []
         groups, partial = self._wanted()
@@ -432,13 +431,13 @@ class PlannerCore:
         return self.active and self.store.is_read and not self._awaits_worker_reports()
 
     def _awaits_worker_reports(self) -> bool:
-        """Whether what this planner remembers may be older than what was lost, so that only the monitor knows more."""
+        """True until worker reports have confirmed the stored layout."""
         if self.membership.complete:
             return False
         return not self.store.has_seen_last or bool(newer(self.layout, self.membership.claims()))
 
     def _take_up_claims(self, at_s: float) -> None:
-        """Once everybody is known and it is certain what is stored: a layout that was lost is as its members say."""
+        """Once all instances and the stored state are known: rebuild a lost layout from the members' reports."""
         if not (self.active and self.store.is_read and self.membership.complete) or self.in_flight is not None:
             return
         rebuilt = None if self.conductor.busy else rebuild(self.layout, self.membership.claims(), self._layer_count())
@@ -493,12 +492,14 @@ class PlannerCore:
         return [p.SetTimer(due_at_s)]
 
     def _own_at_s(self, at_s: float) -> float:
-        """When a transition of the planner's own will, put off before, may begin; inf if it may already."""
+        """When a postponed transition of the planner's own may begin; inf if it may already."""
         own_at_s = self.conductor.own_at_s
         return own_at_s if self.active and not self.conductor.busy and own_at_s > at_s else math.inf
 
     def check(self) -> None:
-        """Raise InvariantViolation unless layouts are valid, epochs grow, and a leader at rest has what it wants."""
+        """Raise InvariantViolation unless layouts are valid, epochs increase, and a leader at rest has the layout it
+        wants.
+        """
         self.layout.check()
         self.membership.check()
         self.conductor.check()

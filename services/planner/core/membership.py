@@ -1,8 +1,8 @@
-"""Who may be placed: the instances the planner knows of, in which life, with which model (pure).
+"""The instances known to the planner, with incarnation and model (pure).
 
-Rule 1: an instance enters only by word of the monitor or, before the monitor has spoken, because the layout names it.
-Rule 2: it leaves by word of the monitor, which has evidence of its end, or on evidence of the planner's own
-(`evictions`). A broken connection to the monitor says nothing about instances.
+Rule 1: an instance enters by an event of the monitor or, before the monitor's snapshot, because the layout names it.
+Rule 2: it leaves by an event of the monitor, which has evidence of its end, or on the planner's own evidence
+(`evictions`). A broken connection to the monitor is no evidence about instances.
 """
 
 from collections import OrderedDict
@@ -20,16 +20,16 @@ from services.planner.policy.replicate import Placeable
 @dataclass(slots=True)
 class Known:
     placeable: Placeable
-    model: ModelInfo | None  # None: taken from a layout that does not say
-    confirmed: bool  # by the monitor, since the present connection to it began
-    place: Place | None = None  # as it said last; None: alone, with all layers
-    protocol: int | None = None  # that it speaks with others; None: taken from a layout
-    fresh: bool = True  # it has said so since the layout gave it the group that it has there
-    away: bool | None = None  # it is to be parked; None: nobody has decided anything
-    parked: bool = False  # as it says itself
+    model: ModelInfo | None  # None: from a layout that does not say
+    confirmed: bool  # by the monitor, over the present connection
+    place: Place | None = None  # as last reported; None: alone, with all layers
+    protocol: int | None = None  # for other workers; None: from a layout
+    fresh: bool = True  # reported since the layout has assigned its group
+    away: bool | None = None  # it is to be parked; None: undecided
+    parked: bool = False  # as reported
 
     def stand(self) -> None:
-        """Its standing follows from what is wanted of it and what it is."""
+        """Its standing, from the desired and the reported state."""
         if self.away:
             standing = Standing.PARKED if self.parked else Standing.LEAVING
         else:
@@ -40,16 +40,16 @@ class Known:
 
 @dataclass(slots=True)
 class Membership:
-    max_remembered: int = 10_000  # workers whose newest incarnation is kept after they have gone
+    max_remembered: int = 10_000  # departed workers whose newest incarnation is kept
     model: ModelInfo | None = None  # of the cluster
-    complete: bool = False  # the monitor has named everybody since the present connection began
+    complete: bool = False  # the monitor's snapshot over the present connection is complete
     known: dict[WorkerId, Known] = field(default_factory=dict[WorkerId, Known])
-    # Lives that ended before the snapshot was complete: a layout that still names them does not bring them back.
+    # Incarnations that ended before the snapshot was complete: a layout that still names them does not restore them.
     _gone: dict[WorkerId, Incarnation] = field(default_factory=dict[WorkerId, Incarnation])
     _newest: OrderedDict[WorkerId, Incarnation] = field(default_factory=OrderedDict[WorkerId, Incarnation])
 
     def clear(self) -> None:
-        """Forgets who is there, but not which lives have been seen."""
+        """Forget the instances, but not their incarnations."""
         self.known.clear()
         self._gone.clear()
         self.model = None
@@ -59,7 +59,7 @@ class Membership:
         return self._newest.get(worker_id, Incarnation(0))
 
     def presume(self, layout: Layout, model: ModelInfo | None) -> None:
-        """Takes the members of a layout for present, unless the monitor has already said who is."""
+        """Assume the members of a layout to be present, unless the snapshot is complete."""
         if layout.groups:
             self.model = model
         for member in (member for group in layout.groups for member in group.members):
@@ -91,7 +91,7 @@ class Membership:
             known.confirmed = False
 
     def end_snapshot(self) -> list[WorkerId]:
-        """Names those who have not been confirmed."""
+        """The instances not confirmed by the snapshot."""
         self.complete = True
         self._gone.clear()
         return sorted(w for w, known in self.known.items() if not known.confirmed)
@@ -101,7 +101,7 @@ class Membership:
         return known is not None and known.placeable.incarnation == incarnation
 
     def up(self, event: InstanceUp) -> bool:
-        """Puts an instance in. False: it is of an old life, and nothing was done."""
+        """Add an instance. False: of an old incarnation, ignored."""
         if event.incarnation < self.newest(event.worker_id):
             return False
         before = self.known.get(event.worker_id)
@@ -115,7 +115,7 @@ class Membership:
         return True
 
     def drop(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
-        """Takes out that life of the worker; False if it is not the one that is known."""
+        """Remove that incarnation; False if it is not the known one."""
         known = self.known.get(worker_id)
         if known is None or known.placeable.incarnation != incarnation:
             return False
@@ -125,7 +125,7 @@ class Membership:
         return True
 
     def drain(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
-        """Marks that life of the worker; False if it is not known or drains already. Draining is for good."""
+        """Mark that incarnation as draining; False if unknown or draining already. Irreversible."""
         known = self.known.get(worker_id)
         if known is None or known.placeable.incarnation != incarnation or known.placeable.draining:
             return False
@@ -134,7 +134,7 @@ class Membership:
         return True
 
     def regrouped(self, before: Layout, after: Layout) -> None:
-        """What members of new groups have said of their places was about the groups before."""
+        """Places that members of new groups have reported were those before."""
         kept = set(before.groups)
         for member in (m for group in after.groups if group not in kept for m in group.members):
             known = self.known.get(member.worker_id)
@@ -142,8 +142,8 @@ class Membership:
                 known.fresh = False
 
     def disagrees(self, worker_id: WorkerId, group: Group | None, layer_count: int) -> bool:
-        """Whether it says that it is something else than `group`, its group in the layout (None: it is in none), or, in
-        none, that it does not hold all layers.
+        """True if it reports another place than `group`, its group in the layout (None: it is in none), or is in none
+        and does not hold all layers.
         """
         known = self.known.get(worker_id)
         if known is None or not self._serves(known):
@@ -158,7 +158,7 @@ class Membership:
         return known.place is None or _stages(known.place.group) != _stages(group)
 
     def claims(self) -> dict[WorkerId, Claim]:
-        """What the instances that serve the cluster's model say of their places in the layout."""
+        """Places in the layout reported by instances of the cluster's model."""
         self._choose_model()
         return {
             worker_id: Claim(known.placeable.incarnation, known.place)
@@ -167,12 +167,12 @@ class Membership:
         }
 
     def placeable(self) -> list[Placeable]:
-        """The instances that serve the cluster's model."""
+        """Instances of the cluster's model."""
         self._choose_model()
         return [known.placeable for known in self.known.values() if self._serves(known)]
 
     def protocols(self) -> dict[WorkerId, int]:
-        """Of the instances that serve the cluster's model and have said it."""
+        """Protocols of the instances of the cluster's model that have reported one."""
         known = self.known.items()
         return {w: one.protocol for w, one in known if one.protocol is not None and self._serves(one)}
 
@@ -181,7 +181,7 @@ class Membership:
         return not self._serves(self.known[worker_id])
 
     def of_another_model(self) -> dict[WorkerId, str]:
-        """The instances that are kept out of the layout, and in what their model is another than the cluster's."""
+        """Instances kept out of the layout, with the difference of their model from the cluster's."""
         self._choose_model()
         return {
             worker_id: f"it serves another model: {difference(known.model, self.model)}"
@@ -190,14 +190,13 @@ class Membership:
         }
 
     def _serves(self, known: Known) -> bool:
-        """Whether it serves the cluster's model."""
+        """True if it serves the cluster's model."""
         return known.model is self.model or (known.model is not None and known.model.is_same(self.model))
 
     def _choose_model(self) -> None:
-        """The model stays while one instance serves it; then that of the first remaining worker takes its place.
+        """The model stays while an instance serves it; then that of the first remaining worker replaces it.
 
-        What is known of it without its revision, from a layout or a worker of an older version, gives way to what one
-        tells with it.
+        A model without revision, from a layout or a worker of an older version, is replaced by one reported with it.
         """
         if not self.known:
             return
@@ -232,7 +231,7 @@ def _is_whole(place: Place | None, worker_id: WorkerId, layer_count: int) -> boo
 
 
 def _is_there(known: Known, group: Group, worker_id: WorkerId) -> bool:
-    """Whether it is in the group, in the life that the layout means."""
+    """True if the incarnation that the layout means is in the group."""
     return any((m.worker_id, m.incarnation) == (worker_id, known.placeable.incarnation) for m in group.members)
 
 
@@ -241,7 +240,7 @@ def _stages(group: Group) -> tuple[tuple[WorkerId, Incarnation, int, int], ...]:
 
 
 def difference(own: ModelInfo, cluster: ModelInfo | None) -> str:
-    """In what a model is another than the cluster's, for people."""
+    """How a model differs from the cluster's, in words."""
     if cluster is None:
         return "the model of the cluster is not known"
     names = own.differences(cluster)

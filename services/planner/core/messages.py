@@ -1,4 +1,4 @@
-"""What goes into the planner's core (events, past tense) and what comes out (commands)."""
+"""Events (past tense) and commands of the planner's core."""
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,37 +20,37 @@ _QUIET = Traffic()
 
 @dataclass(frozen=True, slots=True)
 class ClusterLoad:
-    """How loaded everybody is, what clients want, and how fast instances are: what plans are made from."""
+    """Load reports, traffic, and speeds of instances: the input of plans."""
 
     workers: Mapping[WorkerId, LoadReport]
     traffic: Traffic = _QUIET
-    pace: Pace | None = None  # of a middling instance with as many layers as any; None: nobody knows
-    slowness: Mapping[WorkerId, float] = field(default_factory=dict[WorkerId, float])  # of those that are unlike it
-    fresh_traffic: Traffic | None = None  # of the dispatchers that are not silent; None: none is, `traffic` is fresh
+    pace: Pace | None = None  # of a typical instance, for as many layers as any holds; None: unknown
+    slowness: Mapping[WorkerId, float] = field(default_factory=dict[WorkerId, float])  # factors of unlike ones
+    fresh_traffic: Traffic | None = None  # without silent dispatchers; None: none is silent, `traffic` is complete
 
     def without(self, kept_out: Container[WorkerId]) -> "ClusterLoad":
-        """As if these had not reported: their groups take no part in plans."""
+        """Without the reports of these: their groups take no part in plans."""
         return replace(self, workers={w: load for w, load in self.workers.items() if w not in kept_out})
 
 
-Sources = tuple[tuple[int, WorkerId | None], ...]  # (layer, holder) in the order to be tried; None: host copy or disk
+Sources = tuple[tuple[int, WorkerId | None], ...]  # (layer, holder) in the order of attempts; None: host copy or disk
 
 
 @dataclass(frozen=True, slots=True)
 class StoredLayout:
-    """What lies in the state server."""
+    """Content of the state server."""
 
     layout: Layout
-    model: ModelInfo | None  # that its instances serve; None before any instance was there
-    partial: Partial = ()  # instances outside the layout that hold only some layers
+    model: ModelInfo | None  # of its instances; None before the first instance
+    partial: Partial = ()  # instances outside of the layout that hold only some layers
     journal: Journal | None = None  # of the newest transition
 
 
 class WriteOutcome(Enum):
     WRITTEN = auto()
-    CONFLICT = auto()  # another epoch is stored than was expected
-    FENCED = auto()  # the lease is not ours (any more)
-    UNAVAILABLE = auto()  # no answer: written or not, nobody knows
+    CONFLICT = auto()  # not the expected epoch is stored
+    FENCED = auto()  # another planner has the lease
+    UNAVAILABLE = auto()  # no answer: the outcome is unknown
 
 
 # ---------------------------------------------------------------- events
@@ -60,7 +60,7 @@ class WriteOutcome(Enum):
 class LeadershipChanged:
     at_s: float
     cause_id: str
-    token: int | None  # fencing token; None: standing by
+    token: int | None  # fencing token; None: standby
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class WriteSettled:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotBegan:
-    """A new connection to the monitor: it names everybody who is there, then says SnapshotEnd."""
+    """A new connection to the monitor: it reports all instances, then SnapshotEnd."""
 
     at_s: float
     cause_id: str
@@ -107,10 +107,10 @@ class InstanceUp:
     address: str
     model: ModelInfo
     draining: bool
-    data_address: str = ""  # host:port where links to it are made
-    place: Place | None = None  # in the layout, as it says itself; None: alone, with all layers
-    protocol: int = PROTOCOL  # that it speaks with other workers
-    parked: bool = False  # as it says itself
+    data_address: str = ""  # host:port of its data plane
+    place: Place | None = None  # in the layout, as reported; None: alone, with all layers
+    protocol: int = PROTOCOL  # for other workers
+    parked: bool = False  # as reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class InstanceLost:
     worker_id: WorkerId
     incarnation: Incarnation
     why: str
-    silent: bool = False  # the monitor has heard nothing, and has no other evidence of its end
+    silent: bool = False  # no reports, and no other evidence of its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class InstanceDraining:
 
 
 class Probed(Enum):
-    ALIVE = auto()  # that life of the worker answers
+    ALIVE = auto()  # the same incarnation answers
     GONE = auto()  # nobody listens at its address, or another process does
     SILENT = auto()
 
@@ -152,17 +152,17 @@ class InstanceProbed:
 class DrainRequested:
     at_s: float
     cause_id: str
-    request_id: str  # a repeated one is answered like the first time
+    request_id: str  # a repetition gets the same answer
     worker_id: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class StandingRequested:
-    """An operator parks an instance or wakes it. Answered by AnswerChange or RefuseChange."""
+    """An operator parks or wakes an instance. Answered by AnswerChange or RefuseChange."""
 
     at_s: float
     cause_id: str
-    request_id: str  # a repeated one is answered like the first time
+    request_id: str  # a repetition gets the same answer
     worker_id: WorkerId
     away: bool
 
@@ -182,13 +182,13 @@ class ReliefRaised:
 
 @dataclass(frozen=True, slots=True)
 class LongRequestRaised:
-    """A request waits for a group that holds it, or is about to outgrow its instance; said again each second."""
+    """A request waits for a group that holds it, or is about to outgrow its instance; repeated each second."""
 
     at_s: float
     cause_id: str
     need_tokens: int
-    prompt_tokens: int  # so many of them are to be computed
-    leader_id: WorkerId  # where it runs; empty: nowhere yet
+    prompt_tokens: int  # of them, tokens to be computed
+    leader_id: WorkerId  # of its present group; empty: none yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,15 +197,15 @@ class DropRequested:
 
     at_s: float
     cause_id: str
-    request_id: str  # a repeated one is answered like the first time
-    required_bytes: int | None = None  # None: what demand lacks now
-    worker_ids: tuple[WorkerId, ...] = ()  # not empty: one group of exactly these, in this order
-    hold_s: float = 0.0  # for so long nothing comes back unless an operator says so
+    request_id: str  # a repetition gets the same answer
+    required_bytes: int | None = None  # None: the present shortfall
+    worker_ids: tuple[WorkerId, ...] = ()  # not empty: form one group of these, in this order
+    hold_s: float = 0.0  # no automatic restore for that long
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreRequested:
-    """An operator asks for all pipelines to be restored, whatever the load."""
+    """An operator requests to restore all pipelines, whatever the load."""
 
     at_s: float
     cause_id: str
@@ -285,7 +285,7 @@ class WriteLayout:
 
 @dataclass(frozen=True, slots=True)
 class WriteJournal:
-    """Answered by WriteSettled. Written once more with the same content, it is WRITTEN again.
+    """Answered by WriteSettled. A repeated write of the same content is WRITTEN again.
 
     PREPARING and COMMITTING are refused unless `expected_epoch` is stored; with COMMITTING the target becomes the
     layout in the same write.
@@ -294,7 +294,7 @@ class WriteJournal:
     journal: Journal
     expected_epoch: Epoch | None
     model: ModelInfo | None
-    partial: Partial  # once committed
+    partial: Partial  # if committed
     token: int
     cause_id: str
 
@@ -303,7 +303,7 @@ Write = WriteLayout | WriteJournal
 
 
 class Call(Enum):
-    """What the planner asks of a member of a transition. Every answer is a MemberAnswered, or none."""
+    """A call to a member of a transition. Answered by MemberAnswered, or not at all."""
 
     PREPARE = auto()
     COMMIT = auto()
@@ -323,18 +323,18 @@ class CallMember:
 
 @dataclass(frozen=True, slots=True)
 class ProbeInstance:
-    """Ask an instance, of which the monitor hears nothing, whether it is there. Answered by InstanceProbed."""
+    """Probe an instance that the monitor does not hear. Answered by InstanceProbed."""
 
     worker_id: WorkerId
     incarnation: Incarnation
     address: str
     cause_id: str
-    found: Probed | None = None  # by the last probe
+    found: Probed | None = None  # result of the last probe
 
 
 @dataclass(frozen=True, slots=True)
 class ReadLoads:
-    """Ask the monitor how loaded everybody is."""
+    """Read load reports from the monitor."""
 
     cause_id: str
 
@@ -363,7 +363,7 @@ class RefuseChange:
 
 @dataclass(frozen=True, slots=True)
 class TransitionMoved:
-    """A transition has reached another stage. Once it is over, the summary is complete."""
+    """A transition has reached another stage. When it has ended, the record is complete."""
 
     record: TransitionRecord
     cause_id: str
@@ -371,7 +371,7 @@ class TransitionMoved:
 
 @dataclass(frozen=True, slots=True)
 class NothingDone:
-    """What the monitor asked for is not, or not wholly, done."""
+    """A request of the monitor was not, or not completely, executed."""
 
     what: str
     why: str
@@ -384,20 +384,20 @@ class Sized:
     """Some instances are to leave, or to serve again."""
 
     worker_ids: tuple[WorkerId, ...]
-    lines: tuple[str, ...]  # what was compared
+    lines: tuple[str, ...]  # of the comparison
     cause_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class PredictionSettled:
-    """It has turned out what came of a decision."""
+    """The outcome of a predicted decision is known."""
 
     predicted: Predicted
 
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Tell those who watch the layout."""
+    """Send the layout to its watchers."""
 
     layout: Layout
     cause_id: str
@@ -405,12 +405,12 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class FollowMonitor:
-    """Begin to listen to the monitor, with a snapshot."""
+    """Connect to the monitor, with a snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveMonitor:
-    """Stop listening."""
+    """Disconnect from the monitor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,7 +423,7 @@ class AskWorkerToDrain:
 
 @dataclass(frozen=True, slots=True)
 class OrderStanding:
-    """Tell an instance to park, or to wake; repeated until it says that it has."""
+    """Order an instance to park, or to wake; repeated until it reports that it has."""
 
     member: Member
     park: bool
@@ -433,13 +433,13 @@ class OrderStanding:
 @dataclass(frozen=True, slots=True)
 class AnswerDrain:
     request_id: str
-    epoch: Epoch  # from this one on the instance gets nothing new
+    epoch: Epoch  # from which on the instance gets no new requests
 
 
 class DrainRefusal(Enum):
     STANDBY = auto()
     NO_SUCH_WORKER = auto()
-    NOT_READY = auto()  # active only just now: who is there is not known yet
+    NOT_READY = auto()  # recently active: instances are not known yet
     ID_REUSED = auto()  # the request id was given for another worker
     FULL = auto()  # too many drains are under way
 
@@ -452,7 +452,7 @@ class RefuseDrain:
 
 @dataclass(frozen=True, slots=True)
 class RejectInstance:
-    """It serves another model than the cluster and stays outside the layout."""
+    """It serves another model than the cluster and stays out of the layout."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -462,7 +462,7 @@ class RejectInstance:
 
 @dataclass(frozen=True, slots=True)
 class IgnoreStale:
-    """News of an old life of a worker."""
+    """An event of an old incarnation."""
 
     worker_id: WorkerId
     have: Incarnation
@@ -472,7 +472,7 @@ class IgnoreStale:
 
 @dataclass(frozen=True, slots=True)
 class SetTimer:
-    """TimerFired at that time; replaces the timer set before."""
+    """TimerFired at that time; replaces the previous timer."""
 
     at_s: float
 

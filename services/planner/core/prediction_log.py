@@ -1,7 +1,7 @@
-"""What was predicted of decisions, and what then came: kept for people, metrics and figures (pure).
+"""Predictions of decisions and their outcomes, for people, metrics and figures (pure).
 
-A prediction is about the requests that wait, and those that come within its horizon. What came is read from the traffic
-of the dispatchers when the horizon has passed, or when the next transition begins, which makes another layout of it.
+A prediction is about the waiting requests, and those that arrive within its horizon. The outcome is read from the
+dispatchers' traffic at the end of the horizon, or when the next transition begins, which changes the layout.
 """
 
 import math
@@ -21,16 +21,16 @@ _ASK_AGAIN_S = 1.0
 class Predicted:
     """One decision by comparison. Readable from outside; only the core writes."""
 
-    decision: str  # the candidate that was taken
+    decision: str  # the chosen candidate
     predicted: Prediction
-    nothing: Prediction  # of the candidate that changes nothing
+    nothing: Prediction  # of the candidate without change
     horizon_s: float
     targets: Targets
     at_s: float
-    epoch: Epoch | None  # of the transition; None: nothing was changed
+    epoch: Epoch | None  # of the transition; None: no change
     before: Traffic
     settled_at_s: float | None = None
-    served: Served | None = None  # meanwhile; None: not known, or not yet
+    served: Served | None = None  # outcome; None: unknown, or not yet
 
     def told(self, now_s: float) -> str:
         """One line."""
@@ -47,7 +47,7 @@ class Predicted:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """That clients had until it was settled."""
+        """Output tokens per second until it was settled."""
         took_s = 0.0 if self.settled_at_s is None else self.settled_at_s - self.at_s
         return None if self.served is None or took_s <= 0.0 else self.served.token_count / took_s
 
@@ -66,12 +66,12 @@ class PredictionLog:
 
     @property
     def due_at_s(self) -> float:
-        """When `asks` wants to be called."""
+        """When `asks` is to be called."""
         ends_s = min((one.at_s + one.horizon_s for one in self.open), default=math.inf)
         return max(ends_s, self._asked_at_s + _ASK_AGAIN_S)
 
     def note(self, compared: Comparison, traffic: Traffic, at_s: float, epoch: Epoch | None) -> None:
-        """A decision. Where the same was decided a moment ago, and changed nothing, that one counts."""
+        """Record a decision. It replaces nothing where the same was decided recently, without a change."""
         if epoch is None and any(one.epoch is None and one.decision == compared.chosen.name for one in self.open):
             return
         if len(self.open) >= _KEPT:
@@ -82,18 +82,18 @@ class PredictionLog:
         self.open.append(predicted)
 
     def asks(self, at_s: float) -> bool:
-        """Whether the traffic is wanted now."""
+        """True if the traffic is needed now."""
         if at_s < self.due_at_s:
             return False
         self._asked_at_s = at_s
         return True
 
     def settle(self, traffic: Traffic, at_s: float) -> list[Predicted]:
-        """Those whose horizon has passed."""
+        """Settle the predictions whose horizon has ended."""
         return self._settle([one for one in self.open if at_s >= one.at_s + one.horizon_s], traffic, at_s)
 
     def overtake(self, traffic: Traffic, at_s: float) -> list[Predicted]:
-        """All: a transition begins."""
+        """Settle all predictions: a transition begins."""
         return self._settle(list(self.open), traffic, at_s)
 
     def _settle(self, found: list[Predicted], traffic: Traffic, at_s: float) -> list[Predicted]:
@@ -104,5 +104,5 @@ class PredictionLog:
         return found
 
     def forget(self, epoch: Epoch) -> None:
-        """The transition did not take effect, so what was predicted of it never was."""
+        """Drop the prediction of a transition that was not executed."""
         self.open = [one for one in self.open if one.epoch != epoch]

@@ -1,4 +1,4 @@
-"""What is remembered and told of a transition (pure)."""
+"""Record of a transition (pure)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ class TransitionRecord:
     began_at_s: float
     by: str  # overload, relief, operator, loss or drain
     request_id: str = ""
-    shape: ModelShape | None = None  # None: begun by a planner before this one
+    shape: ModelShape | None = None  # None: begun by an earlier planner
     reached_at_s: dict[Stage, float] = field(default_factory=dict[Stage, float])
     statuses: Mapping[WorkerId, Status] = field(default_factory=dict[WorkerId, Status])
     lost: tuple[WorkerId, ...] = ()
@@ -35,7 +35,7 @@ class TransitionRecord:
         return next((at_s for stage, at_s in self.reached_at_s.items() if stage.over), None)
 
     def seconds_in(self, stage: Stage) -> float:
-        """How long this planner has seen it in that stage; 0 if it never was."""
+        """Seconds in that stage, as seen by this planner; 0 if never."""
         stages = list(self.reached_at_s)
         if stage not in stages or stages[-1] is stage:
             return 0.0
@@ -43,7 +43,7 @@ class TransitionRecord:
 
     @property
     def prepare_s(self) -> float:
-        """From the plan to the decision or the end."""
+        """From the plan to the decision or the end (seconds)."""
         until_s = self.reached_at_s.get(Stage.COMMITTING, self.ended_at_s)
         return 0.0 if until_s is None else until_s - self.began_at_s
 
@@ -55,12 +55,12 @@ class TransitionRecord:
 
     @property
     def waves(self) -> int:
-        """The number of waves in which the exchange went."""
+        """Waves of the exchange."""
         return max((status.waves for status in self.statuses.values()), default=0)
 
     @property
     def victim_count(self) -> int:
-        """The leader of each group counts for all of it."""
+        """Moved sequences; the leader of each group reports for the whole group."""
         leaders = [
             self.statuses[g.leader.worker_id] for g in self.changed_groups if g.leader.worker_id in self.statuses
         ]

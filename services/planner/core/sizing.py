@@ -1,8 +1,8 @@
-"""How many instances serve: who leaves, who is woken, by what is predicted (pure).
+"""How many instances serve, which are parked and which are woken, by predictions (pure).
 
-Two things keep the number from going to and fro. One more is asked to serve as soon as what there is fails at the rate
-that is expected; one less has to be good enough at a higher one, and for a while. And where one was wanted again soon
-after another had left, the next leave waits twice as long.
+Against oscillation: one more serves as soon as the present number fails at the expected rate; one less must suffice at
+a higher rate, and for some time. And if one was needed again soon after another had left, the next leave waits twice as
+long.
 """
 
 import math
@@ -19,36 +19,37 @@ from services.planner.core.survey import NoSurvey, running_of, survey
 from services.planner.policy.compare import Comparison, Targets, compare_sizes
 from services.planner.policy.reserve import Jumps, Reserve, pair_gain, wanted_memory
 
-_LOOK_S, _LOOK_TO_ADVISE_S = 0.5, 5.0  # between two looks
-_REACTS_S = 1.0  # besides what waking takes and the time between two looks: until dispatchers know who woke
-_REGRET_S = 60.0  # an instance that is wanted again within that time should not have left
+_LOOK_S, _LOOK_TO_ADVISE_S = 0.5, 5.0  # between two evaluations
+_REACTS_S = 1.0  # besides the time to wake and between evaluations: until dispatchers know
+_REGRET_S = 60.0  # an instance needed again within that time should not have left
 _MOST_DWELL_S = 600.0
 _MOST_LEAVING = 2
-_STARTS = 6.0  # times as long one less has to be enough where a process ends, and not only its memory is given back
-_WAKES = 2.0  # times what waking takes: nobody leaves for a shorter time
-_OVERDUE = 3.0  # times what waking takes: nobody waits for who takes longer
+_STARTS = 6.0  # factor on the dwell time where a process ends instead of parking
+_SOONER = 0.5  # fraction of the dwell time that has already passed for the next one when one leaves
+_WAKES = 2.0  # no leave for less than so many times the time to wake
+_OVERDUE = 3.0  # not waited for after so many times the time to wake
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizingRules:
-    parks: bool = False  # instances that nobody needs
-    advises: bool = False  # where it parks none: how many are wanted is looked at all the same, for who starts them
-    drops: bool = False  # parameters, where memory runs short: that bridges what waking takes
-    least_instances: int = 1  # that serve
-    dwell_s: float = 10.0  # one less has to be good enough for so long
-    last_name: bool = False  # the one with the highest name leaves, as platforms have it; else the emptiest
+    parks: bool = False  # idle instances
+    advises: bool = False  # without parking: still computes the wanted number, for an external scaler
+    drops: bool = False  # parameters under memory pressure, which bridges the time to wake
+    least_instances: int = 1  # minimum number serving
+    dwell_s: float = 10.0  # for which one less has to suffice
+    last_name: bool = False  # the highest name leaves, as with StatefulSets; otherwise the emptiest instance
 
 
 @dataclass(slots=True)
 class Sizing:
     rules: SizingRules
-    wanted_count: int = 0  # instances that should serve, as of the last look; 0: nobody knows
-    why: str = ""  # of that number
+    wanted_count: int = 0  # instances that should serve, by the last evaluation; 0: unknown
+    why: str = ""  # reason of that number
     look_at_s: float = math.inf
     _jumps: Jumps = field(default_factory=Jumps)
     _calm_since_s: float | None = None
     _left_at_s: float = -math.inf
-    _dwell_s: float = 0.0  # at least, learnt
+    _dwell_s: float = 0.0  # minimum, learnt
     _waking_since_s: dict[WorkerId, float] = field(default_factory=dict[WorkerId, float])
 
     def __post_init__(self) -> None:
@@ -56,14 +57,25 @@ class Sizing:
             self.look_at_s = 0.0
 
     def look(
-        self, layout: Layout, model: ModelInfo | None, load: ClusterLoad, targets: Targets, at_s: float
+        self,
+        layout: Layout,
+        model: ModelInfo | None,
+        load: ClusterLoad,
+        targets: Targets,
+        at_s: float,
+        *,
+        may_shrink: bool = True,
     ) -> tuple[Mapping[WorkerId, bool], Comparison | None]:
-        """Who is to be away, or not any more. Empty: all is well as it is, or too little is known."""
+        """Changes of standings. Empty: no change, or too little is known.
+
+        Args:
+            may_shrink: No drop or restore is pending.
+        """
         if self.look_at_s == math.inf:
             return {}, None
         self.later(at_s)
         reserve, members = self._reserve(layout, load, at_s)
-        compared = self._compared(layout, model, load, targets, reserve, at_s)
+        compared = self._compared(layout, model, load, targets, reserve, at_s, may_shrink=may_shrink)
         if compared is None:
             self._calm_since_s, self.wanted_count = None, 0
             return {}, None
@@ -73,18 +85,19 @@ class Sizing:
             self._calm_since_s = None
             self.wanted_count = on_count + added
             return (self._back(members, load, added, at_s) if added and self.rules.parks else {}), compared
-        if not self._is_calm(reserve, at_s):
+        is_unknown = not self._jumps.known and 2 * (on_count - 1) < len(members)  # what may come: at least half stay
+        if not self._is_calm(reserve, at_s) or is_unknown:
             self.wanted_count = on_count
             return {}, compared
         self.wanted_count = on_count - 1
         leaver = self._leaver(layout, load) if self.rules.parks else None
         if leaver is None:
             return {}, compared
-        self._calm_since_s, self._left_at_s = at_s - self._wait_s(reserve) / 2, at_s  # the next one sooner
+        self._calm_since_s, self._left_at_s = at_s - _SOONER * self._wait_s(reserve), at_s
         return {leaver: True}, compared
 
     def wanted(self, layout: Layout) -> Wanted:
-        """Instances that should serve; as many as there are while nothing is known."""
+        """Instances that should serve; the present number while unknown."""
         members = [m for group in layout.groups for m in group.members]
         away = (Standing.LEAVING, Standing.PARKED)
         return Wanted(
@@ -95,12 +108,12 @@ class Sizing:
         )
 
     def later(self, at_s: float) -> None:
-        """A look is over, whatever came of it."""
+        """An evaluation has ended."""
         if self.look_at_s < math.inf:
             self.look_at_s = at_s + (_LOOK_S if self.rules.parks else _LOOK_TO_ADVISE_S)
 
     def _reserve(self, layout: Layout, load: ClusterLoad, at_s: float) -> tuple[Reserve, list[Member]]:
-        """With as many again as there are, that somebody would have to start."""
+        """Including as many instances again as there are, to be started externally."""
         members = [m for group in layout.groups for m in group.members]
         wake_s = max([load.workers[m.worker_id].wake_s for m in members if m.worker_id in load.workers], default=0.0)
         waking = [m.worker_id for m in members if m.standing is Standing.WAKING]
@@ -121,6 +134,8 @@ class Sizing:
         targets: Targets,
         reserve: Reserve,
         at_s: float,
+        *,
+        may_shrink: bool,
     ) -> Comparison | None:
         if load.pace is None or not load.traffic.known_s:
             return None
@@ -131,8 +146,7 @@ class Sizing:
         except NoSurvey:
             return None
         running = running_of(led)
-        merged = any(len(group.members) > 1 for group in layout.groups)
-        alone = sum(len(group.members) == 1 and group.leader.takes_new for group in layout.groups)
+        serving_count = sum(len(group.members) for group in layout.groups if group.leader.takes_new)
         by_load = tuple(sorted(left, key=lambda group: (-group.load_blocks, group.group_id)))
         reserve = replace(reserve, leaving=by_load, gain=pair_gain(snapshot) if self.rules.drops else 1.0)
         wanted = wanted_memory(snapshot, reserve, load.traffic)
@@ -144,19 +158,19 @@ class Sizing:
             load.traffic,
             load.pace,
             reserve,
-            may_shrink=not merged
+            may_shrink=may_shrink
             and not reserve.waking_s
             and len(by_load) < _MOST_LEAVING
-            and alone > max(1, self.rules.least_instances),
+            and serving_count > self.rules.least_instances,
             targets=targets,
         )
 
     def _back(self, members: list[Member], load: ClusterLoad, count: int, at_s: float) -> dict[WorkerId, bool]:
-        """Those that are about to leave come back first, with most of what they had; then parked ones wake."""
+        """Instances about to leave return first, those with most load first; then parked ones wake."""
         if at_s - self._left_at_s < _REGRET_S:
             self._dwell_s = min(_MOST_DWELL_S, 2 * max(self._dwell_s, self.rules.dwell_s))
             self._left_at_s = -math.inf
-        elif self._left_at_s > -math.inf:  # who left was not missed for long
+        elif self._left_at_s > -math.inf:  # the last one to leave was not needed soon
             self._dwell_s, self._left_at_s = self._dwell_s / 2, -math.inf
         leaving = [m.worker_id for m in members if m.standing is Standing.LEAVING]
         leaving.sort(key=lambda w: (-_held(load.workers.get(w)), w))
@@ -164,7 +178,7 @@ class Sizing:
         return dict.fromkeys([*leaving, *parked][:count], False)
 
     def _is_calm(self, reserve: Reserve, at_s: float) -> bool:
-        """One less has been enough for long enough."""
+        """True if one less has sufficed for long enough."""
         self._calm_since_s = at_s if self._calm_since_s is None else self._calm_since_s
         return at_s - self._calm_since_s >= self._wait_s(reserve)
 
@@ -187,12 +201,12 @@ def _held(report: LoadReport | None) -> int:
 
 
 def _by_number(name: str) -> tuple[int, str]:
-    """Of w-2 and w-10 the latter is the last."""
+    """Numeric order of names: w-10 after w-2."""
     return len(name), name
 
 
 def _as_serving(layout: Layout, standing: Standing) -> Layout | None:
-    """Those that stand so, as if they served; None: there are none."""
+    """The instances of that standing, as if they served; None: there are none."""
     groups = tuple(
         Group(g.group_id, (replace(g.leader, standing=Standing.SERVING),))
         for g in layout.groups

@@ -1,6 +1,6 @@
-"""The stages of a transition as the planner sees them: one table, which the coordinator goes by (pure).
+"""The stages of a transition at the planner: the table that the coordinator follows (pure).
 
-`docs/transitions.md` is printed from it.
+`docs/transitions.md` is generated from it.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from ballast.common.transition import TransitionKind
 
 
 class Stage(StrEnum):
-    """The stage of a transition, as journaled."""
+    """Stage of a transition, as journaled."""
 
     PREPARING = "preparing"
     COMMITTING = "committing"
@@ -29,22 +29,22 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorRules:
-    """Deadlines in seconds. None of them depends on a member's answer."""
+    """Deadlines in seconds, independent of members' answers."""
 
     prepare_timeout_s: float = 10.0
     restore_prepare_timeout_s: float = 600.0
-    commit_timeout_s: float = 30.0  # a step ends and memory is remapped within it
-    exchange_timeout_s: float = 60.0  # without any progress that a member counts
+    commit_timeout_s: float = 30.0  # for the end of a step and remapping
+    exchange_timeout_s: float = 60.0  # without progress counted by any member
     abort_timeout_s: float = 10.0
-    bereaved_s: float = 1.0  # after a loss that follows the commit: by then who depends on the lost is done, or never
-    poll_s: float = 0.02  # requests wait for memory: between two questions to a member that will be ready soon
-    slow_poll_s: float = 0.1  # while it is busy for longer: pulling parameters, exchanging KV
+    bereaved_s: float = 1.0  # after a loss that follows the commit: members that depend on the lost one
+    poll_s: float = 0.02  # between two polls of a member that will be ready soon, as requests wait
+    slow_poll_s: float = 0.1  # of one that is busy for longer: loading parameters, exchanging KV
 
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """`next`: the stages that may follow, with the event that leads there. `deadline`: a field of `CoordinatorRules`
-    for each kind of transition. `way_out`: what happens when it is over.
+    """`next`: possible next stages with their events. `deadline`: a field of `CoordinatorRules` for each kind of
+    transition. `way_out`: what happens after the deadline.
     """
 
     next: Mapping[Stage, str]
@@ -104,6 +104,6 @@ STAGES: Mapping[Stage, StageRow] = MappingProxyType(
 
 
 def check_step(before: Stage, after: Stage) -> None:
-    """Raise InvariantViolation unless the table has it."""
+    """Raise InvariantViolation unless the table has this step."""
     if after is not before and after not in STAGES[before].next:
         raise InvariantViolation(f"a transition goes from {before} to {after}, which its table does not have")

@@ -1,9 +1,8 @@
-"""Which instances are to be away, and what follows from it step by step (pure).
+"""Which instances are to be parked, and the steps to it (pure).
 
-An instance's standing follows from two facts: whether it is to be away, which is decided here and kept in the layout,
-and whether it has parked, which it says itself. So no step can be missed: a planner that takes over, a report that
-comes late and an order that is lost all end in the same. Orders are repeated while the layout says that somebody leaves
-or wakes; dispatchers know by then.
+An instance's standing follows from two facts: whether it is to be away, decided here and kept in the layout, and
+whether it has parked, which it reports. So no step can be missed: a change of leader, a late report and a lost order
+all converge. Orders are repeated while the layout has it as leaving or waking; dispatchers know by then.
 """
 
 import math
@@ -22,11 +21,11 @@ _MOST_WAITING = 1000
 @dataclass(slots=True)
 class Standings:
     membership: Membership
-    order_at_s: float = math.inf  # when to order the next time
+    order_at_s: float = math.inf  # of the next order
     _waiting: OrderedDict[str, p.StandingRequested] = field(default_factory=OrderedDict[str, p.StandingRequested])
 
     def requested(self, event: p.StandingRequested, layout: Layout, *, busy: bool) -> list[p.Command]:
-        """By an operator. Settled by the layout that has it."""
+        """An operator's request. Settled by the layout that contains it."""
         earlier = self._waiting.get(event.request_id)
         if earlier is not None and (earlier.worker_id, earlier.away) != (event.worker_id, event.away):
             why = f"request id {event.request_id!r} was given for another change"
@@ -62,7 +61,7 @@ class Standings:
         return ""
 
     def put(self, worker_id: WorkerId, *, away: bool) -> bool:
-        """Whether that changes anything."""
+        """Returns True if that changes anything."""
         known = self.membership.known.get(worker_id)
         if known is None or known.away is away:
             return False
@@ -71,7 +70,7 @@ class Standings:
         return True
 
     def help_out(self, layout: Layout) -> bool:
-        """Where nobody serves any more those that leave do again, or one that is parked. Whether somebody does."""
+        """If no instance serves any more, leaving ones serve again, or a parked one. Returns True if one does."""
         members = [m for group in layout.groups for m in group.members]
         if any(m.takes_new or m.standing is Standing.WAKING for m in members):
             return False
@@ -80,7 +79,7 @@ class Standings:
         return any(back)
 
     def settle(self, layout: Layout) -> list[p.Command]:
-        """Those for which this layout is the answer."""
+        """Settle the requests that this layout fulfils."""
         of = {m.worker_id: m for group in layout.groups for m in group.members}
         settled = [
             request_id
@@ -94,7 +93,7 @@ class Standings:
         return commands
 
     def due(self, layout: Layout, at_s: float, cause_id: str) -> list[p.Command]:
-        """The orders that are due. `layout`: as it is stored."""
+        """The due orders. `layout`: as stored."""
         members = [m for g in layout.groups for m in g.members if m.standing in (Standing.LEAVING, Standing.WAKING)]
         if not members:
             self.order_at_s = math.inf

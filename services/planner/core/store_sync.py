@@ -1,8 +1,8 @@
-"""What a planner knows of the state server, and the one operation on it that is under way (pure).
+"""The planner's view of the state server, and its one operation in flight (pure).
 
-Every write is a compare-and-set on the epoch that was read, with the fencing token of the lease; whatever the answer,
-the planner ends up with what is stored: a conflict or an unknown outcome leads to a new read, a lost lease to
-standing by (I5). The number of a write whose outcome is unknown counts as used.
+Every write is a compare-and-set on the epoch read, with the fencing token of the lease; whatever the answer, the
+planner ends up with the stored state: a conflict or an unknown outcome leads to a new read, a lost lease to standby
+(I5). The epoch of a write with unknown outcome counts as used.
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from services.planner.core import messages as p
 @dataclass(slots=True)
 class StoreSync:
     verify_interval_s: float
-    retry_s: float  # after the state server gave no answer
-    token: int | None = None  # of the lease; None: standing by
+    retry_s: float  # after no answer
+    token: int | None = None  # of the lease; None: standby
     writing: p.Write | None = None
     reading: bool = False
-    is_read: bool = False  # what is stored is known well enough to write upon
-    read_at_s: float = 0.0  # when to read next
-    journal_at_s: float = 0.0  # when to try again
+    is_read: bool = False  # the stored state is known well enough to write
+    read_at_s: float = 0.0  # of the next read
+    journal_at_s: float = 0.0  # of the next attempt
     stored_epoch: Epoch | None = None  # as last read or written; None: nothing is stored
     used_epoch: int = 0  # the highest that may have been written
     has_seen_last: bool = True  # no epoch was written that this planner does not know
@@ -30,18 +30,18 @@ class StoreSync:
         return self.reading or self.writing is not None
 
     def next_epoch(self, newest: Epoch) -> Epoch:
-        """One that nobody has used, if `newest` is the highest that this planner knows to have been a layout's."""
+        """An unused epoch, if `newest` is the highest that this planner knows of a layout."""
         next_epoch = max(newest, self.used_epoch, self.stored_epoch or 0) + 1
-        # A token is a time of the state server's clock in milliseconds; plans are rarer than one a second.
+        # A token is a time of the state server's clock in milliseconds; plans are less frequent than one a second.
         clock = (self.token or 0) // 1000
         return Epoch(next_epoch if self.has_seen_last else max(next_epoch, clock))
 
     def use(self, epoch: int) -> None:
-        """A number that was given away, or was heard of."""
+        """Record an epoch that was used, or heard of."""
         self.used_epoch = max(self.used_epoch, epoch)
 
     def lead(self, token: int | None, at_s: float) -> None:
-        """The lease has changed; what is stored is read anew."""
+        """The lease has changed: read the stored state anew."""
         self.token, self.has_seen_last = token, self.has_seen_last and token is not None
         self._give_up_write()
         self.is_read, self.read_at_s = False, at_s
@@ -63,10 +63,10 @@ class StoreSync:
         if stored is not None and stored.journal is not None:
             self.use(stored.journal.epoch)
         if self.token is not None and stored is not None and stored.layout.epoch >= newest:
-            self.has_seen_last = True  # whoever stands by may miss what the leader writes next
+            self.has_seen_last = True  # a standby may miss what the leader writes next
 
     def settled(self, event: p.WriteSettled) -> bool:
-        """Returns False if nothing waits for it any more: its lease is over."""
+        """Returns False if the result is outdated: its lease has ended."""
         if self.writing is None or event.write != self.writing:
             return False
         is_journal = isinstance(event.write, p.WriteJournal)
@@ -76,7 +76,7 @@ class StoreSync:
             case p.WriteOutcome.CONFLICT:
                 self.is_read, self.read_at_s = False, event.at_s
             case p.WriteOutcome.UNAVAILABLE | p.WriteOutcome.FENCED if is_journal:
-                # If fenced, the lease's owner will say so, or bring the new token; what is stored is taken up then.
+                # If fenced, the lease's owner will report that, or the new token; the stored state is read then.
                 self.journal_at_s = event.at_s + self.retry_s
             case p.WriteOutcome.UNAVAILABLE:
                 self._give_up_write()
@@ -91,7 +91,7 @@ class StoreSync:
         self.stored_epoch, self.read_at_s, self.has_seen_last = epoch, at_s + self.verify_interval_s, True
 
     def _give_up_write(self) -> None:
-        """Nobody will know whether the layout in flight has been written: its number counts as used."""
+        """Drop a write whose outcome stays unknown; its epoch counts as used."""
         if isinstance(self.writing, p.WriteLayout):
             self.use(self.writing.layout.epoch)
         self.writing = None

@@ -1,4 +1,4 @@
-"""From the layout and what instances report to what plans are made from, and from plans to layouts (pure)."""
+"""Builds the input of plans from the layout and reports, and layouts from plans (pure)."""
 
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -24,21 +24,20 @@ from services.planner.policy.snapshot import (
 )
 
 Loads = Mapping[WorkerId, LoadReport]
-_Classes = Mapping[tuple[int, int], tuple[int, int]]  # budget and extent -> those that they count as
-_MARGIN = 1.1  # of demand, freed in excess
-_LIKE_SPEED = 1.1  # speeds are told apart by powers of this
+_Classes = Mapping[tuple[int, int], tuple[int, int]]  # budget and extent size -> those of its class
+_MARGIN = 1.1  # of demand: bytes freed in excess
+_LIKE_SPEED = 1.1  # speeds are rounded to powers of this
 _MOST_SLOWNESS = 1000.0
-_ALIKE = 1.02  # memories that differ by less are of one class: each kind more is a search more
+_ALIKE = 1.02  # memories that differ by less are of one class: each class increases the search
 
 
 class NoSurvey(Exception):
-    """What is known of the cluster is not enough to plan on."""
+    """Too little is known of the cluster to plan."""
 
 
 def shape_of(model: ModelInfo | None, loads: Loads) -> ModelShape:
-    """
-    Raises:
-        NoSurvey: instances do not say how large their layers are.
+    """Raises:
+    NoSurvey: instances do not report the sizes of their layers.
     """
     if model is None or not loads:
         raise NoSurvey("no instance is there")
@@ -59,7 +58,7 @@ def shape_of(model: ModelInfo | None, loads: Loads) -> ModelShape:
 
 class Survey(NamedTuple):
     snapshot: Snapshot
-    led: list[LoadReport]  # by the leaders of its groups
+    led: list[LoadReport]  # of the leaders of its groups
 
 
 def survey(
@@ -70,16 +69,16 @@ def survey(
     *,
     draining: bool = False,
 ) -> Survey:
-    """The groups that take part in plans: of which all members have reported and, unless `draining`, none drains. Nor
-    does one that is parked, or about to be.
+    """The groups that take part in plans: all members have reported, none is parked or about to be, and, unless
+    `draining`, none drains.
 
-    Nor do those of which a report cannot be true: what one instance says is no reason to end, and none to plan on.
+    Groups with an impossible report are left out: one instance's error must neither end the planner nor enter a plan.
     """
     shape = shape_of(model, loads)
     if layout.layer_count != shape.layer_count:
         raise NoSurvey(f"the layout is of {layout.layer_count} layers, the model has {shape.layer_count}")
     parts = dict[tuple[int, int, int], _LayerRange]()
-    begin, end, extent, least_bytes = 0, 0, -1, 0  # of the last member, which hardly ever is unlike the next
+    begin, end, extent, least_bytes = 0, 0, -1, 0  # of the last member, usually the same for the next
     groups, led, reported = list[Group](), list[LoadReport](), loads.get
     for group in layout.groups:
         leaders = None
@@ -111,9 +110,9 @@ def survey(
     def states(indices: Iterable[int]) -> list[GroupState]:
         made = list[GroupState]()
         ids, _, blocks, used, waiting, running, uncomputed, _, most = columns
-        instance, state = InstanceState._make, GroupState._make  # of thousands, sooner than by calling the classes
+        instance, state = InstanceState._make, GroupState._make  # faster than calling the classes, for thousands
         for i in indices:
-            stages: list[InstanceState] = []  # `list[..]()` would take a third of the time of all this
+            stages: list[InstanceState] = []  # `list[..]()` would take a third of the total time
             for m in groups[i].members:
                 first, last, memory = m.first_layer, m.last_layer, loads[m.worker_id].memory
                 layers = parts[first, last, memory.extent_bytes].layers
@@ -128,7 +127,7 @@ def survey(
 
 
 def running_of(led: Sequence[LoadReport]) -> Running:
-    """Of what the leaders of a snapshot's groups report."""
+    """From the reports of the leaders of a snapshot's groups."""
     return Running(
         max_running_count=max(1, min([one.max_running_count for one in led])),
         waiting_count=sum([one.waiting_count for one in led]),
@@ -136,7 +135,7 @@ def running_of(led: Sequence[LoadReport]) -> Running:
 
 
 def memory_classes(memories: Iterable[MemoryReport]) -> _Classes:
-    """Budget and size of an extent of each memory -> those of the smallest memory of its class."""
+    """Maps budget and extent size of each memory to those of the smallest memory of its class."""
     found, least = dict[tuple[int, int], tuple[int, int]](), (0, 0)
     for one in sorted({(m.budget_bytes, m.extent_bytes) for m in memories}):
         if one[0] > least[0] * _ALIKE:
@@ -146,7 +145,9 @@ def memory_classes(memories: Iterable[MemoryReport]) -> _Classes:
 
 
 def _rounded(slowness: float) -> float:
-    """To powers of `_LIKE_SPEED`: each kind of members more is a search more. What no machine can be is as any."""
+    """Speeds rounded to powers of `_LIKE_SPEED`, as each kind of members increases the search. Impossible values count
+    as 1.
+    """
     if not _MOST_SLOWNESS**-1 <= slowness <= _MOST_SLOWNESS:
         return 1.0
     return _LIKE_SPEED ** round(math.log(slowness, _LIKE_SPEED))
@@ -183,13 +184,13 @@ def _columns(
 
 
 def _uncomputed(load: LoadReport) -> int:
-    """Tokens of prompts of those that run."""
+    """Prompt tokens of running requests not yet computed."""
     return max(0, load.prompt_token_count - load.waiting_block_count * load.block_tokens)
 
 
 class _LayerRange(NamedTuple):
     layers: tuple[int, ...]
-    least_bytes: int  # that a member needs which executes them, before it has any KV
+    least_bytes: int  # minimum memory of a member with these layers, without KV
 
 
 def _part(shape: ModelShape, first: int, last: int) -> _LayerRange:
@@ -198,7 +199,7 @@ def _part(shape: ModelShape, first: int, last: int) -> _LayerRange:
 
 
 def demand_bytes(snapshot: Snapshot) -> int:
-    """KV that is wanted now beyond what there is."""
+    """KV demand beyond the present capacity."""
     model, columns = snapshot.model, columns_of(snapshot.groups)
     wanted = (sum(columns.used) + sum(columns.waiting)) * _MARGIN
     missing = wanted - sum(columns.blocks)
@@ -217,7 +218,7 @@ def dropped(base: Layout, plan: DropPlan, epoch: Epoch, why: str) -> Layout:
 
 
 def merged_by_hand(base: Layout, names: Sequence[WorkerId], epoch: Epoch, why: str) -> Layout:
-    """One group of these instances, which hold all layers each, in this order; layers as even as it goes.
+    """One group of these instances, which hold all layers each, in this order; layers split as evenly as possible.
 
     Raises:
         NoSurvey: they cannot form a group.
@@ -241,8 +242,8 @@ def merged_by_hand(base: Layout, names: Sequence[WorkerId], epoch: Epoch, why: s
 
 
 def pipelined(base: Layout, degree: int, epoch: Epoch, why: str, kept_out: Container[WorkerId] = ()) -> Layout | None:
-    """The layout in which instances that serve alone form pipelines of `degree`, in order of their names; the rest goes
-    on alone. None: they are too few for one, or the layers for so many stages.
+    """The layout in which instances that serve alone form pipelines of `degree`, in order of names; the remainder stays
+    alone. None: too few instances, or too few layers.
     """
     alone = sorted(
         g.leader.worker_id
@@ -265,12 +266,12 @@ def dissolved(base: Layout, groups: Sequence[GroupId], epoch: Epoch, why: str) -
 
 
 def completed(base: Layout, members: Sequence[Member], epoch: Epoch, why: str) -> Layout:
-    """The layout with these instances, which are outside it, serving alone."""
+    """The layout with these stranded instances serving alone."""
     return _layout(base, set(), [_alone(m, base.layer_count) for m in members], epoch, why)
 
 
 def sources_of(plan: RestorePlan, worker_id: WorkerId) -> Sources:
-    """Members of its own group first: links to them are there."""
+    """Members of its own group first, as links to them exist."""
     found: list[tuple[int, WorkerId | None]] = []
     for dissolution in plan.dissolutions:
         for pull in dissolution.pulls:

@@ -1,7 +1,7 @@
-"""The planner's side of a transition: two phases over the members of the groups that change, journaled.
+"""The planner's side of a transition: a two-phase commit over the members of the changing groups, journaled.
 
-The decision to commit is in the journal before the first Commit is sent, so whoever leads next carries on: forward
-from COMMITTING, back from PREPARING (I5). Nothing here waits; time comes with events.
+The decision to commit is journaled before the first Commit is sent, so the next leader continues: forward from
+COMMITTING, back from PREPARING (I5). Nothing blocks; time comes with events.
 """
 
 import math
@@ -17,14 +17,14 @@ from services.planner.core.stages import STAGES, CoordinatorRules, Stage, check_
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """What has to survive the planner."""
+    """The part of a transition that survives the planner."""
 
     kind: TransitionKind
     base: Layout
     target: Layout
     stage: Stage
-    why: str  # it was planned
-    failure: str = ""  # why it is or was taken back
+    why: str  # reason of the plan
+    failure: str = ""  # reason of the abort
 
     @property
     def epoch(self) -> Epoch:
@@ -44,7 +44,7 @@ class Journaled:
 
 @dataclass(frozen=True, slots=True)
 class JournalRefused:
-    """The last journal was refused for good: another layout is stored than the plan begins with."""
+    """The last journal was refused permanently: the stored layout is not the plan's base."""
 
     at_s: float
     stage: Stage
@@ -74,7 +74,9 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class AbortWanted:
-    """Something else comes first. Before the decision all is taken back; behind it a group that dissolves gives way."""
+    """A request with precedence. Before the decision the transition is aborted; after it a draining group is ended
+    early.
+    """
 
     at_s: float
     why: str
@@ -103,7 +105,7 @@ class SendAbort:
 
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """Ask how far it is; like the others answered with MemberSaid, or not at all."""
+    """Ask a member for its progress; answered with MemberSaid, or not at all."""
 
     worker_id: WorkerId
 
@@ -112,15 +114,15 @@ class Poll:
 class Ended:
     stage: Stage
     why: str
-    lost: tuple[WorkerId, ...]  # after commit: the next plan has to do without these
+    lost: tuple[WorkerId, ...]  # lost after the commit: the next plan excludes them
 
 
-# A journal is to be written with the fencing token; with COMMITTING the target becomes the layout in the same write.
+# Written with the fencing token; with COMMITTING the target becomes the layout in the same write.
 Command = Journal | SendPrepare | SendCommit | SendAbort | Poll | Ended
 
 
 def changed_members(base: Layout, target: Layout) -> tuple[WorkerId, ...]:
-    """Everybody whose group is not the same afterwards."""
+    """All members whose group changes."""
     kept = set(base.groups)
     return tuple(sorted(m.worker_id for g in target.groups if g not in kept for m in g.members))
 
@@ -136,13 +138,13 @@ class Coordinator:
             raise InvariantViolation(f"epoch {journal.epoch} changes nothing")
         self._said: dict[WorkerId, Phase] = dict.fromkeys(self.members, Phase.NONE)
         self._lost: dict[WorkerId, str] = {}
-        self.given_up: set[WorkerId] = set()  # lost ones that may live; what they hold is not known
+        self.given_up: set[WorkerId] = set()  # lost ones that may live; what they hold is unknown
         self._began_s = at_s
-        self._entered_s = at_s  # the stage
-        self._progress_s = at_s  # when a member told of something new
+        self._entered_s = at_s  # of the stage
+        self._progress_s = at_s  # of a member's last progress
         self._first_loss_s = math.inf
         self._sent_s = at_s
-        self._hurried = ""  # why
+        self._hurried = ""  # reason
         self._writing: Journal | None = None
         self.statuses: dict[WorkerId, Status] = {}
 
@@ -155,7 +157,7 @@ class Coordinator:
         return self._said
 
     def begin(self) -> list[Command]:
-        """Start, or go on with what a planner before has left in the journal."""
+        """Start, or continue from a previous planner's journal."""
         match self.stage:
             case Stage.PREPARING:
                 return self._write(Stage.PREPARING)
@@ -166,12 +168,12 @@ class Coordinator:
 
     @property
     def decided(self) -> bool:
-        """From here on only forward: the target layout is the cluster's."""
+        """True from the decision on: the target layout is the cluster's."""
         return self.stage in (Stage.COMMITTING, Stage.EXCHANGING, Stage.DONE)
 
     @classmethod
     def resume(cls, journal: Journal, at_s: float, rules: CoordinatorRules) -> tuple["Coordinator", list[Command]]:
-        """A new leader goes on: a transition that was not committed is taken back, one that was is completed."""
+        """A new leader continues: an uncommitted transition is aborted, a committed one completed."""
         coordinator = cls(journal, at_s, rules)
         if journal.stage is Stage.PREPARING:
             return coordinator, coordinator._write(Stage.ABORTING, "the planner changed before the decision")
@@ -206,7 +208,7 @@ class Coordinator:
         check_step(self.journal.stage, stage)
         self.journal, self._writing = self._writing, None
         self._sent_s = self._entered_s = self._progress_s = at_s
-        if stage is Stage.COMMITTING:  # whoever failed while the decision was written does not come along
+        if stage is Stage.COMMITTING:  # members that failed while the decision was written are left out
             for worker_id in (w for w, phase in self._said.items() if phase in (Phase.FAILED, Phase.ABORTED)):
                 self._lose(worker_id, "it failed before the commit", at_s)
         if stage.over:
@@ -214,25 +216,25 @@ class Coordinator:
         return self._send() + self._advance()
 
     def _refused(self, event: JournalRefused) -> list[Command]:
-        """Before the decision only: later stages are written on no condition but the lease."""
+        """Before the decision only: later writes depend on the lease alone."""
         if self._writing is None or event.stage is not self._writing.stage:
             return []
         self._writing = None
-        if event.stage is Stage.PREPARING:  # nobody has been told anything
+        if event.stage is Stage.PREPARING:  # no member has been told
             self.journal = replace(self.journal, stage=Stage.ABORTED, failure=event.why)
             return [Ended(Stage.ABORTED, event.why, ())]
-        if self.stage is Stage.ABORTING:  # some have committed, and the layout has gone on without them
+        if self.stage is Stage.ABORTING:  # some have committed, and the layout has changed without them
             self._give_up(dict.fromkeys(self._committed, f"it has committed, and {event.why}"))
             return self._advance()
         return self._abort(event.why)
 
     @property
     def _committed(self) -> list[WorkerId]:
-        """Members that are past the commit, as they say."""
+        """Members that report to be past the commit."""
         return [w for w in self.members if self._said[w] in _FORWARD and w not in self._lost]
 
     def _send(self) -> list[Command]:
-        """To each member what it has not done yet."""
+        """Send to each member the call that it has not answered."""
         commands: list[Command] = []
         for worker_id in self.members:
             if worker_id in self._lost:
@@ -274,10 +276,10 @@ class Coordinator:
             self.given_up.add(worker_id)
 
     def _overdue(self, at_s: float) -> dict[WorkerId, str]:
-        """Members that are not waited for any longer: each stage has an end, whatever its members do.
+        """Members not waited for any longer: each stage ends, whatever its members do.
 
-        They count as lost for this transition. What they hold is not known, so they stand outside of the layout until
-        they have left the group and are whole again.
+        They count as lost for this transition. What they hold is unknown, so they are out of the layout until they have
+        left the group and hold all layers.
         """
         waited_for = [w for w in self.members if w not in self._lost and not self._is_through(w)]
         rules, limit_s = self.rules, STAGES[self.stage].deadline_s(self.journal.kind, self.rules)
@@ -288,14 +290,14 @@ class Coordinator:
         return {w: self._why_bereaved(w) for w in waited_for if self._why_bereaved(w)} if bereaved else {}
 
     def _is_through(self, worker_id: WorkerId) -> bool:
-        """Nothing more is expected of it in this stage."""
+        """True if the member has finished this stage."""
         said = self._said[worker_id]
         if self.stage is Stage.ABORTING:
             return said in (Phase.ABORTED, Phase.FAILED)
         return said is Phase.DONE or (self.stage is Stage.COMMITTING and said is Phase.EXCHANGING)
 
     def _why_bereaved(self, worker_id: WorkerId) -> str:
-        """Whether it waits for something that a lost member was to send; empty: it does not."""
+        """Why it waits for a lost member's KV or message; empty if it does not."""
         waits_for = peers_of(self.journal.base, self.journal.target, worker_id)
         lost = sorted(waits_for & self._lost.keys())
         return f"it depends on {', '.join(lost)}" if lost else ""
@@ -312,7 +314,7 @@ class Coordinator:
         if event.worker_id not in self._said or event.worker_id in self._lost:
             return []
         if _ORDER[event.phase] < _ORDER[self._said[event.worker_id]]:
-            return []  # an answer that was overtaken
+            return []  # an outdated answer
         news = event.phase is not self._said[event.worker_id]
         self._said[event.worker_id] = event.phase
         if event.status is not None:
@@ -321,9 +323,9 @@ class Coordinator:
         if news:
             self._progress_s = event.at_s
         if self.stage is Stage.ABORTING and event.phase in _FORWARD and self._writing is None:
-            # The journal has gone back in time, behind a commit: what a member has done counts.
+            # The journal is older than the commit: the member's state counts.
             return self._write(Stage.COMMITTING)
-        has_left = event.phase is Phase.DONE and event.why and self.decided  # and is whole again, so soon
+        has_left = event.phase is Phase.DONE and event.why and self.decided  # and holds all layers already
         if event.phase in (Phase.FAILED, Phase.ABORTED) or has_left:
             if self.stage is Stage.PREPARING:
                 return self._abort(f"{event.worker_id}: {event.why}")
@@ -344,7 +346,7 @@ class Coordinator:
         return self._advance()
 
     def _abort(self, why: str) -> list[Command]:
-        """Only before the decision; what is being journaled as committed is decided."""
+        """Before the decision only; a journal being written as committed counts as decided."""
         writing = self._writing.stage if self._writing is not None else None
         if self.stage is not Stage.PREPARING or writing in (Stage.COMMITTING, Stage.ABORTING):
             return []
@@ -374,7 +376,7 @@ class Coordinator:
                 return []
 
 
-# A later one is never followed by an earlier one: an answer that says so was overtaken on its way.
+# Phases only advance: an earlier one is an outdated answer.
 _ORDER = {phase: i for i, phase in enumerate(Phase)}
-_READY = (Phase.PREPARED, Phase.DONE)  # done before the commit: it was already what the plan makes of it
+_READY = (Phase.PREPARED, Phase.DONE)  # done before the commit: it was already as the plan wants it
 _FORWARD = (Phase.COMMITTING, Phase.EXCHANGING, Phase.DONE)

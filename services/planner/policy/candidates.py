@@ -1,8 +1,8 @@
-"""Layouts that an overload chooses from: which groups merge, and what the fluid model needs to know of them (pure).
+"""Candidate layouts for an overload: which groups merge, and what the fluid model needs to know of them (pure).
 
-Groups of as many stages on machines of like speed form a pool, ordered by load. A candidate merges groups of one pool
-or of two; in each merge those with most load meet those with least. All sums are differences of running totals, so
-that a candidate costs as much for a thousand groups as for two.
+A new candidate is one more layout yielded by `Candidates.all`. Groups of equal depth on machines of similar speed form
+a pool, ordered by load. A candidate merges groups of one or two pools; each merge combines the most with the least
+loaded ones. All sums are differences of prefix sums, so a candidate costs as much for a thousand groups as for two.
 """
 
 import math
@@ -18,23 +18,27 @@ from services.planner.policy.merged import group_plan
 from services.planner.policy.snapshot import Columns, GroupState, ModelShape, Snapshot, columns_of
 from services.planner.policy.split import TOWARD_MEMORY, Splitter, SplitTolerance, kinds_of
 
-MOST_STAGES = 8  # of a group that a comparison makes
-_LIKE_SPEED = 1.5  # machines are told apart by powers of this
-# A drop keeps what it moves from running: so long, or until the KV has come over a card of 200 Gbps in both directions.
+MOST_STAGES = 8  # of a group made by a comparison
+_LIKE_SPEED = 1.5  # machine speeds are rounded to powers of this
+# A drop stalls moved sequences: this time, plus that of moving the KV over a card of 200 Gbps in both directions.
 _STALL_S, _EXCHANGED_BYTES_PER_S = 0.3, 25e9
-_SAMPLED = 8  # merges of unlike members whose capacity is worked out; the others count as their mean
+# As in `services.worker.policy.leaving`: a draining pipeline runs for this time, and until its blocks are at most this
+# fraction of the members' memory. It keeps a fraction of its blocks in reserve, and releases memory in so many steps.
+DISSOLVES_S, ROOM_SHARE, KEPT_SHARE, KEPT_STEPS = 10.0, 0.75, 0.5, 8
+_MOST_LIVES, _HALVINGS = 16.0, 12  # horizon for draining, in mean remaining times of running requests
+_SAMPLED = 8  # merges of unlike members whose capacity is computed; the others count as their mean
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """What runs on the groups of a snapshot together, and on what."""
+    """Running and waiting requests of a snapshot's groups."""
 
-    max_running_count: int  # of an instance that does not say
-    waiting_count: int  # in workers' queues
+    max_running_count: int  # of an instance that does not report it
+    waiting_count: int  # in the workers' waiting lines
 
 
 class _Sums(NamedTuple):
-    """Of some groups together."""
+    """Sums over some groups."""
 
     block_count: int = 0
     running_count: int = 0
@@ -47,7 +51,7 @@ class _Sums(NamedTuple):
 
 
 class Pool:
-    """Groups with as many stages, of like machines: the fullest first, and sums of the first 0, 1, 2 .."""
+    """Groups of equal depth on similar machines, fullest first, with prefix sums over them."""
 
     def __init__(self, stages: int, groups: Sequence[GroupState], running: Running) -> None:
         self.stages = stages
@@ -59,16 +63,16 @@ class Pool:
         self.order = sorted(range(len(groups)), key=columns.group_ids.__getitem__)
         loads = list(map(add, columns.used, columns.waiting))
         full = [load / blocks if blocks else math.inf for load, blocks in zip(loads, columns.blocks, strict=True)]
-        self.order.sort(key=full.__getitem__, reverse=True)  # which keeps the order of names
+        self.order.sort(key=full.__getitem__, reverse=True)  # stable: ties stay in order of names
         places = [most or running.max_running_count * stages for most in columns.max_running]
-        summed = (columns.blocks, columns.running, columns.used, columns.uncomputed, places)  # as `_Sums` has them
+        summed = (columns.blocks, columns.running, columns.used, columns.uncomputed, places)  # in the order of `_Sums`
         self._sums = [list(accumulate(map(column.__getitem__, self.order), initial=0)) for column in summed]
 
     def __len__(self) -> int:
         return len(self.order)
 
     def between(self, first: int, last: int) -> _Sums:
-        """Sums of the groups [first, last) in the order of their load."""
+        """Sums over the groups [first, last) by load."""
         return _Sums(*[column[last] - column[first] for column in self._sums])
 
     def kind(self, sums: _Sums, group_count: int, block_tokens: int) -> Kind:
@@ -85,7 +89,7 @@ class Pool:
 
     @property
     def label(self) -> str:
-        """How slow its machines are, where that tells it from other pools."""
+        """The slowdown of its machines, if not 1."""
         return f" {self.slowness:.1f} x as slow" if self.slowness != 1.0 else ""
 
 
@@ -110,12 +114,12 @@ def _differ_in_speed(columns: Columns) -> bool:
 
 
 def _slowness(group: GroupState) -> float:
-    """The slowest stage sets the pace."""
+    """The slowdown of the slowest stage."""
     return max([member.slowness for member in group.members])
 
 
 def _no_loners(classes: Sequence[list[GroupState]]) -> list[list[GroupState]]:
-    """Machines of which there is one only are taken with the others, or nobody could merge with them."""
+    """Machines alone in their speed class join the largest class; otherwise they could not be merged."""
     many = [groups for groups in classes if len(groups) > 1]
     loners = [group for groups in classes if len(groups) == 1 for group in groups]
     if not loners:
@@ -126,12 +130,12 @@ def _no_loners(classes: Sequence[list[GroupState]]) -> list[list[GroupState]]:
 
 @dataclass(frozen=True, slots=True)
 class _PoolShare:
-    """Groups of a pool in each of some merges: so many of those with most load, and so many of those with least."""
+    """A pool's part in several merges: in each, `heavy` of its most loaded and `light` of its least loaded groups."""
 
     pool: Pool
     heavy: int
     light: int
-    heavy_from: int = 0  # as many groups at this end are taken by other merges of the candidate
+    heavy_from: int = 0  # groups at this end taken by other merges of the candidate
     light_from: int = 0
 
     @property
@@ -144,7 +148,7 @@ class _PoolShare:
         return heavy.plus(self.pool.between(last - self.light * merge_count, last))
 
     def of(self, number: int, merge_count: int) -> list[int]:
-        """Its groups in one of the merges, as the pool numbers them: the first has the fullest and the emptiest one."""
+        """Indices in the pool of one merge's groups: the first merge has the fullest and the emptiest."""
         places = [self.heavy_from + number + merge_count * i for i in range(self.heavy)]
         places += [-1 - self.light_from - number - merge_count * i for i in range(self.light)]
         return [self.pool.order[place] for place in places]
@@ -152,14 +156,14 @@ class _PoolShare:
 
 @dataclass(frozen=True, slots=True)
 class _Merges:
-    """So many merges that are alike."""
+    """A number of equal merges."""
 
     count: int
     shares: tuple[_PoolShare, ...]
 
     @property
     def size(self) -> int:
-        """Groups that become one."""
+        """Groups per merge."""
         return sum(share.size for share in self.shares)
 
     @property
@@ -181,38 +185,38 @@ class _Merges:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A layout that could be: of these merges; without any, the present one."""
+    """A candidate layout, as merges of the present groups; without any, the present layout."""
 
     name: str
     parts: tuple[_Merges, ...] = ()
-    added: int = 0  # instances more that serve, of those that do not: see `policy.reserve`
-    toward_memory: float = 0.0  # how the layers are split over unlike members: see `Splitter.split`
+    added: int = 0  # reserve instances added, see `policy.reserve`
+    toward_memory: float = 0.0  # split of layers over unlike members: see `Splitter.split`
 
     @property
     def change_count(self) -> int:
-        """Groups that there are less."""
+        """Decrease of the number of groups."""
         return sum(part.count * (part.size - 1) for part in self.parts)
 
     @property
     def merges(self) -> tuple[tuple[GroupId, ...], ...]:
-        """Groups that become one each."""
+        """The groups of each merge."""
         return tuple([part.ids(i) for part in self.parts for i in range(part.count)])
 
 
 NOTHING = Candidate("nothing")
 _SPLITS = dict(zip(TOWARD_MEMORY, ("", ", half by memory", ", by memory"), strict=True))
-_GAINS = 1.05  # less KV more is not worth longer stages
+_GAINS = 1.05  # longer stages are worth it only for more KV than this factor
 
 
 class _Worth(NamedTuple):
-    """What pipelines are worth."""
+    """Capacity and speed of pipelines."""
 
     block_count: int
-    longest: float  # stage: layers times the slowness of its member
+    longest: float  # longest stage: layers times the slowdown of its member
 
 
 class Candidates:
-    """What the layout is made of, and what it could be."""
+    """The candidates for a snapshot."""
 
     def __init__(self, snapshot: Snapshot, running: Running) -> None:
         self.model = snapshot.model
@@ -224,8 +228,8 @@ class Candidates:
         self._most_stages = min(MOST_STAGES, self.model.layer_count)
 
     def all(self) -> list[Candidate]:
-        """Nothing; some pairs and fours of lone instances; all of them in groups of two, of three and in one; pipelines
-        with each other and with lone instances.
+        """No change; some pairs and fours of lone instances; all lone instances in groups of two, of three and in one;
+        pipelines merged with each other and with lone instances.
         """
         found = {NOTHING.name: NOTHING}
         for candidate in (*self._of_lone_ones(), *self._of_pipelines()):
@@ -234,8 +238,8 @@ class Candidates:
         return list(found.values())
 
     def _splits(self, candidate: Candidate) -> Iterator[Candidate]:
-        """It with balanced stages, with those that have most memory, and in between: what leaves less KV than there is
-        is left out, and what gains little.
+        """The candidate with balanced stages, with most memory, and in between, where these have more KV than there is
+        and differ enough.
         """
         unlike = any(len(share.pool.columns.members) > 1 for part in candidate.parts for share in part.shares)
         most = sum(part.sums().block_count for part in candidate.parts)
@@ -260,7 +264,7 @@ class Candidates:
             yield from (_grouped(pool, sizes) for sizes in layouts if max(sizes) <= self._most_stages)
 
     def _of_pipelines(self) -> Iterator[Candidate]:
-        """Pairs of groups of which at least one is a pipeline: as many as there are, and of unlike pools also one."""
+        """Pairs of groups of which at least one is a pipeline: as many as possible, and for unlike pools also one."""
         for i, short in enumerate(self.pools):
             for long in self.pools[i:]:
                 if long.stages == 1 or short.stages + long.stages > self._most_stages:
@@ -294,7 +298,7 @@ class Candidates:
         return [*found, *(self._merged(part, candidate.toward_memory) for part in candidate.parts)]
 
     def _merged(self, part: _Merges, toward_memory: float) -> Kind:
-        """The stage that takes longest sets the pace of a pipeline."""
+        """The longest stage sets the pace of a pipeline."""
         sums, tokens = part.sums(), self.model.block_tokens
         worth = self._worth(part, toward_memory)
         return Kind(
@@ -310,7 +314,7 @@ class Candidates:
         )
 
     def _worth(self, part: _Merges, toward_memory: float) -> _Worth:
-        """Of its merges; where all members are alike one says it for all, and else some of them do."""
+        """Worth of the merges; of one if all members are alike, otherwise of some."""
         key = part, toward_memory
         if key not in self._worths:
             alike = len({kind for share in part.shares for kind in share.pool.columns.members}) == 1
@@ -333,11 +337,20 @@ class Candidates:
         return _Worth(made.block_count, longest)
 
     def _stall_s(self, part: _Merges, sums: _Sums) -> float:
-        """Each group of a merge keeps its part of the layers of all that runs: it sends the rest, and gets as much."""
+        """Each group of a merge keeps its layers of all sequences: it sends the rest, and receives as much."""
         return stall_s(self.model, sums.used_block_count, part.size, part.stages * part.count)
 
-    def dissolved(self, restored: Mapping[GroupId, Sequence[int]]) -> list[Kind]:
-        """Each member of these pipelines serves alone, and has its share of what runs there."""
+    def dissolved(
+        self, restored: Mapping[GroupId, Sequence[int]], remaining_s: float, prompt_tokens: float
+    ) -> list[Kind]:
+        """Each member of these pipelines serves alone, with its share of their running requests. The pipelines drain
+        gradually, and until then keep more blocks than they use.
+
+        Args:
+            restored: Blocks of each member of a pipeline, once it has all layers.
+            remaining_s: Mean remaining time of running requests.
+            prompt_tokens: Mean of running requests.
+        """
         pools = pools_of([group for group in self._groups if group.group_id not in restored], self._running)
         gone = pools_of([group for group in self._groups if group.group_id in restored], self._running)
         tokens = self.model.block_tokens
@@ -348,25 +361,48 @@ class Candidates:
             sums = sums.plus(pool.between(0, len(pool)))
         alone = Pool(1, (), self._running).kind(sums._replace(block_count=sum(blocks)), len(blocks), tokens)
         slow = [m.slowness for pool in gone for group in pool.groups for m in group.members]
-        return [*found, replace(alone, slowness=math.fsum(slow) / len(slow))]
+        kept = (sums.used_block_count * KEPT_SHARE + sums.block_count / KEPT_STEPS / 2) * tokens
+        times = [
+            self._dissolves_s(group, restored[group.group_id], remaining_s, prompt_tokens)
+            for pool in gone
+            for group in pool.groups
+        ]
+        return [*found, replace(alone, slowness=math.fsum(slow) / len(slow), kept_tokens=kept, kept_s=max(times))]
+
+    def _dissolves_s(self, group: GroupState, blocks: Sequence[int], remaining_s: float, prompt_tokens: float) -> float:
+        """Its members take over what runs once they have room for that beside it. Before, some of it has to end, while
+        the rest grows.
+        """
+        layers = [(m.last_layer - m.first_layer) / self.model.layer_count for m in group.members]
+        fits = min(ROOM_SHARE * own / (share + own / sum(blocks)) for share, own in zip(layers, blocks, strict=True))
+        used = group.used_block_count
+        if used <= fits:
+            return DISSOLVES_S
+        mean_tokens = used * self.model.block_tokens / max(1, group.running_count)
+        growing = max(0.0, 1.0 - prompt_tokens / mean_tokens)  # the share that is of answers
+        low, high = 0.0, _MOST_LIVES
+        for _ in range(_HALVINGS):
+            lives = (low + high) / 2
+            low, high = (lives, high) if used * (1 + growing * lives) * math.exp(-lives) > fits else (low, lives)
+        return max(DISSOLVES_S, high * remaining_s)
 
 
 def stall_s(model: ModelShape, used_block_count: int, size: int, instance_count: int) -> float:
-    """That merges of `size` groups each keep what runs on these instances from running."""
+    """Seconds for which merges of `size` groups stall the running sequences of these instances."""
     held_bytes = used_block_count * model.block_bytes * model.layer_count
     each_bytes = 2 * held_bytes * (1 - 1 / size) / instance_count
     return max(_STALL_S, each_bytes / _EXCHANGED_BYTES_PER_S)
 
 
 def _even_sizes(there: int, size: int) -> list[int]:
-    """All of them in groups of `size`, and what is left shared out among these."""
+    """All in groups of `size`, with the remainder distributed among these."""
     groups = max(1, there // size)
     each, larger = divmod(there, groups)
     return [each + 1] * larger + [each] * (groups - larger)
 
 
 def _grouped(pool: Pool, sizes: Sequence[int]) -> Candidate:
-    """Lone instances in groups of these sizes, of which there are at most two kinds; the rest stays alone."""
+    """Lone instances in groups of these sizes, of at most two kinds; the others stay alone."""
     parts, heavy, light = list[_Merges](), 0, 0
     for size in sorted(set(sizes), reverse=True):
         count = sizes.count(size)

@@ -1,12 +1,12 @@
-"""Whether to drop, how much, and whether to give back: what is predicted of layouts, and which is taken (pure).
+"""Whether to drop or restore, and how much: predictions for each candidate, and the choice (pure).
 
-Nobody knows how long a burst lasts, so each candidate is judged in several futures. The loss of a prediction is the
-logarithm of how far the P99 TTFT and the TPOT exceed their targets: a wait twice as long weighs as much as tokens that
-take twice as long. A wait far beyond `LOST` targets is lost, however long it is: from there on the share of requests
-that are lost counts, and no slower tokens are paid for shortening what is lost anyway. Half of the waits' loss is since
-requests came, half what is still ahead: what cannot be helped any more would hide what can, and without it a drop would
-seem to help what has waited for long. Of all candidates within `_UNSURE` of the least loss the one that changes least
-is taken.
+The duration of a burst is unknown, so each candidate is evaluated in several futures. The loss of a prediction is the
+logarithm of how far P99 TTFT and TPOT exceed their targets: doubled waits weigh as much as doubled token times. Beyond
+`LOST` targets a wait is lost, however long: from there on the fraction of lost requests counts, and slower tokens are
+not accepted for shortening lost waits. Half of the wait's loss counts from arrival, half only what is still ahead: the
+past part would hide the difference between candidates, and without it a drop would seem to help requests that have
+waited for long. Of all candidates within a factor `_UNSURE` of the least loss the one with the smallest change is
+chosen.
 """
 
 import math
@@ -16,53 +16,55 @@ from typing import NamedTuple
 
 from ballast.common.ids import GroupId
 from ballast.common.traffic import MINUTE_S, RECENT_S, Pace, Traffic
-from services.planner.policy.candidates import NOTHING, Candidate, Candidates, Running
+from services.planner.policy.candidates import DISSOLVES_S, NOTHING, Candidate, Candidates, Running
 from services.planner.policy.fluid_model import PARTS, Future, Kind, Machine, Prediction, look_ahead, prompt_s, token_s
 from services.planner.policy.long_request import LongGroup, LongNeed
 from services.planner.policy.long_request import kinds_with as kinds_with_long
-from services.planner.policy.reserve import FEWER, Reserve, more, wanted_memory
+from services.planner.policy.reserve import FEWER, Reserve, home_tokens, more, wanted_memory
 from services.planner.policy.reserve import kinds as kinds_with
 from services.planner.policy.snapshot import Snapshot, columns_of
 
-LASTS_S = (2.0, 15.0, 60.0)  # the futures: so long the present rate may go on
+LASTS_S = (2.0, 15.0, 60.0)  # futures: durations for which the present rate continues
 _MIDDLE = len(LASTS_S) // 2
-LOST = 20.0  # times the target: longer waits are lost. Ten seconds of the default: chosen, not derived
-_UNSURE = 1.1  # how much better than doing less has to be what is done
-_LEAST_S, _MOST_S = 30.0, 120.0  # looked ahead: two stays of a request, within these
-_OUTLIVED = 2.0  # times the mean answer: what has run for longer on average is of another kind
-_BEARABLE = 1.5  # so many times as long others may wait, or take for a token, that one gets an answer at all
-# Bursts come from nothing, and no prediction sees them. What is wanted, and the largest jump of the last minutes beside
-# it, have to fit into that share of the memory of those that serve. More than so many times what is wanted is not
-# feared, least before one leaves. Where parameters can be dropped, the whole jump has to find room once they are, and
-# beside them that part of it is feared; where not, one leaves only if no memory that was wanted in the last minute
-# would have called it back. As many requests as came at most in that minute may come again, up to so
-# many times the mean.
+LOST = 20.0  # times the target: longer waits are lost. Ten seconds by default: chosen, not derived
+_UNSURE = 1.1  # minimum advantage over a smaller change
+_LEAST_S, _MOST_S = 30.0, 120.0  # horizon: two request durations, within these bounds
+_OUTLIVED = 2.0  # times the mean answer: requests that have run for longer are of another kind
+_BEARABLE = 1.5  # factor by which others' waits or token times may grow for one long request
+# Bursts are sudden, and no prediction has them. The present demand, plus the largest jump of the last minutes, must fit
+# into this fraction of the serving instances' memory. Jumps above this multiple of the demand are ignored, most
+# strictly before an instance leaves. Where parameters can be dropped, the jump must fit after dropping, and this
+# fraction of it without; where not, an instance leaves only if no demand of the last minute would have called it back.
+# The highest arrival count of that minute may recur, up to so many times the mean.
 _FULL, _FEARED, _FEARED_AFTER, _JUMP, _BRIDGED = 0.95, 0.6, 1.1, 1.3, 0.25
-_PRICED = 2.0  # an instance has a price, a drop has none: so many times the targets are good enough to do without one
+_PRICED = 2.0  # an instance has a cost, a drop has none: this multiple of the targets suffices for one instance less
 _MOST_GAIN = 50.0  # bound of a reported gain's logarithm
-_PRIOR_COUNT, _PRIOR_TOKENS = 2, 128  # answers that nobody has seen, lest the first one says all
+_DISSOLVED_WITHIN_S = (
+    60.0  # maximum predicted drain time of a restore: the planner gives up on a member without progress then
+)
+_PRIOR_COUNT, _PRIOR_TOKENS = 2, 128  # pseudo-answers, so that the first one does not determine the mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """What is good enough; shorter is not counted."""
+    """Latency targets; better values count as equal."""
 
-    ttft_s: float = 0.5  # or, if that is more, what a long prompt takes an instance whose memory is half full
-    tpot_s: float | None = None  # None: what a token takes in an instance whose memory is half full
+    ttft_s: float = 0.5  # or, if longer, a long prompt's time on an instance with half-full memory
+    tpot_s: float | None = None  # None: the token time of an instance with half-full memory
 
     @property
     def lost_s(self) -> float:
-        """Waits twice as long are of no use to anybody, and those between of little."""
+        """Waits between this and twice this are increasingly lost."""
         return LOST * self.ttft_s
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A candidate and what is predicted of it."""
+    """A candidate and its prediction."""
 
     candidate: Candidate
-    prediction: Prediction  # in the future that lasts middling long
-    loss: float  # at least so much, if it was clear before the end that it would not be chosen
+    prediction: Prediction  # for the middle future
+    loss: float  # a lower bound if it was not going to be chosen
 
     @property
     def name(self) -> str:
@@ -70,7 +72,7 @@ class Evaluation:
 
     @property
     def merges(self) -> tuple[tuple[GroupId, ...], ...]:
-        """Groups that become one each."""
+        """The groups of each merge."""
         return self.candidate.merges
 
     def told(self) -> str:
@@ -80,24 +82,24 @@ class Evaluation:
 @dataclass(frozen=True, slots=True)
 class Comparison:
     chosen: Evaluation
-    candidates: tuple[Evaluation, ...]  # the one that changes nothing first
-    horizon_s: float  # what is predicted is about what waits, and what comes within it
-    targets: Targets  # by which candidates were judged, the one of TPOT too
+    candidates: tuple[Evaluation, ...]  # the one without change first
+    horizon_s: float  # the prediction is about waiting requests and arrivals within it
+    targets: Targets  # the targets used, that of TPOT included
 
     @property
     def gain(self) -> float:
-        """So many times as good as to change nothing, at least."""
+        """Factor of improvement over no change, a lower bound."""
         return math.exp(min(_MOST_GAIN, self.candidates[0].loss - self.chosen.loss))
 
     def lines(self) -> list[str]:
-        """For people: what was predicted of each."""
+        """For people: the prediction of each candidate."""
         return [f"{'-> ' if c is self.chosen else '   '}{c.told()}" for c in self.candidates]
 
 
 def compare(
     snapshot: Snapshot, running: Running, traffic: Traffic, pace: Pace, targets: Targets | None = None
 ) -> Comparison:
-    """At an overload. The snapshot is consistent, and has at least one group."""
+    """For an overload. The snapshot is consistent and has at least one group."""
     evaluator = _Evaluator(snapshot, running, traffic, pace, targets or Targets())
     candidates = evaluator.candidates.all()
     kinds = [evaluator.candidates.kinds(candidate) for candidate in candidates]
@@ -120,9 +122,7 @@ def compare_long(
     need: LongNeed,
     targets: Targets | None = None,
 ) -> Comparison:
-    """Whether this group for a long request costs the others too much: it is chosen unless their loss rises by more
-    than `_BEARABLE`.
-    """
+    """For a long request's group: it is chosen unless the others' loss rises by more than `_BEARABLE`."""
     evaluator = _Evaluator(snapshot, running, traffic, pace, targets or Targets())
     stay = evaluator.evaluate(NOTHING, evaluator.candidates.kinds(NOTHING))
     merged = evaluator.evaluate(Candidate(made.name), kinds_with_long(snapshot, made, need, running))
@@ -138,17 +138,21 @@ def compare_restore(
     restored: Mapping[GroupId, Sequence[int]],
     targets: Targets | None = None,
 ) -> Comparison:
-    """At a relief: whether these pipelines should be dissolved. That has a price, which is in no prediction: it is
-    chosen where all is good enough afterwards, or better than before.
+    """For a relief: whether to dissolve these pipelines. Chosen if the result is good enough during and after the
+    restore, or better than before, and if draining is short, as remaining requests are recomputed.
 
     Args:
-        restored: Blocks of each member of a pipeline, once it has all layers.
+        restored: Blocks of each member of a pipeline, once it holds all layers.
     """
     evaluator = _Evaluator(snapshot, running, traffic, pace, targets or Targets())
     stay = evaluator.evaluate(Candidate("stay"), evaluator.candidates.kinds(NOTHING))
-    whole = evaluator.evaluate(Candidate(f"give back {len(restored)}"), evaluator.candidates.dissolved(restored))
+    kinds = evaluator.candidates.dissolved(restored, evaluator.remaining_s, evaluator.prompt_tokens)
+    takes_s = max(kind.kept_s for kind in kinds)
+    name = f"give back {len(restored)}" + (f" over {takes_s:.0f} s" if takes_s > DISSOLVES_S else "")
+    whole = evaluator.evaluate(Candidate(name), kinds)
     unsure = math.log(_UNSURE)
-    chosen = whole if whole.loss <= unsure or whole.loss <= stay.loss - unsure else stay
+    is_good = whole.loss <= unsure or whole.loss <= stay.loss - unsure
+    chosen = whole if is_good and takes_s <= _DISSOLVED_WITHIN_S else stay
     return Comparison(chosen, (stay, whole), evaluator.horizon_s, evaluator.targets)
 
 
@@ -162,9 +166,9 @@ def compare_sizes(
     may_shrink: bool,
     targets: Targets | None = None,
 ) -> Comparison:
-    """Whether some of the reserve should serve, or one less. An instance has a price: of all that are about as good as
-    the best the one with the fewest instances is taken. One leaves only where all is good enough without it, even if
-    as much comes as came at most in the last minute.
+    """For parking: whether some reserve should serve, or one instance less. An instance has a cost: of all sizes about
+    as good as the best the smallest is chosen. One leaves only if the rest is good enough, even at the highest arrival
+    count of the last minute.
     """
     given = targets or Targets()
     evaluator = _SizeEvaluator(snapshot, running, traffic, pace, given, reserve)
@@ -192,7 +196,7 @@ def compare_sizes(
 
 
 class _Evaluator:
-    """What all candidates are judged by."""
+    """Evaluates all candidates of a comparison."""
 
     def __init__(self, snapshot: Snapshot, running: Running, traffic: Traffic, pace: Pace, targets: Targets) -> None:
         layer_count = snapshot.model.layer_count
@@ -202,19 +206,22 @@ class _Evaluator:
         calm = _calm(self._machine, self.candidates.kinds(NOTHING), self._futures[0])
         tpot_s = targets.tpot_s or calm.token_s
         self.targets = Targets(ttft_s=max(targets.ttft_s, calm.prompt_s), tpot_s=tpot_s)
-        stays_s = 2 * self._futures[0].answer_tokens * tpot_s
+        first = self._futures[0]
+        stays_s = 2 * first.answer_tokens * tpot_s
+        self.remaining_s = (first.remaining_tokens or first.answer_tokens) * tpot_s  # of running requests
+        self.prompt_tokens = first.prompt_tokens
         self.horizon_s = min(_MOST_S, max(_LEAST_S, stays_s))
 
     def evaluate(self, candidate: Candidate, kinds: Sequence[Kind]) -> Evaluation:
         return self.finish(self.begin(candidate, kinds), kinds)
 
     def begin(self, candidate: Candidate, kinds: Sequence[Kind]) -> Evaluation:
-        """Looks at the middle future only."""
+        """Evaluate in the middle future only."""
         prediction = self._predict(kinds, self._futures[_MIDDLE])
         return Evaluation(candidate, prediction, self._loss([prediction]))
 
     def finish(self, begun: Evaluation, kinds: Sequence[Kind]) -> Evaluation:
-        """Looks at the other futures."""
+        """Evaluate in the other futures."""
         others = (*self._futures[:_MIDDLE], *self._futures[_MIDDLE + 1 :])
         predicted = [self._predict(kinds, future) for future in others]
         return replace(begun, loss=self._loss([begun.prediction, *predicted]))
@@ -223,13 +230,13 @@ class _Evaluator:
         return look_ahead(self._machine, kinds, future, self.horizon_s, self.targets.lost_s)
 
     def _loss(self, predicted: Sequence[Prediction]) -> float:
-        """The mean over all futures, of which those without a prediction count as 0: at least so much it will be."""
+        """The mean over all futures; missing ones count as 0, which makes it a lower bound."""
         loss = math.fsum(loss_of(one, self.targets) for one in predicted) / len(self._futures)
         return loss if math.isfinite(loss) else math.inf
 
 
 class _SizeEvaluator(_Evaluator):
-    """Where instances have a price, memory for what nobody predicts is worth as much as a wait that is shorter."""
+    """For sizes: free memory for unpredicted bursts counts like shorter waits."""
 
     def __init__(
         self,
@@ -248,6 +255,8 @@ class _SizeEvaluator(_Evaluator):
         columns = columns_of(snapshot.groups)
         self.feared_part = _BRIDGED if reserve.gain > 1.0 and reserve.jump < math.inf else 1.0
         self._instances = sum(columns.stages) + len(reserve.waking_s)
+        home_blocks = home_tokens(snapshot) / snapshot.model.block_tokens
+        self._room = sum(columns.blocks) / home_blocks + len(reserve.waking_s)  # in instances: merged ones have more
         self.alone_count = sum(stages == 1 for stages in columns.stages)
 
     def kinds(self, candidate: Candidate) -> list[Kind]:
@@ -265,27 +274,28 @@ class _SizeEvaluator(_Evaluator):
         return replace(finished, loss=finished.loss + self.fear(begun.candidate))
 
     def fear(self, candidate: Candidate) -> float:
-        """0: memory enough is free for what may come from nothing."""
-        reserve, count = self._reserve, self._instances + candidate.added
+        """Loss for missing memory; 0: enough is free for a sudden burst."""
+        reserve, count, room = self._reserve, self._instances + candidate.added, self._room + candidate.added
         most = self.feared_part * (_FEARED_AFTER if candidate.added < 0 else _FEARED)
-        parts = [(self._wanted + min(reserve.jump, most * self._wanted), 1.0)]
+        parts = [(self._wanted + min(reserve.jump, most * self._wanted), room)]
         if self.feared_part < 1.0:
-            parts.append((self._wanted + reserve.jump, reserve.gain if count > 1 else 1.0))
+            parts.append((self._wanted + reserve.jump, max(room, reserve.gain * count if count > 1 else 1.0)))
         elif candidate.added < 0:
             peak = reserve.peak + min(reserve.jump, _FEARED * reserve.peak)
-            parts.append((peak / _UNSURE, 1.0))
-        return max([math.log(max(1.0, wanted / (_FULL * gain * max(1, count)))) for wanted, gain in parts])
+            parts.append((peak / _UNSURE, room))
+        return max([math.log(max(1.0, wanted / (_FULL * max(1.0, room)))) for wanted, room in parts])
 
 
 def choose(losses: Sequence[float], changes: Sequence[int], finish: Callable[[int], float]) -> int:
-    """The candidate that changes least, the first of equals, among those whose loss is nearly the least.
+    """The candidate with the smallest change, the first of equals, among those with nearly the least loss.
 
-    Only a candidate that can decide it is finished: one better than the best so far, or as good with less change.
+    Only candidates that can decide the choice are finished: better than the best so far, or as good with a smaller
+    change.
 
     Args:
-        losses: Of each candidate at least so much.
-        changes: How much each changes.
-        finish: Returns the loss of a candidate; that takes milliseconds.
+        losses: A lower bound for each candidate.
+        changes: Size of each change.
+        finish: Returns the loss of a candidate; takes milliseconds.
 
     Returns:
         Its index.
@@ -310,7 +320,7 @@ def choose(losses: Sequence[float], changes: Sequence[int], finish: Callable[[in
 
 
 def loss_of(one: Prediction, targets: Targets) -> float:
-    """0: all is good enough."""
+    """Loss of a prediction; 0: within the targets."""
     tpot_s = targets.tpot_s or one.tpot_s
     waits = _wait_loss(one.ttft_p99_s, one.lost_share, targets) + _wait_loss(
         one.ahead_p99_s, one.lost_ahead_share, targets
@@ -319,12 +329,12 @@ def loss_of(one: Prediction, targets: Targets) -> float:
 
 
 def _wait_loss(p99_s: float, lost_share: float, targets: Targets) -> float:
-    """Where all are lost, twice what it is where one in a hundred just is."""
+    """If all are lost, twice the loss of the case in which one in a hundred just is."""
     return math.log(min(max(p99_s / targets.ttft_s, 1.0), LOST)) + lost_share * math.log(LOST)
 
 
 def _futures(snapshot: Snapshot, running: Running, traffic: Traffic) -> list[Future]:
-    """The higher of the rates of ten seconds and of a minute, and what chance may bring beside it."""
+    """The higher of the rates over ten seconds and a minute, plus statistical fluctuation."""
     block_tokens = snapshot.model.block_tokens
     fast_per_s = traffic.recent_count / min(RECENT_S, max(1.0, traffic.known_s))
     slow_per_s = traffic.minute_count / min(MINUTE_S, max(RECENT_S, traffic.known_s))
@@ -359,19 +369,19 @@ def _futures(snapshot: Snapshot, running: Running, traffic: Traffic) -> list[Fut
 
 
 def _remaining_tokens(traffic: Traffic, running_count: int, answer_tokens: float) -> float:
-    """Tokens still to come of each answer that runs: in the steady state as many as it has had.
+    """Remaining tokens of running answers: in the steady state as many as they have generated.
 
-    Where that is not far from the mean of all answers it is the same spread of lengths, and 0: as of a new one.
+    If near the mean of all answers it is the same distribution, and 0: as for a new one.
     """
     age_tokens = traffic.open_tokens / running_count if running_count else 0.0
     return age_tokens if age_tokens > _OUTLIVED * answer_tokens else 0.0
 
 
 def _answer_tokens(traffic: Traffic, running_count: int) -> float:
-    """Tokens of an answer. Those that go on count too, else only short answers would.
+    """Mean tokens of an answer. Running ones count, too, otherwise short answers would dominate.
 
-    All tokens over all endings, as if each token might be the last with the same probability. Where hardly any answer
-    has ended that says nothing: then those that run are half through, and it is at most twice what follows from that.
+    All tokens divided by all endings, as if each token were the last with equal probability. With few endings: running
+    answers are assumed half complete, and the estimate is bounded by twice the resulting mean.
     """
     ended_count, tokens = traffic.ended_count + _PRIOR_COUNT, traffic.ended_tokens + traffic.open_tokens + _PRIOR_TOKENS
     half_through = (tokens + traffic.open_tokens) / (ended_count + running_count)
@@ -379,10 +389,10 @@ def _answer_tokens(traffic: Traffic, running_count: int) -> float:
 
 
 class _Calm(NamedTuple):
-    """Of an instance whose memory is half full."""
+    """Latencies of an instance with half-full memory."""
 
     token_s: float
-    prompt_s: float  # a long one
+    prompt_s: float  # of a long prompt
 
 
 def _calm(machine: Machine, kinds: Sequence[Kind], future: Future) -> _Calm:

@@ -1,4 +1,4 @@
-"""Plans in words, for `ballast plan --explain` and for one log line per transition."""
+"""Plans in words, for `ballast plan --explain` and a log line per transition."""
 
 from ballast.common.units import human_bytes, layer_ranges, thousands
 from services.planner.policy.drop import DropPlan
@@ -6,11 +6,11 @@ from services.planner.policy.merged import GroupPlan
 from services.planner.policy.restore import RestorePlan
 from services.planner.policy.snapshot import ModelShape
 
-MOST_GROUPS = 32  # in words; the layout has all of them
+MOST_GROUPS = 32  # described; the layout has all of them
 
 
 def explain(plan: DropPlan, model: ModelShape) -> list[str]:
-    """One line for the need, one for what moves, one for each of the first `MOST_GROUPS` groups that change."""
+    """One line for the need, one for what moves, one for each of the first `MOST_GROUPS` changing groups."""
     lines = [_need_line(plan)]
     if not plan.groups:
         return [*lines, "nothing changes"]
@@ -41,7 +41,7 @@ def group_line(group: GroupPlan, model: ModelShape) -> str:
 
 
 def _uneven(group: GroupPlan) -> str:
-    """Who has most layers, where that is more than its share: it has more memory, or computes faster."""
+    """The member with most layers, if that exceeds its share: it has more memory, or is faster."""
     counts = {member.worker_id: member.last_layer - member.first_layer for member in group.members}
     all_layers, (most, name) = sum(counts.values()), max((count, name) for name, count in counts.items())
     if most <= -(-all_layers // len(counts)):

@@ -1,14 +1,14 @@
-"""What would come of a layout: a fluid model of the next minutes (pure, no clock).
+"""Fluid model: predicts the latencies of a layout over the next minutes (pure, no clock).
 
-Groups with the same number of stages are one `Kind`. Requests come at a rate and wait in one line; a kind lets them in
-while it has memory and places, computes their prompts beside the decodes of those that run, and loses those whose
-answers end. The curves of who has come and who has had a first token give the waits in line, to which a request's own
-prompt adds what its chunks take (`prompt_s`); the length of the steps gives the time of a token. What does not fit
-while it grows is preempted, and waits before all others to be computed anew.
+Groups of equal depth are one `Kind`. Requests arrive at a rate and wait in one line; a kind admits them while it has
+memory and places, computes their prompts beside the decodes of running requests, and loses those whose answers end. The
+cumulative curves of arrivals and of first tokens give the waits, to which a request's own prefill is added
+(`prompt_s`); the step duration gives the token time. When running requests outgrow the memory, some are preempted, and
+wait before all others to be recomputed.
 
-Costs are those of `ballast.common.cost`, for the mean batch of each kind. Answers end at a constant rate for each
-token, of those that run at another one than of those that come: where answers are not alike it is the long ones that
-hold the memory, and as much is still to come of them as there has been.
+Costs are those of `ballast.common.cost`, for the mean batch of each kind. Answers end at a constant rate per token,
+which differs between running and arriving requests: where lengths differ, long answers hold the memory, and their
+expected remainder equals their present length.
 """
 
 import math
@@ -20,55 +20,57 @@ from itertools import accumulate, pairwise
 from ballast.common.cost import CostModel
 from ballast.common.traffic import Pace
 
-STEPS = 80  # of the horizon
-_TAIL = 3  # so many horizons are looked at until all that came within the first have had a token
-# Of a pipeline's time, by its stages: parts in which a stage waits for its neighbours. As pipelines of so many stages
-# showed in the simulator and on two cores; between them and beyond them linearly.
+STEPS = 80  # time steps of the horizon
+_TAIL = 3  # horizons simulated until all arrivals of the first have a token
+# Fraction of a pipeline's time in which a stage waits for its neighbours, by depth, as measured in the simulator and on
+# two cores; linear between and beyond.
 _BUBBLES = ((1, 0.0), (2, 0.05), (4, 0.17), (8, 0.22))
-_RESERVE = 0.05  # of the KV memory is kept by admission for what grows
-_LEAST_STEP_S = 1e-6  # whatever the costs are that somebody tells
-# A spread of prompts is taken as these parts: the share of all, and the quantile that stands for it.
+_RESERVE = 0.05  # fraction of the KV memory that admission keeps for growth
+_LEAST_STEP_S = 1e-6  # lower bound, whatever costs are reported
+# A distribution of prompt lengths is reduced to these parts: fraction of all, and its representative quantile.
 PARTS = ((0.5, 0.25), (0.4, 0.7), (0.08, 0.94), (0.02, 0.99))
-_MOST_SHARING = 2.0  # the first prompt in line has half of every batch, however many there are
+_MOST_SHARING = 2.0  # the first waiting prompt gets half of every batch, however many there are
 _PRECISION_S = 0.005  # of a wait
-_HALVINGS = 40  # at most: waits beyond 10^12 s, of costs that somebody tells, are not that precise
-_COHORTS = 8  # of those who wait at the beginning, by how long they have
-_NEARLY = 0.1  # of a request may be missing: flows have no last one
+_HALVINGS = 40  # maximum: waits beyond 10^12 s, from reported costs, are less precise
+_COHORTS = 8  # of the requests waiting at the beginning, by waiting time
+_NEARLY = 0.1  # fraction of a request that may be missing, as flows have no last one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """Groups of so many stages, taken together."""
+    """Groups of equal depth, together."""
 
     stages: int
     group_count: int
-    capacity_tokens: float  # of KV, of all of them
+    capacity_tokens: float  # KV, in total
     running_count: float
     used_tokens: float  # of KV
-    uncomputed_tokens: float = 0.0  # of prompts that have been let in: these requests run and have had no token
-    max_running_count: float = 0.0  # requests, of all of them; 0: as the machine's
-    stall_s: float = 0.0  # nobody runs before: a transition
-    slowness: float = 1.0  # a batch takes so many times as long as the machine's pace says
+    uncomputed_tokens: float = 0.0  # of prompts of admitted requests without a token
+    max_running_count: float = 0.0  # in total; 0: the machine's
+    stall_s: float = 0.0  # no progress before: a transition
+    kept_tokens: float = 0.0  # capacity of draining pipelines, closed to admission until `kept_s`
+    kept_s: float = 0.0
+    slowness: float = 1.0  # factor on the machine's batch durations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Future:
-    """What clients may want: a rate that lasts for a while, then the calm one."""
+    """Expected demand: a rate for some time, then the calm rate."""
 
     rate_per_s: float
     lasts_s: float
     calm_per_s: float
     prompt_tokens: float
-    answer_tokens: float  # of a request that comes
-    waiting_count: float  # have had no token yet
+    answer_tokens: float  # of an arriving request
+    waiting_count: float  # requests without a first token
     waiting_tokens: float
-    remaining_tokens: float = 0.0  # to come yet of each answer that is under way, where that is more than of a new one
-    waited_s: float = 0.0  # so long has the first of those without a token waited; the last came a moment ago
-    prompts: tuple[float, ...] = ()  # tokens, by `PARTS`; empty: all are alike
+    remaining_tokens: float = 0.0  # of running answers, if more than of a new one; 0: the same
+    waited_s: float = 0.0  # waiting time of the first of them; the last has just arrived
+    prompts: tuple[float, ...] = ()  # prompt tokens, by `PARTS`; empty: all equal
 
     @property
     def spread(self) -> float:
-        """The mean square of prompts over the square of their mean: so much larger is the one that does not fit."""
+        """Mean square of prompt lengths over the square of their mean."""
         if not self.prompts:
             return 1.0
         parts = list(zip(PARTS, self.prompts, strict=True))
@@ -85,24 +87,24 @@ class Machine:
     max_running_count: int
 
     def cost_of(self, stages: int, slowness: float = 1.0) -> CostModel:
-        """Of all layers in a pipeline of so many stages; the time in which a stage waits counts as work."""
+        """Of all layers in a pipeline of that depth, with bubbles counted as work."""
         return self.pace.cost.scaled(self.layer_count / self.pace.layer_count / (1 - bubbles(stages)) * slowness)
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
     ttft_p99_s: float
-    ahead_p99_s: float  # the same but for what has been waited already
-    tpot_s: float  # mean over the tokens; waits of what was preempted are in it
-    lost_share: float = 0.0  # of the requests, which wait so long that it no longer matters how long
-    lost_ahead_share: float = 0.0  # the same but for what has been waited already
+    ahead_p99_s: float  # without the time waited before
+    tpot_s: float  # mean over the tokens, including waits of preempted requests
+    lost_share: float = 0.0  # fraction of the requests whose wait is lost
+    lost_ahead_share: float = 0.0  # without the time waited before
 
     def told(self) -> str:
         return f"P99 TTFT {self.ttft_p99_s:.2f} s, TPOT {1e3 * self.tpot_s:.0f} ms"
 
 
 def bubbles(stages: int) -> float:
-    """The share of a pipeline's time in which a stage waits."""
+    """Fraction of a pipeline's time in which a stage waits."""
     for (low, less), (high, more) in pairwise(_BUBBLES):
         if stages <= high:
             return less + (more - less) * max(0, stages - low) / (high - low)
@@ -110,13 +112,13 @@ def bubbles(stages: int) -> float:
 
 
 def token_s(cost: CostModel, decodes: float, context: float, chunk: float, prefix: float) -> float:
-    """Seconds that all stages together take for a microbatch, and so from one token of a sequence to its next.
+    """Seconds between two tokens of a sequence: a microbatch's time over all stages.
 
     Args:
         cost: Of all layers, bubbles included: `Machine.cost_of`.
-        decodes: In each microbatch.
+        decodes: Per microbatch.
         context: Tokens whose KV these read.
-        chunk: Tokens of a prompt in each microbatch, behind a prefix of so many.
+        chunk: Prompt tokens per microbatch, after `prefix` tokens.
     """
     tokens = sequences = decodes
     pairs = read = context
@@ -142,12 +144,12 @@ def prompt_s(
     length: float,
     sharing: float = 1.0,
 ) -> float:
-    """Seconds until a prompt's first token once it is let in: its chunks follow each other through the stages.
+    """Seconds from a request's admission to its first token: its chunks follow each other through the stages.
 
     Args:
-        cost: As in `token_s`, likewise `decodes` and `context`: what is in its batches beside it.
-        batch_tokens: At most, of a batch.
-        sharing: So many times as long as alone, for other prompts.
+        cost: As in `token_s`, likewise `decodes` and `context`: the rest of its batches.
+        batch_tokens: Maximum of a batch.
+        sharing: Slowdown by other prompts.
     """
     chunks = math.ceil(length / max(1.0, batch_tokens - decodes))
     chunk = length / chunks
@@ -157,7 +159,7 @@ def prompt_s(
 
 
 class _Flow:
-    """One kind as time goes on. A comparison takes thousands of its steps: what they need lies here, plainly."""
+    """State of one kind over time. Plain attributes, as a comparison executes thousands of its steps."""
 
     __slots__ = (
         "admitted",
@@ -167,6 +169,8 @@ class _Flow:
         "free",
         "group_count",
         "instances",
+        "kept",
+        "kept_s",
         "left_over",
         "max_batch_tokens",
         "old",
@@ -186,32 +190,35 @@ class _Flow:
     def __init__(self, kind: Kind, machine: Machine, future: Future) -> None:
         self.cost = machine.cost_of(kind.stages, kind.slowness)
         self.stages, self.group_count, self.stall_s = kind.stages, kind.group_count, kind.stall_s
-        self.instances = kind.group_count * kind.stages  # as many microbatches are in flight
+        self.instances = kind.group_count * kind.stages  # also the number of microbatches in flight
         self.max_batch_tokens = machine.pace.max_batch_tokens
         self.capacity = kind.capacity_tokens
         self.admitted = kind.capacity_tokens * (1 - _RESERVE)
-        self.left_over = kind.group_count * future.spread / 2  # of a request's tokens: none is divided
+        self.kept, self.kept_s = kind.kept_tokens, kind.kept_s
+        self.left_over = kind.group_count * future.spread / 2  # tokens that no group can divide
         self.places = kind.max_running_count or float(self.instances * machine.max_running_count)
         self.used: float = kind.used_tokens
         self.uncomputed: float = kind.uncomputed_tokens
-        # Let in and without a token.
+        # Admitted, without a token.
         self.prefills: float = min(kind.running_count, kind.uncomputed_tokens / future.prompt_tokens)
         self.running: float = kind.running_count - self.prefills
-        self.old: float = self.running  # of those that run, the ones that did so at the beginning
+        self.old: float = self.running  # of the running requests those from the beginning
         self.busy: float = 0.0  # of the last step, with prompts
-        self.free: float = 0.0  # requests that could still be let in, in this step
-        # Of requests that had their first token, and what they have seen: prompts beside theirs, and decodes.
+        self.free: float = 0.0  # requests that could still be admitted in this step
+        # Of requests with a first token, and averages at that time: other prompts, and decodes.
         self.seen: float = 0.0
         self.seen_busy: float = 0.0
         self.seen_decodes: float = 0.0
         self.seen_context: float = 0.0
 
     def room(self, until_s: float, mean_tokens: float) -> float:
-        """Requests that it could let in, in a step that ends then."""
+        """Requests that it can admit in a step of that duration."""
         self.free = 0.0
         if until_s <= self.stall_s:
             return 0.0
         room = self.admitted - self.left_over * mean_tokens - self.used
+        if until_s <= self.kept_s:
+            room -= self.kept
         if mean_tokens > 1.0:
             room /= mean_tokens
         places = self.places - self.running - self.prefills
@@ -231,7 +238,7 @@ class _Flow:
     def advance(
         self, prefix: float, prompt: float, answer: float, remaining: float, dt: float
     ) -> tuple[float, float, float, float]:
-        """Returns requests that had their first token, tokens made, and of what was preempted requests and tokens."""
+        """Returns requests with a first token, tokens generated, and requests and tokens preempted."""
         cost, batches, running, prefills = self.cost, self.instances, self.running, self.prefills
         used, uncomputed = self.used, self.uncomputed
         self.busy = share = 0.0
@@ -253,9 +260,9 @@ class _Flow:
                 full_s = token_s(cost, decodes, context, chunk, prefix)
                 could = chunk * batches * dt / full_s
                 done = uncomputed if uncomputed < could else could
-                # With little to compute only some steps have prompts in them: they take this share of the time.
+                # With little to compute only some steps have prompts: this fraction of the time.
                 self.busy = share = done / could
-                # While more prompts wait than one, a pipeline has a microbatch more under way than stages.
+                # While more than one prompt waits, a pipeline has one more microbatch in flight than stages.
                 trip_s = full_s * (1 + share * share / self.stages) if self.stages > 1 else full_s
                 took_s = 1 / (share / trip_s + (1 - share) / took_s)
             begun = prefills * done / uncomputed
@@ -266,7 +273,7 @@ class _Flow:
             old_ended = made * self.old / running / remaining
             ended = made * (running - self.old) / running / answer + old_ended
             self.old -= old_ended if old_ended < self.old else self.old
-        if running > 0.0:  # those that end are older, and so larger, than the mean
+        if running > 0.0:  # ending ones are older, and so larger, than the mean
             if ended > running:
                 ended = running
             mean, size = held / running, prompt + answer
@@ -295,14 +302,14 @@ class _Flow:
 def look_ahead(
     machine: Machine, kinds: Sequence[Kind], future: Future, horizon_s: float, lost_after_s: float = math.inf
 ) -> Prediction:
-    """`lost_after_s`: waits that are twice as long are lost, and in part those between."""
+    """`lost_after_s`: waits of twice this are lost, and partly those between."""
     dt = horizon_s / STEPS
     prompt, answer = future.prompt_tokens, max(1.0, future.answer_tokens)
     remaining = future.remaining_tokens
     prefix = prompt / 2
     flows = [_Flow(kind, machine, future) for kind in kinds]
     waiting, waiting_tokens = future.waiting_count, future.waiting_tokens
-    away, away_tokens = 0.0, 0.0  # preempted, and wait to go on
+    away, away_tokens = 0.0, 0.0  # preempted, waiting to resume
     came, first, ready_s = [waiting + math.fsum(flow.prefills for flow in flows)], [0.0], [0.0]
     tokens = request_s = until_s = with_token = 0.0
     so_far = came[0]
@@ -360,13 +367,13 @@ def look_ahead(
 
 
 def _lost(waits: Mapping[float, float], limit_s: float) -> float:
-    """The share of requests whose wait is lost: it is by and by between the limit and twice the limit."""
+    """Fraction of requests whose wait is lost: rises from the limit to twice the limit."""
     lost = math.fsum(count * min(1.0, wait / limit_s - 1) for wait, count in waits.items() if wait > limit_s)
     return lost / math.fsum(waits.values()) if lost else 0.0
 
 
 def _spread(flows: Sequence[_Flow], until_s: float, count: float, mean_tokens: float) -> float:
-    """Lets in as many as there is room for, evenly for each instance as routing does it; gives how many."""
+    """Admits as many as there is room for, evenly over instances as routing does; returns how many."""
     if len(flows) == 1:
         let = min(flows[0].room(until_s, mean_tokens), count)
         flows[0].let_in(let, mean_tokens)
@@ -394,11 +401,11 @@ def _spread(flows: Sequence[_Flow], until_s: float, count: float, mean_tokens: f
 def _waits(
     came: Sequence[float], first: Sequence[float], ready_s: Sequence[float], dt: float, waited_s: float = 0.0
 ) -> dict[float, float]:
-    """Seconds and how many wait so long: when the curve of first tokens reaches each of those who have come.
+    """Waits (seconds, number of requests): when the curve of first tokens reaches each arrival.
 
     Args:
-        ready_s: By when those who had their first token in a step had it, if there was less to do than time.
-        waited_s: How long the first of those who wait at the beginning has waited.
+        ready_s: When the first tokens of a step were ready, if the step was not fully used.
+        waited_s: Waiting time of the first request at the beginning.
     """
     arrivals = [(step * dt, until) for step, until in enumerate(came[: STEPS + 1])]
     if waited_s > 0.0:
@@ -424,7 +431,7 @@ def _waits(
 
 
 def _own(flows: Sequence[_Flow], future: Future) -> list[tuple[float, float]]:
-    """What prompts take once it is their turn: seconds, and the share of requests whose prompt takes so long."""
+    """Prefill times of requests: (seconds, fraction of the requests)."""
     seen = math.fsum(flow.seen for flow in flows)
     prompts = future.prompts or (future.prompt_tokens,) * len(PARTS)
     return [
@@ -436,16 +443,16 @@ def _own(flows: Sequence[_Flow], future: Future) -> list[tuple[float, float]]:
 
 
 def _own_s(flow: _Flow, length: float) -> float:
-    busy = flow.seen_busy / flow.seen * max(0.0, 1 - flow.group_count / flow.seen)  # with others' prompts
+    busy = flow.seen_busy / flow.seen * max(0.0, 1 - flow.group_count / flow.seen)  # of other prompts
     sharing = _MOST_SHARING if busy > 1 - 1 / _MOST_SHARING else 1 / (1 - busy)
     decodes, context = flow.seen_decodes / flow.seen, flow.seen_context / flow.seen
     return prompt_s(flow.cost, flow.stages, flow.max_batch_tokens, decodes, context, length, sharing)
 
 
 def _p99(waits: Mapping[float, float], own: Sequence[tuple[float, float]], usual_s: float) -> float:
-    """The 99th percentile of a wait in line and a prompt's own time together, as if neither knew of the other.
+    """The 99th percentile of waiting plus prefill time, assumed independent.
 
-    `usual_s`: a prompt's time, which the waits have in them.
+    `usual_s`: the prefill time contained in the waits.
     """
     if not waits:
         return 0.0

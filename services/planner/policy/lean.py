@@ -1,23 +1,23 @@
-"""Three rules for packing large requests onto few instances, over nothing but what each instance holds.
+"""Three rules for packing large requests onto few instances, given only what each instance holds.
 
-A newcomer goes to the fullest instance that keeps the reserve; the emptiest instance leaves if what it holds fits into
-the others; one that has nearly used its reserve up gives its smallest request away. Amounts are bytes or tokens.
+A new request goes to the fullest instance that keeps the reserve; the emptiest instance is released if its requests fit
+into the others; one that has nearly used up its reserve gives its smallest request away. Amounts are bytes or tokens.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-RESERVE = 0.08  # of an instance, that newcomers do not get: running requests grow into it
-_USED_UP = 0.25  # of the reserve that is left: the instance gives a request away
+RESERVE = 0.08  # fraction of an instance kept free, for the growth of running requests
+_USED_UP = 0.25  # remaining fraction of the reserve at which a request is given away
 
 
 @dataclass(frozen=True, slots=True)
 class HeldRequest:
-    """What one instance holds."""
+    """Content of one instance."""
 
     number: int
     amounts: tuple[int, ...]  # of its requests
-    leaving: bool = False  # takes nothing new, and is emptied
+    leaving: bool = False  # takes no new request, and is emptied
 
     @property
     def used(self) -> int:
@@ -26,13 +26,13 @@ class HeldRequest:
 
 @dataclass(frozen=True, slots=True)
 class LeanMove:
-    amount: int  # of the request: any of that size will do
+    amount: int  # of the request: any of that size
     source: int
     target: int
 
 
 def place(amount: int, instances: Sequence[HeldRequest], capacity: int, reserve: float = RESERVE) -> int | None:
-    """The instance for a newcomer; one that was leaving stays then. None: another one has to be opened or woken."""
+    """The instance for a new request; a leaving one stays then. None: another one has to be started or woken."""
     kept = int(reserve * capacity)
     staying = [one for one in instances if not one.leaving]
     with_room = [one for one in staying if one.used + amount + kept <= capacity or not one.amounts]
@@ -42,7 +42,7 @@ def place(amount: int, instances: Sequence[HeldRequest], capacity: int, reserve:
 
 
 def leaves(instances: Sequence[HeldRequest], capacity: int, reserve: float = RESERVE) -> list[LeanMove] | None:
-    """The moves that empty the emptiest instance; None: what it holds does not fit into the others."""
+    """The moves that empty the emptiest instance; None: the others have too little room."""
     staying = [one for one in instances if not one.leaving and one.amounts]
     if len(staying) < 2:
         return None
@@ -51,7 +51,7 @@ def leaves(instances: Sequence[HeldRequest], capacity: int, reserve: float = RES
 
 
 def relieve(instances: Sequence[HeldRequest], capacity: int, reserve: float = RESERVE) -> list[LeanMove]:
-    """Moves of the smallest requests out of instances that are nearly full, as far as others have room."""
+    """Moves of the smallest requests out of nearly full instances, as far as others have room."""
     moves: list[LeanMove] = []
     least = int(_USED_UP * reserve * capacity)
     held = {one.number: one for one in instances}
@@ -68,7 +68,7 @@ def relieve(instances: Sequence[HeldRequest], capacity: int, reserve: float = RE
 def _spread(
     source: HeldRequest, amounts: Sequence[int], instances: Sequence[HeldRequest], capacity: int, reserve: float
 ) -> list[LeanMove] | None:
-    """Each into the fullest that keeps the reserve; None: one fits nowhere."""
+    """Each to the fullest instance that keeps the reserve; None: one does not fit."""
     rooms = {
         one.number: capacity - one.used - int(reserve * capacity)
         for one in instances
@@ -86,7 +86,7 @@ def _spread(
 
 
 def check(before: Sequence[HeldRequest], moves: Sequence[LeanMove], capacity: int) -> list[str]:
-    """What moves must not do: overfill an instance, let one give and take, or one that is leaving take."""
+    """Raise if moves overfill an instance, take from and give to one, or give to a leaving one."""
     used = {one.number: one.used for one in before}
     for move in moves:
         used[move.source] -= move.amount

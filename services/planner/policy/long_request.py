@@ -1,4 +1,4 @@
-"""A group for one long request: which groups merge, and what they are afterwards (pure)."""
+"""A group for one long request: which groups merge, and the resulting group (pure)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ from services.planner.policy.split import TOWARD_MEMORY, Splitter, SplitToleranc
 
 @dataclass(frozen=True, slots=True)
 class LongNeed:
-    """What one long request asks for."""
+    """Needs of one long request."""
 
     need_tokens: int
-    prompt_tokens: int  # so many of them are to be computed
-    group_id: GroupId | None = None  # where it runs, with as much KV as `held_tokens`
+    prompt_tokens: int  # of them, tokens to be computed
+    group_id: GroupId | None = None  # where it runs, with `held_tokens` of KV
     held_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class LongGroup:
-    """Groups that become one which holds it, beside all that they have."""
+    """Merged groups that hold the request beside their present ones."""
 
     merged: tuple[GroupState, ...]
     plan: GroupPlan
@@ -45,15 +45,15 @@ class LongGroup:
 
 
 def held_by(snapshot: Snapshot, need: LongNeed) -> GroupId | None:
-    """A group that is as large as the request needs, for one that runs nowhere yet."""
+    """An existing group large enough for a request that does not run yet."""
     wanted = -(-need.need_tokens // snapshot.model.block_tokens)
     found = [group.group_id for group in snapshot.groups if group.block_count >= wanted]
     return min(found) if found and need.group_id is None else None
 
 
 def group_for(snapshot: Snapshot, need: LongNeed) -> LongGroup | None:
-    """Of those that hold it the one with the fewest stages, of groups with the least load: existing pipelines with what
-    they lack, or lone instances. None: none does.
+    """Of the merges that hold it the one with the fewest stages, of the least loaded groups: existing pipelines
+    extended, or lone instances. None: there is none.
     """
     model = snapshot.model
     extra_blocks = -(-(need.need_tokens - need.held_tokens) // model.block_tokens)
@@ -71,7 +71,7 @@ def group_for(snapshot: Snapshot, need: LongNeed) -> LongGroup | None:
 
 
 def _merges(groups: Sequence[GroupState], first: GroupId | None, most: int) -> Iterator[list[GroupState]]:
-    """Each beginning, and so many of the other groups with the least load as there may be."""
+    """Each initial group with a growing number of the least loaded others."""
     by_load = sorted(groups, key=lambda group: (len(group.members), group.load_blocks, group.group_id))
     begun: list[list[GroupState]] = [[]]
     if first is not None:
@@ -100,8 +100,8 @@ def _made(merge: Sequence[GroupState], splitter: Splitter) -> LongGroup | None:
 
 
 def kinds_with(snapshot: Snapshot, made: LongGroup, need: LongNeed, running: Running) -> list[Kind]:
-    """What serves the others once the group is there and has the request. Dispatchers keep them away from that group
-    for as long as its prompt is computed, unless there is nothing else.
+    """Capacity for other requests once the group has the request: without that group, which dispatchers avoid during
+    its prefill.
     """
     model, tokens = snapshot.model, snapshot.model.block_tokens
     rest = [group for group in snapshot.groups if group.group_id not in made.ids]

@@ -18,7 +18,7 @@ from enum import IntEnum
 
 from ballast.common.errors import InvariantViolation
 
-MOST_MOVES = 10  # items, for one operation: theorem 3
+MOST_MOVES = 10  # items, per operation: theorem 3
 _FULL = 0.75  # of a bin: what properties 3 and 5 ask for
 
 Key = Hashable  # of a request
@@ -64,7 +64,7 @@ class Item:
 
 @dataclass(slots=True, eq=False)
 class MellBin:
-    number: int  # in the order in which they were opened
+    number: int  # in order of opening
     items: list[Item] = field(default_factory=list[Item])
 
     @property
@@ -81,7 +81,7 @@ class MellMove:
 
 @dataclass(frozen=True, slots=True)
 class Exceptions:
-    """Bins for which a property of theorem 1 does not hold; the theorem permits a constant number of each."""
+    """Bins that violate a property of theorem 1, which permits a constant number of each."""
 
     medium: int  # 1: a medium bin has two medium items
     small: int  # 2: a small one has three small ones
@@ -91,29 +91,29 @@ class Exceptions:
 
 
 class Book:
-    """Which request is in which bin. `take_moves` tells what operations asked for: after each, or merged after many."""
+    """The assignment of requests to bins. `take_moves` returns moves of one or several operations, merged."""
 
     def __init__(self, capacity: int, *, repaired: bool) -> None:
         self.capacity = capacity
-        self.bins: list[MellBin] = []  # in the order in which they were opened
+        self.bins: list[MellBin] = []  # in order of opening
         self._repaired = repaired
         self._items: dict[Key, Item] = {}
         self._open_bag: Item | None = None
         self._opened_count = 0
-        self._came_from: dict[Key, int] = {}  # requests that were moved since moves were taken -> their bin before
+        self._came_from: dict[Key, int] = {}  # requests moved since `take_moves` -> their bin before
         self._moved: set[Item] = set()  # by this operation
 
     # ------------------------------------------------------------ operations
 
     def allocate(self, request: Key, amount: int) -> None:
-        """A request comes."""
+        """Add a request."""
         self._begin()
         self._enter(request, amount)
         self._end()
-        self._came_from.pop(request, None)  # it comes to where it is now
+        self._came_from.pop(request, None)  # its present place is its first
 
     def depart(self, request: Key) -> None:
-        """A request has ended."""
+        """Remove a request."""
         self._begin()
         item = self._items.pop(request)
         self._came_from.pop(request, None)
@@ -130,7 +130,7 @@ class Book:
         self._end()
 
     def update(self, request: Key, amount: int) -> None:
-        """A request has grown."""
+        """Change a request's size."""
         item = self._items[request]
         here, before = self._bin_of(item), self._size(item)
         item.set(request, amount)
@@ -149,7 +149,7 @@ class Book:
         self._end()
 
     def take_moves(self) -> list[MellMove]:
-        """Of each request that is elsewhere now than when moves were taken last."""
+        """Requests whose bin has changed since the last call."""
         moves = [
             MellMove(request, source, here.number)
             for request, source in self._came_from.items()
@@ -166,7 +166,7 @@ class Book:
     def bin_number(self, request: Key) -> int:
         return self._bin_of(self._items[request]).number
 
-    # ------------------------------------------------------------ what is read
+    # ------------------------------------------------------------ queries
 
     def _size(self, item: Item) -> MellSize:
         return size_of(item.amount, self.capacity)
@@ -181,14 +181,14 @@ class Book:
         return next((one for one in reversed(self._of_kind(*kinds)) if one is not but), None)
 
     def _by_priority(self, *kinds: MellSize) -> list[MellBin]:
-        """Those with fewer requests first, then those with more room."""
+        """Fewer requests first, then more room."""
         return sorted(self._of_kind(*kinds), key=lambda one: (len(one.items), one.used, one.number))
 
     def _room(self, one: MellBin) -> int:
         return self.capacity - one.used
 
     def _firm(self, one: MellBin) -> int:
-        """What is not tiny: the rest can be sent elsewhere."""
+        """Size of the items that are not tiny; tiny ones can be moved."""
         return sum([item.amount for item in one.items if self._size(item) > MellSize.TINY])
 
     def _count(self, one: MellBin, size: MellSize) -> int:
@@ -206,7 +206,7 @@ class Book:
         assert item.bin is not None, "of an item in the book"
         return item.bin
 
-    # ------------------------------------------------------------ what is changed
+    # ------------------------------------------------------------ changes
 
     def _begin(self) -> None:
         self._moved.clear()
@@ -223,7 +223,7 @@ class Book:
         return one
 
     def _lift(self, item: Item) -> None:
-        """Out of its bin; where it was is remembered, for the move."""
+        """Take an item out of its bin; the bin is remembered for the move."""
         here = self._bin_of(item)
         here.items.remove(item)
         for request in item.requests:
@@ -238,7 +238,7 @@ class Book:
         item.bin = target
 
     def _enter(self, request: Key, amount: int, source: MellBin | None = None) -> None:
-        """Into the open bag, or into a bin of its own class. `source`: where it comes from."""
+        """Put an item into the open bag, or into a bin of its class. `source`: its previous bin."""
         if 8 * amount > self.capacity:
             item = self._items[request] = Item({request: amount}, False, source)
             self._place(item, source)
@@ -257,7 +257,7 @@ class Book:
         return 4 * (bag.amount + amount) <= self.capacity and self._room(self._bin_of(bag)) >= amount
 
     def _keep_bag(self, bag: Item) -> None:
-        """A bag below an eighth that is not the open one goes into it, or is the open one from now on."""
+        """A bag below an eighth that is not the open one is merged into it, or becomes the open one."""
         if bag is self._open_bag or 8 * bag.amount > self.capacity:
             return
         if self._open_bag is None or not self._fits_bag(self._open_bag, bag.amount):
@@ -276,7 +276,7 @@ class Book:
         return 4 * bag.amount > self.capacity or 8 * max(bag.requests.values()) > self.capacity
 
     def _split(self, bag: Item) -> None:
-        """What has outgrown a bag leaves it: a request above an eighth, or its largest if it is above a quarter."""
+        """A request above an eighth leaves its bag, as does the largest one of a bag above a quarter."""
         if not self._is_outgrown(bag):
             return
         largest = max(bag.requests, key=bag.requests.__getitem__)
@@ -325,7 +325,7 @@ class Book:
         self._put(item, self._open())
 
     def _send_tiny_away(self, one: MellBin) -> None:
-        """As far as the bin is too full."""
+        """Move tiny items out, as far as the bin is overfull."""
         while one.used > self.capacity:
             tiny = min(
                 [item for item in one.items if self._size(item) is MellSize.TINY],
@@ -338,7 +338,7 @@ class Book:
             self._place(tiny, one)
 
     def _accompany(self, one: MellBin) -> None:
-        """A medium or small item beside a large one, from the bin with priority; that one is made whole again."""
+        """Put a medium or small item beside a large one, from the bin with priority; that bin is refilled."""
         if self._company(one):
             return
         for other in self._by_priority(MellSize.MEDIUM, MellSize.SMALL):
@@ -350,12 +350,12 @@ class Book:
                 return
 
     def _largest(self, one: MellBin, room: int, sizes: tuple[MellSize, ...]) -> Item | None:
-        """The largest item of these sizes that fits into so much."""
+        """The largest item of these sizes that fits."""
         found = [item for item in one.items if self._size(item) in sizes and item.amount <= room]
         return max(found, key=lambda item: item.amount, default=None)
 
     def _make_whole(self, one: MellBin, size: MellSize) -> None:
-        """With an item of that size from the latest bin of its kind."""
+        """Refill with an item of that size from the latest bin of its kind."""
         latest = self._latest(size, but=one)
         if not one.items or latest is None or latest.number < one.number:
             return
@@ -365,7 +365,7 @@ class Book:
             self._send_tiny_away(one)
 
     def _refill(self, one: MellBin, size: MellSize, kind: MellSize) -> None:
-        """An item of that size has left a bin of that kind."""
+        """Refill a bin of that kind after an item of that size has left."""
         if not one.items:
             return
         if size is MellSize.LARGE:
@@ -392,7 +392,7 @@ class Book:
             self._place(item, source)
 
     def _relieve(self, one: MellBin, grown: Item | None) -> None:
-        """A bin that is too full: the smallest of the others go, until it is not."""
+        """Move the smallest items out of an overfull bin."""
         while one.used > self.capacity:
             others = [item for item in one.items if item is not grown]
             if not others:
@@ -406,13 +406,13 @@ class Book:
     # ------------------------------------------------------------ repair
 
     def _repair(self) -> None:
-        """Moves that restore properties, one at a time, as long as an operation may move anything."""
+        """Restore properties by single moves, up to the operation's limit."""
         rules: tuple[Callable[[], bool], ...] = (self._pair_up, self._join, self._fill_hollow, self._fill_tiny)
         while len(self._moved) < MOST_MOVES - 2 and any(rule() for rule in rules):  # a rule moves up to three
             self.bins = [one for one in self.bins if one.items]
 
     def _join(self) -> bool:
-        """Properties 1 and 2: of two bins that are not whole, the later one gives."""
+        """Properties 1 and 2: of two incomplete bins the later one gives."""
         for size, whole in _WHOLE.items():
             short = [one for one in self._of_kind(size) if self._count(one, size) < whole]
             if len(short) < 2:
@@ -467,7 +467,7 @@ class Book:
         """How far the properties hold.
 
         Raises:
-            InvariantViolation: a bin holds more than it can, is empty, or a request is in none or in two.
+            InvariantViolation: a bin is overfull or empty, or a request is in no bin or in two.
         """
         held = [request for one in self.bins for item in one.items for request in item.requests]
         if sorted(map(str, held)) != sorted(map(str, self._items)):
@@ -500,10 +500,10 @@ class Book:
 
 
 def sends_kv(tokens: int, kv_bytes_per_token: float, link_bytes_per_s: float, token_s: float) -> bool:
-    """Whether a request moves with its KV, or as tokens that the target computes anew: whichever takes less time.
+    """True if moving a request's KV is faster than recomputing its tokens.
 
     Args:
-        link_bytes_per_s: Free for it, between the two.
-        token_s: What a token of a prompt takes the target in a full batch.
+        link_bytes_per_s: Available bandwidth between the two.
+        token_s: Prefill time per token of the target in a full batch.
     """
     return tokens * kv_bytes_per_token / link_bytes_per_s <= tokens * token_s

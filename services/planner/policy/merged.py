@@ -1,4 +1,4 @@
-"""What becomes of groups that are merged: one pipeline of all their members, and what each of them gives up."""
+"""The result of merging groups: one pipeline of all their members, and what each member gives up."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,22 +18,22 @@ class MemberPlan:
     last_layer: int
     dropped_layers: tuple[int, ...]
     freed_bytes: int
-    block_count: int  # its own KV blocks, once the exchange is over
+    block_count: int  # its KV blocks after the exchange
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
     group_id: GroupId  # the leader's worker id
     merged: tuple[GroupState, ...]  # by id
-    members: tuple[MemberPlan, ...]  # stage order
+    members: tuple[MemberPlan, ...]  # in stage order
     freed_bytes: int
     exchange_bytes: int  # KV of running sequences that changes its holder
-    block_count_before: int  # of all that was merged
+    block_count_before: int  # of all merged groups
     block_count: int  # the minimum over the stages
 
 
 class _Cut(NamedTuple):
-    """The stages of equal members, the one with most KV first: ranges of layers and what follows from them."""
+    """The stages of equal members, largest KV first: ranges of layers with their consequences."""
 
     parts: tuple[tuple[int, int, Aftermath], ...]  # first and last layer
     freed_bytes: int
@@ -41,8 +41,8 @@ class _Cut(NamedTuple):
 
 
 class GroupPlanner:
-    """`equal_singles`: all groups are single instances of the same memory, and all layers are alike. How the layers
-    are split over such members depends on nothing but which of them have as much KV as others; that is worked out once.
+    """`equal_singles`: all groups are single instances with equal memory and equal layers. The split then depends only
+    on which members have equal amounts of KV, and is cached.
     """
 
     def __init__(self, splitter: Splitter, *, equal_singles: bool, toward_memory: float | None = None) -> None:
@@ -65,7 +65,7 @@ class GroupPlanner:
     def _applied(self, cut: _Cut, ordered: Sequence[GroupState], merged: Sequence[GroupState]) -> GroupPlan:
         model = self._splitter.model
         members: list[MemberPlan] = []
-        sent = before = 0  # blocks, those sent times layers
+        sent = before = 0  # blocks; sent ones times layers
         for group, (first, last, aftermath) in zip(ordered, cut.parts, strict=True):
             members.append(MemberPlan(group.members[0].worker_id, first, last, *aftermath))
             sent += group.used_block_count * (model.layer_count - last + first)
@@ -93,7 +93,7 @@ def _cut_of(plan: GroupPlan) -> _Cut:
 
 
 def surplus_bytes(group: GroupState, model: ModelShape) -> int:
-    """Parameters in the memory of a group's members beyond one copy of all layers."""
+    """Parameter bytes of a group's members beyond one copy of all layers."""
     if len(group.members) == 1:
         return 0
     surplus = 0
@@ -105,9 +105,9 @@ def surplus_bytes(group: GroupState, model: ModelShape) -> int:
 
 
 def group_plan(merged: Sequence[GroupState], splitter: Splitter, toward_memory: float | None = None) -> GroupPlan:
-    """One pipeline of all their members. Raises InvariantViolation if there is none (ask `is_feasible` before).
+    """One pipeline of all members. Raises InvariantViolation if there is none (see `is_feasible`).
 
-    `toward_memory`: see `Splitter.split`. None: no farther than it takes to hold what the members hold today.
+    `toward_memory`: see `Splitter.split`. None: only as far as needed to hold the members' present KV.
     """
     model = splitter.model
     block_count_before = sum(group.block_count for group in merged)

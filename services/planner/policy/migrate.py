@@ -1,12 +1,12 @@
-"""Which group gives running requests to which, as Llumnix balances (Sun et al., OSDI '24); most are one instance alone.
+"""Load balancing by live migration between groups, as in Llumnix (Sun et al., OSDI '24); most groups are one instance.
 
-Virtual usage of a group is what its running requests hold and what waits in its line will need, the head of line
-included: a request for which memory is free elsewhere, only not in one piece, makes its group look full, and what
-runs there is moved away until it fits. Freeness is the room that is left for each running request: the steps that all
-of them can still make. A group of which a member drains or leaves has none, however empty it is.
+Virtual usage of a group is the blocks of its running requests plus the needs of its waiting line: a request for which
+memory is free elsewhere, but fragmented, makes its group look full, and running requests are moved away until it fits.
+Freeness is the free tokens per running request: the steps that all of them can still make. A group with a draining or
+leaving member has none.
 
-From time to time the groups below one bound are paired with those above another, the least free with the freest.
-How much goes from one to the other evens the two out; the source chooses what.
+Periodically the groups below one bound are paired with those above another, the least free with the freest. The amount
+evens the two out; the source chooses the sequences.
 """
 
 import math
@@ -17,38 +17,38 @@ from ballast.common.ids import WorkerId
 from ballast.common.layout import Group, Layout, Member, Standing
 from ballast.common.load import LoadReport
 
-_MORE_TARGETS = 3  # of a group that gives everything away, in one round
+_MORE_TARGETS = 3  # for a group that gives everything away, per round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationRules:
-    balances: bool  # else only groups that drain or leave give anything away
-    below_tokens: float = 32.0  # who has less freeness gives
-    above_tokens: float = 96.0  # who has more takes
+    balances: bool  # otherwise only draining and leaving groups give
+    below_tokens: float = 32.0  # less freeness: source
+    above_tokens: float = 96.0  # more freeness: target
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
     source: Group
     target: Group
-    block_budget: int  # blocks of a sequence, in all layers
+    block_budget: int  # of sequences, in all layers
 
 
 @dataclass(slots=True)
 class _MigrationCandidate:
     group: Group
-    load: LoadReport  # its leader's
+    load: LoadReport  # of its leader
     drains: bool
 
     @property
     def free_blocks(self) -> int:
-        """Less than none when more waits than there is room for."""
+        """Negative if the waiting line needs more than there is."""
         load = self.load
         return load.block_count - load.used_block_count - load.waiting_block_count
 
     @property
     def room_blocks(self) -> int:
-        """What a newcomer gets: what admission keeps for the growth of those that run is not for him."""
+        """Blocks for a new request: without those that admission keeps for growth."""
         return self.free_blocks - (self.load.kept_block_count if self.load.running_count else 0)
 
     @property
@@ -60,13 +60,13 @@ class _MigrationCandidate:
 
 
 def is_round_due(layout: Layout, rules: MigrationRules) -> bool:
-    """Whether it is worth asking for loads: there are some groups, and one of them may have to give."""
+    """True if a round may have migrations: there are several groups, and one may have to give."""
     drains = any(_gives_all(member) for group in layout.groups for member in group.members)
     return len(layout.groups) > 1 and (rules.balances or drains)
 
 
 def migrations(layout: Layout, loads: Mapping[WorkerId, LoadReport], rules: MigrationRules) -> list[Move]:
-    """Pairs of groups: one for each of them at most, but for those that give everything away."""
+    """Pairs of groups: each in at most one, except those that give everything away."""
     candidates = [
         _MigrationCandidate(
             group, loads[group.leader.worker_id], any(not m.takes_new or _drains(m, loads) for m in group.members)
@@ -90,7 +90,7 @@ def _drains(member: Member, loads: Mapping[WorkerId, LoadReport]) -> bool:
 
 
 def _gives(candidate: _MigrationCandidate, rules: MigrationRules) -> bool:
-    # Of a single running request nothing is gained by moving it, unless others wait for its memory.
+    # Moving a single running request gains nothing, unless others wait for its memory.
     alone = candidate.load.running_count == 1 and not candidate.load.waiting_count
     return candidate.drains or (rules.balances and candidate.freeness < rules.below_tokens and not alone)
 
@@ -102,7 +102,7 @@ def _takes(candidate: _MigrationCandidate, rules: MigrationRules) -> bool:
 
 
 def _paired(sources: Sequence[_MigrationCandidate], targets: Sequence[_MigrationCandidate]) -> list[Move]:
-    """Each source with one target; who gives everything away, with some of the targets that are left, too."""
+    """One target per source; groups that give everything away get further free targets."""
     free = [target for target in targets if target not in sources]
     pairs = list(zip(sources, free, strict=False))
     emptied = [source for source in sources if source.drains]

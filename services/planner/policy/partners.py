@@ -1,4 +1,4 @@
-"""With whom a worker may soon share a group, so that their links are up before a plan needs them."""
+"""Likely future group members of each worker, for opening links in advance."""
 
 from collections.abc import Container, Sequence
 
@@ -9,11 +9,10 @@ from ballast.common.layout import Layout, Member
 def likely_partners(
     layout: Layout, most: int, apart: Container[WorkerId] = ()
 ) -> list[tuple[Member, Sequence[Member]]]:
-    """Up to `most` others for each member: of its own group, then those that are nearest in the layout.
+    """Up to `most` others for each member: of its own group, then the nearest in the layout.
 
-    Whom a plan merges depends on the loads of its moment. In a cluster of up to `most` + 1 instances everybody is
-    named; in a larger one neighbours are a guess, and the link to who was not named is made while a plan is prepared.
-    `apart`: these are nobody's partners.
+    Merges depend on the loads at that time. In a cluster of up to `most` + 1 instances all are named; in a larger one
+    neighbours are a guess, and missing links are made while a plan is prepared. `apart`: workers without partners.
     """
     order = [(member, place) for place, group in enumerate(layout.groups) for member in group.members]
     staying = [(member, place) for member, place in order if member.data_address and member.takes_new]

@@ -1,4 +1,4 @@
-"""Which instances serve together when nobody asks for a change: pipelines stay, everybody else serves alone."""
+"""The layout without change requests: pipelines stay, all other instances serve alone."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from ballast.common.ids import GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Member, Standing
 
-Partial = tuple[tuple[WorkerId, Incarnation], ...]  # lives of workers that hold only some layers; by worker id
+Partial = tuple[tuple[WorkerId, Incarnation], ...]  # incarnations of workers that hold only some layers; by worker id
 
 
 @dataclass(frozen=True, slots=True)
 class Placeable:
-    """An instance as a policy sees it."""
+    """An instance, for policies."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -44,10 +44,10 @@ def one_group_each(instances: Iterable[Placeable], layer_count: int) -> tuple[Gr
 def keep_pipelines(
     before: Iterable[Group], instances: Iterable[Placeable], partial: Partial, layer_count: int
 ) -> tuple[tuple[Group, ...], Partial]:
-    """The groups that can serve, in order of their ids, and who holds only some layers and so serves in none.
+    """The groups that can serve, in order of ids, and the instances that hold only some layers and serve in none.
 
-    A pipeline stays while all its members live. Of one that has lost a member the others hold a part of the model
-    only, until they have got the rest. A new life of a worker has loaded all layers.
+    A pipeline stays while all its members live. If one is lost, the others hold only a part of the model until they
+    have loaded the rest. A new incarnation has loaded all layers.
     """
     there = {instance.worker_id: instance for instance in instances}
     waiting = {w for w, incarnation in partial if w in there and there[w].incarnation == incarnation}

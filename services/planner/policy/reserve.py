@@ -1,4 +1,4 @@
-"""Instances that could serve and do not, and what the fluid model has to know where some of them do (pure)."""
+"""Instances that could serve and do not, and the fluid model's kinds with some of them (pure)."""
 
 import math
 from collections import Counter, deque
@@ -16,21 +16,21 @@ _SPAN_S, _SPANS, _LEARNS = (
     30.0,
     10,
     2,
-)  # jumps are remembered by spans: so long, so many, and so many before any is told
+)  # jumps are remembered by spans: duration, number of spans, and spans needed before any result
 
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Instances alone that do not serve."""
+    """Lone instances that do not serve."""
 
-    leaving: tuple[GroupState, ...] = ()  # those with most load first: a leave that is undone serves at once
+    leaving: tuple[GroupState, ...] = ()  # most loaded first: cancelling a leave is immediate
     parked_count: int = 0
-    waking_s: tuple[float, ...] = ()  # until each of those that wake serves
-    wake_s: float = 0.0  # that the next one would take
-    peak: float = 0.0  # memory that was wanted at most in the last minute, in instances
-    recent_peak_count: int = 0  # requests that came within RECENT_S at most in the last minute
-    gain: float = 1.0  # times the room, if parameters are dropped in pairs; 1: they may not be
-    jump: float = math.inf  # memory that may come to be wanted before it serves, in instances; infinite: not known
+    waking_s: tuple[float, ...] = ()  # until each waking instance serves
+    wake_s: float = 0.0  # time to wake another one
+    peak: float = 0.0  # maximum memory demand of the last minute, in instances
+    recent_peak_count: int = 0  # maximum number of arrivals within RECENT_S in the last minute
+    gain: float = 1.0  # factor of capacity if parameters are dropped in pairs; 1: not allowed
+    jump: float = math.inf  # possible rise of demand before an instance serves, in instances; infinity: unknown
 
     @property
     def count(self) -> int:
@@ -39,13 +39,13 @@ class Reserve:
 
 
 def more(reserve: Reserve) -> list[Candidate]:
-    """Some of the reserve, or all of it, serves."""
+    """`count` of the reserve, or all of it, serve."""
     counts = {min(1 << doublings, reserve.count) for doublings in range(reserve.count.bit_length() + 1)} - {0}
     return [Candidate(f"{count} more", added=count) for count in sorted(counts)]
 
 
 def home_tokens(snapshot: Snapshot) -> float:
-    """What the KV of an instance holds that has all layers: of those that serve alone the mean, or by their memory."""
+    """KV tokens of an instance with all layers: the mean of those that serve alone, or by memory."""
     columns, model = columns_of(snapshot.groups), snapshot.model
     alone = [blocks for blocks, stages in zip(columns.blocks, columns.stages, strict=True) if stages == 1]
     if alone:
@@ -55,7 +55,7 @@ def home_tokens(snapshot: Snapshot) -> float:
 
 
 def pair_gain(snapshot: Snapshot) -> float:
-    """Times the room for KV that two instances have once they hold one copy of the parameters."""
+    """Factor of KV capacity when two instances hold one copy of the parameters together."""
     model = snapshot.model
     budget, extent, _ = max(columns_of(snapshot.groups).members)
     blocks = [model.at(extent).block_count(budget, 0, layers) for layers in (model.layer_count, model.layer_count // 2)]
@@ -63,26 +63,31 @@ def pair_gain(snapshot: Snapshot) -> float:
 
 
 def wanted_memory(snapshot: Snapshot, reserve: Reserve, traffic: Traffic) -> float:
-    """Instances whose memory would be filled by all that runs and waits."""
+    """Memory demand of running and waiting requests, in instances."""
     columns, leaving = columns_of(snapshot.groups), columns_of(reserve.leaving)
     blocks = sum([*columns.used, *columns.waiting, *leaving.used, *leaving.waiting])
     return (blocks * snapshot.model.block_tokens + traffic.queued_tokens) / home_tokens(snapshot)
 
 
 class Jumps:
-    """Learns how much comes at once: the most of the last minute, and the largest rise of minutes in a short time."""
+    """Learns the size of bursts: the maximum of the last minute, and the largest rise within a short time."""
 
     def __init__(self) -> None:
         self._seen = deque[tuple[float, float, int]]()  # of the last minute: instant, instances, requests
-        self._largest = deque[float](maxlen=_SPANS)  # rise of each span
+        self._largest = deque[float](maxlen=_SPANS)  # rise in each span
         self._span_ends_s = -math.inf
 
+    @property
+    def known(self) -> bool:
+        """Whether it has looked for long enough to say what may come."""
+        return len(self._largest) > _LEARNS
+
     def look(self, reserve: Reserve, wanted: float, recent_count: int, within_s: float, at_s: float) -> Reserve:
-        """The reserve with what is known of jumps.
+        """The reserve with the statistics of bursts.
 
         Args:
-            wanted: Memory, in instances.
-            recent_count: Requests that came within RECENT_S.
+            wanted: Memory demand, in instances.
+            recent_count: Arrivals within RECENT_S.
             within_s: A rise within that time is a jump.
         """
         while self._seen and self._seen[0][0] < at_s - _PEAK_S:
@@ -95,18 +100,18 @@ class Jumps:
         self._largest[-1] = max(self._largest[-1], rise)
         return replace(
             reserve,
-            jump=max(self._largest) if len(self._largest) > _LEARNS else math.inf,
+            jump=max(self._largest) if self.known else math.inf,
             peak=max([before for _, before, _ in self._seen]),
             recent_peak_count=max([count for _, _, count in self._seen]),
         )
 
 
 def kinds(candidates: Candidates, snapshot: Snapshot, reserve: Reserve, added: int, places: int) -> list[Kind]:
-    """With so many of the reserve, those that leave first; or (-1) with one less that serves alone. What leaves has no
-    room, and goes on with what it has; what wakes has, and begins later.
+    """Kinds with `count` more instances of the reserve, leaving ones first; or (-1) with one less. A leaving instance
+    has no room and completes its requests; a waking one has room, and starts later.
 
     Args:
-        places: Requests that an instance runs at most.
+        places: Maximum running requests of an instance.
     """
     home = home_tokens(snapshot)
     found = candidates.kinds(NOTHING)
@@ -131,7 +136,7 @@ def kinds(candidates: Candidates, snapshot: Snapshot, reserve: Reserve, added: i
 
 
 def _one_less(found: Sequence[Kind], home: float, places: int) -> list[Kind]:
-    """Of the kind that serves alone and has most instances; what runs on its last one goes on with the next kind."""
+    """One instance less of the lone kind with most instances; its running requests move to the next kind."""
     alone = sorted((kind for kind in found if kind.stages == 1), key=lambda kind: kind.group_count)
     largest = alone[-1]
     if largest.group_count > 1:

@@ -1,4 +1,4 @@
-"""Restore plans: which pipelines to dissolve into full copies, and where each member gets its missing layers from."""
+"""Restore plans: which pipelines to dissolve into full replicas, and the source of each missing layer."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from ballast.common.ids import GroupId, WorkerId
 from services.planner.policy.snapshot import GroupState, ModelShape, Snapshot
 
-SOURCE_CHOICES = 8  # holders looked at for each layer to pull
-RESTORE_USAGE_LIMIT = 0.85  # of the KV that is left, at most: demand may come back
+SOURCE_CHOICES = 8  # holders considered for each layer
+RESTORE_USAGE_LIMIT = 0.85  # maximum fraction of the remaining KV in use: demand may return
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,17 +15,17 @@ class Pull:
     worker_id: WorkerId
     layer: int
     size_bytes: int
-    source: WorkerId | None  # None: nobody reachable holds it; host copy, then checkpoint on disk
-    others: tuple[WorkerId, ...]  # hold it too: next to ask if the checksum does not fit
+    source: WorkerId | None  # None: no reachable peer holds it; host copy, then checkpoint on disk
+    others: tuple[WorkerId, ...]  # further holders: asked next if the checksum is wrong
 
 
 @dataclass(frozen=True, slots=True)
 class Dissolution:
-    """A pipeline whose members become instances of their own."""
+    """A pipeline whose members become lone instances."""
 
     group_id: GroupId
-    members: tuple[WorkerId, ...]  # stage order
-    block_counts: tuple[int, ...]  # of each member with a full copy
+    members: tuple[WorkerId, ...]  # in stage order
+    block_counts: tuple[int, ...]  # of each member with a full replica
     pulls: tuple[Pull, ...]
 
     @property
@@ -50,11 +50,11 @@ def plan_restore(
     only: Collection[GroupId] | None = None,
     longest_tokens: Mapping[GroupId, int] | None = None,
 ) -> RestorePlan:
-    """Dissolve pipelines, the least used first, while demand stays within `usage_limit` of what is left.
+    """Dissolve pipelines, the least used first, while demand stays within `usage_limit` of the remaining capacity.
 
-    Both must hold: a group's own demand against the KV of its members with full copies (its requests stay with
-    them), and all demand against all capacity, since a pipeline that stays is relief for the others. `only`: those that
-    an operator named. `longest_tokens`: of the longest request of each group, which one member alone has to hold.
+    Two conditions: a group's own demand against the KV of its members as full replicas (its requests stay with them),
+    and total demand against total capacity, as a remaining pipeline relieves the others. `only`: named by an operator.
+    `longest_tokens`: of the longest request of each group, which must fit a single member.
     """
     model = snapshot.model
     choice = _SourceChoice(snapshot, usage_limit)
@@ -81,7 +81,7 @@ def plan_restore(
 
 
 def _too_long(longest_tokens: int, alone_tokens: int) -> str | None:
-    """As its leader would find: a batch in flight may add a token, and the next one wants room for one more."""
+    """As its leader checks it: a batch in flight may add a token, and the next one needs room for one more."""
     if longest_tokens + 2 <= alone_tokens or alone_tokens < 1:
         return None
     return f"a request of {longest_tokens} tokens runs there, and a member alone holds {alone_tokens}"
@@ -92,7 +92,7 @@ def _full_copy_blocks(group: GroupState, model: ModelShape) -> tuple[int, ...]:
 
 
 class _SourceChoice:
-    """Capacity as it will be with the groups dissolved that were taken so far."""
+    """Capacity with the groups chosen so far dissolved."""
 
     def __init__(self, snapshot: Snapshot, usage_limit: float) -> None:
         self.usage_limit = usage_limit
@@ -115,7 +115,7 @@ class _SourceChoice:
 
 
 class _Sources:
-    """Who holds which layer, and how much each was asked for."""
+    """Holders of each layer, and how often each was chosen."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.model = snapshot.model
@@ -129,7 +129,7 @@ class _Sources:
         self._turn = 0
 
     def assign(self, groups: Sequence[GroupState]) -> Mapping[GroupId, list[Pull]]:
-        """Layers with fewest holders choose first; each takes the holder that was asked for least so far."""
+        """Layers with the fewest holders choose first; each takes the holder chosen least so far."""
         wanted = [
             (len(self.holders[layer]), layer, member.worker_id, group.group_id)
             for group in groups

@@ -1,4 +1,4 @@
-"""What drop and restore plans are made from: the cluster at one moment, as plain numbers."""
+"""Input of drop and restore plans: the cluster at one instant, as plain numbers."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,20 +14,20 @@ from ballast.common.ids import GroupId, WorkerId
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What the model takes of a device, equal on all instances. Layers may differ in size, and take the same time."""
+    """Memory needs of the model, equal on all instances. Layers may differ in size, not in time."""
 
     layer_parameter_bytes: tuple[int, ...]
-    other_parameter_bytes: int  # embedding, head ...: kept by every instance
+    other_parameter_bytes: int  # embedding, head ...: held by every instance
     block_tokens: int
-    block_bytes: int  # of one KV block in one layer
-    extent_bytes: int = 1  # memory is dealt out in multiples of this
+    block_bytes: int  # per KV block in one layer
+    extent_bytes: int = 1  # granularity of memory
 
     @property
     def layer_count(self) -> int:
         return len(self.layer_parameter_bytes)
 
     def at(self, extent_bytes: int) -> "ModelShape":
-        """The same model in a memory that is dealt out in such extents; 0: as here."""
+        """The same with another extent size; 0: unchanged."""
         if not extent_bytes or extent_bytes == self.extent_bytes:
             return self
         known = self._others
@@ -41,22 +41,22 @@ class ModelShape:
 
     @cached_property
     def extents(self) -> tuple[int, ...]:
-        """Extents that each layer's parameters occupy."""
+        """Extents of each layer's parameters."""
         return tuple(-(-size // self.extent_bytes) for size in self.layer_parameter_bytes)
 
     @cached_property
     def extents_before(self) -> tuple[int, ...]:
-        """Extents of all layers before each layer, so that ranges are differences."""
+        """Prefix sums of `extents`."""
         return (0, *accumulate(self.extents))
 
     @cached_property
     def is_uniform(self) -> bool:
-        """All layers take the same memory."""
+        """True if all layers have equal size."""
         return len(set(self.extents)) == 1
 
     @cached_property
     def copy_bytes(self) -> int:
-        """Memory that one copy of all layers occupies: what a merge of two groups sets free."""
+        """Memory of one copy of all layers: what a merge of two groups frees."""
         return self.extents_before[-1] * self.extent_bytes
 
     def occupied_bytes(self, layers: tuple[int, ...]) -> int:
@@ -65,34 +65,34 @@ class ModelShape:
         return sum(self.extents[layer] for layer in layers) * self.extent_bytes
 
     def block_count(self, budget_bytes: int, first_layer: int, last_layer: int) -> int:
-        """KV blocks of an instance that holds exactly these layers; negative if they do not even fit."""
+        """KV blocks of an instance that holds exactly these layers; negative if they do not fit."""
         taken = -(-self.other_parameter_bytes // self.extent_bytes)
         taken += self.extents_before[last_layer] - self.extents_before[first_layer]
         free = budget_bytes // self.extent_bytes - taken
         return free // (last_layer - first_layer) * self.extent_bytes // self.block_bytes
 
 
-class InstanceState(NamedTuple):  # like groups a tuple, of which ten thousand are quickly made
+class InstanceState(NamedTuple):  # a tuple, for fast construction of thousands
     worker_id: WorkerId
-    budget_bytes: int  # of device memory: parameters + KV + free
+    budget_bytes: int  # device memory: parameters + KV + free
     first_layer: int  # executes [first_layer, last_layer)
     last_layer: int
-    held_layers: tuple[int, ...]  # parameters in memory, ascending; at least those it executes
-    extent_bytes: int = 0  # its memory is dealt out in multiples of this; 0: as the model's shape says
-    slowness: float = 1.0  # what it executes takes so many times as long as the pace says
+    held_layers: tuple[int, ...]  # parameters in memory, ascending; at least the executed ones
+    extent_bytes: int = 0  # granularity of its memory; 0: the model shape's
+    slowness: float = 1.0  # factor on the pace's durations
 
 
 class GroupState(NamedTuple):
-    """Counts of blocks as its leader reports them: the same on all stages, capacity the minimum over them."""
+    """Block counts as its leader reports them: the same on all stages, capacity the minimum over them."""
 
     group_id: GroupId
-    members: tuple[InstanceState, ...]  # stage order
+    members: tuple[InstanceState, ...]  # in stage order
     block_count: int
     used_block_count: int
     waiting_block_count: int
     running_count: int = 0
-    uncomputed_tokens: int = 0  # of prompts of those that run
-    max_running_count: int = 0  # of all members together; 0: it does not say
+    uncomputed_tokens: int = 0  # of prompts of running requests
+    max_running_count: int = 0  # of all members together; 0: not reported
 
     @property
     def load_blocks(self) -> int:
@@ -100,7 +100,7 @@ class GroupState(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Groups field by field, in their order: of thousands these are sooner had, and looked through, than groups."""
+    """Groups as columns: faster to build and scan for thousands of groups."""
 
     group_ids: Sequence[GroupId]
     stages: Sequence[int]
@@ -109,12 +109,12 @@ class Columns(NamedTuple):
     waiting: Sequence[int]
     running: Sequence[int]
     uncomputed: Sequence[int]
-    members: AbstractSet[tuple[int, int, float]]  # the kinds that there are: budget, extent, slowness
-    max_running: Sequence[int]  # of all members of a group together; 0: it does not say
+    members: AbstractSet[tuple[int, int, float]]  # distinct (budget, extent size, slowdown)
+    max_running: Sequence[int]  # of all members of a group together; 0: not reported
 
 
 class Groups(Sequence[GroupState]):
-    """Groups of which the columns are known: one is made when it is looked at, all when they are looked through."""
+    """A lazy sequence of groups over known columns."""
 
     def __init__(self, columns: Columns, make: Callable[[Iterable[int]], Sequence[GroupState]]) -> None:
         self.columns = columns
@@ -160,7 +160,7 @@ class Snapshot:
     groups: Sequence[GroupState]
 
     def check(self) -> None:
-        """Raise InvariantViolation unless every group holds and executes a complete copy within its budgets."""
+        """Raise InvariantViolation unless every group holds and executes a complete replica within its budgets."""
         _check_model(self.model)
         for group in self.groups:
             _check_group(self.model, group)

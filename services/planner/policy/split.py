@@ -1,22 +1,18 @@
-"""The split of the layers over the members of one group: order of the stages and contiguous ranges.
+"""Splits the layers over the members of one group: order of the stages and contiguous ranges.
 
-A member can only execute what it still holds, so pipelines that merge restrict the choice. The answer is the best in
-this order:
+A member can only execute layers that it still holds, which restricts merges of pipelines. The optimum, in this order:
 
 1. complete and feasible: every layer once, every member at least one layer, at least one KV block on every stage;
-2. the longest stage, in time, takes at most `balance` longer than in the most balanced split; or, where members are
-   unlike, so much longer as brings it `toward_memory`: 1.0 where the stages have the most memory, 0.0 where they are
-   balanced, 0.5 in the middle;
-3. the smallest KV capacity of a stage, which is what admission counts with, is at most `capacity` below the largest
-   that 2 allows;
-4. least KV to send (no parameters move: everybody keeps what it has); then the most even times; then the member with
-   most KV leads, because then fewest sequences change hands.
+2. the longest stage, in time, takes at most `balance` longer than in the most balanced split; or, with unlike members,
+   a bound that `toward_memory` interpolates: 1.0 where the stages have the most memory, 0.0 where they are balanced;
+3. the smallest KV capacity of a stage, which limits admission, is at most `capacity` below the largest that 2 allows;
+4. least KV to send (no parameters move); then the most even times; then the member with most KV leads, so that the
+   fewest sequences change leaders.
 
-Exact by dynamic programmes over (members used, last layer), where members with the same memory and layers count as
-one kind; of members that hold every layer, by counting. With more than `STATE_LIMIT` combinations of kinds the order of
-stages is fixed beforehand, by held layers (for feasibility no restriction unless one member's layers lie strictly
-inside another's), and with more than `STATE_LIMIT` combinations of kinds and loads 4 is decided kind by kind and then
-by load.
+Exact by dynamic programming over (members used, last layer), where members with equal memory and layers are one kind;
+by counting if all members hold every layer. With more than `STATE_LIMIT` combinations of kinds the order of stages is
+fixed by held layers (no restriction of feasibility unless one member's layers lie strictly inside another's), and with
+more than `STATE_LIMIT` combinations of kinds and loads 4 is decided kind by kind and then by load.
 """
 
 from bisect import bisect_right
@@ -30,7 +26,7 @@ from typing import NamedTuple
 from services.planner.policy.snapshot import InstanceState, ModelShape
 
 STATE_LIMIT = 256
-TOWARD_MEMORY = (0.0, 0.5, 1.0)  # what is asked of unlike members
+TOWARD_MEMORY = (0.0, 0.5, 1.0)  # tried for unlike members
 _ROUNDING = 1e-9
 
 
@@ -40,12 +36,12 @@ class SplitTolerance:
     capacity: float = 0.02
 
     def longest(self, layers: float) -> float:
-        """Of a stage, where `layers` would be the most balanced."""
+        """Longest stage allowed, where `layers` would be the most balanced."""
         return layers * (1.0 + self.balance) + _ROUNDING
 
 
 class SplitMember(NamedTuple):
-    """A member to be, with the KV that it holds of running sequences."""
+    """A future member, with its KV of running sequences."""
 
     instance: InstanceState
     kv_bytes_per_layer: int
@@ -58,36 +54,36 @@ class SplitStage(NamedTuple):
 
 
 class MemberKind(NamedTuple):
-    """Members that differ in nothing that feasibility, balance or capacity depend on."""
+    """Members equal in all that feasibility, balance and capacity depend on."""
 
     held_layers: tuple[int, ...]
     budget_bytes: int
-    first_layer: int  # executed today
+    first_layer: int  # executed at present
     last_layer: int
     extent_bytes: int
     slowness: float
 
 
 class SplitBounds(NamedTuple):
-    """What conditions 1 to 3 allow."""
+    """Bounds of conditions 1 to 3."""
 
     reach: "Reach"
-    block_count: int  # of the smallest stage, at least
-    longest: float  # stage at most: layers times the slowness of its member
+    block_count: int  # minimum of the smallest stage
+    longest: float  # maximum of a stage: layers times the slowdown of its member
 
 
 class Aftermath(NamedTuple):
     dropped_layers: tuple[int, ...]
     freed_bytes: int
-    block_count: int  # KV blocks, once the exchange is over
+    block_count: int  # KV blocks after the exchange
 
 
 Kinds = tuple[tuple[MemberKind, int], ...]  # with the number of members of each, in order
-Reach = list[list[int]]  # by kind and first layer: the largest last layer of a stage that begins there
+Reach = list[list[int]]  # by kind and first layer: the largest last layer of a stage
 
 
 class Splitter:
-    """Splits for one model; what depends on kinds of members only is worked out once."""
+    """Splitter for one model; results that depend only on kinds of members are cached."""
 
     def __init__(self, model: ModelShape, tolerance: SplitTolerance | None = None) -> None:
         self.model = model
@@ -103,10 +99,9 @@ class Splitter:
         """Stages in pipeline order, or None if these members cannot form a pipeline.
 
         Args:
-            candidates: The members to be.
-            toward_memory: How far from a balanced split towards the one with most memory, 0.0 to 1.0. None: no farther
-                than it takes to hold `at_least` so many blocks.
-            at_least: See there.
+            candidates: The future members.
+            toward_memory: Balanced split (0.0) to the one with most memory (1.0). None: as needed for `at_least`.
+            at_least: Blocks of the smallest stage.
         """
         if len(candidates) > self.model.layer_count:
             return None
@@ -129,7 +124,7 @@ class Splitter:
         return _cheapest_exchange(ordered, kinds, bounds.reach, self.model)
 
     def bounds(self, kinds: Kinds, toward_memory: float) -> SplitBounds | None:
-        """What a pipeline of such members is worth; None if there is none."""
+        """The bounds of a pipeline of these members; None if there is none."""
         key = (kinds, toward_memory)
         if key not in self._bounds:
             self._bounds[key] = self._bounds_of(kinds, toward_memory)
@@ -174,25 +169,25 @@ class Splitter:
                 total += layers * count
             return total >= layer_count
 
-        # What the smallest stage holds is what one of the members holds with some number of layers.
+        # The smallest stage's capacity is that of one member with some number of layers.
         blocks = sorted([-count for table, _, _ in members for count in table if count < 0])
         return _Search(times, blocks, complete, self.tolerance)
 
     def _are_whole(self, kinds: Kinds) -> bool:
-        """Members that hold and execute every layer, and equal layers: the usual case, which needs no search."""
+        """True if all members hold and execute every layer, and layers are equal: the usual case, without a search."""
         layer_count = self.model.layer_count
         return self.model.is_uniform and all(kind.last_layer - kind.first_layer == layer_count for kind, _ in kinds)
 
     def _reach(self, kinds: Kinds, longest: float, blocks: int) -> "Reach":
-        """How far a stage may go on layers that it holds, by kind and first layer: no longer, and with so many blocks.
-        The first layer itself where there is no such stage. Of members that are whole for the first layer only.
+        """The largest last layer of a stage on held layers, by kind and first layer, within the bounds of time and
+        blocks; the first layer itself if there is none. For full replicas only for the first layer.
         """
         if self._are_whole(kinds):
             return [[min(bisect_right(self._blocks_of(k), -blocks), int(longest / k.slowness))] for k, _ in kinds]
         return [_reach(kind, self.model.at(kind.extent_bytes), longest, blocks) for kind, _ in kinds]
 
     def _blocks_of(self, kind: MemberKind) -> list[int]:
-        """Blocks of KV with 1, 2 .. layers, negative: so they ascend."""
+        """Negative KV blocks for 1, 2 .. layers: ascending."""
         key = kind.budget_bytes, kind.extent_bytes
         if key not in self._blocks:
             own, layers = self.model.at(kind.extent_bytes), range(1, self.model.layer_count + 1)
@@ -200,7 +195,7 @@ class Splitter:
         return self._blocks[key]
 
     def aftermath(self, instance: InstanceState, first_layer: int, last_layer: int) -> Aftermath:
-        """What becomes of a member's memory when it keeps these layers only."""
+        """A member's memory when it keeps only these layers."""
         key = (instance.held_layers, instance.budget_bytes, instance.extent_bytes, first_layer, last_layer)
         model = self.model.at(instance.extent_bytes)
         if key not in self._aftermath:
@@ -218,7 +213,7 @@ class Splitter:
 
 
 class _Search:
-    """Looks for the stages that members of some kinds could have."""
+    """Searches for feasible stages of members of some kinds."""
 
     def __init__(
         self,
@@ -227,13 +222,11 @@ class _Search:
         completes: Callable[[float, int], bool],
         tolerance: SplitTolerance,
     ) -> None:
-        """
-        Args:
-            times: That a stage may take, ascending.
-            blocks: Of KV that the smallest stage may have, ascending.
-            completes: Whether all members can stand in some order so that their stages make up all layers, none of them
-                taking longer, and each with so many blocks.
-            tolerance: Of a balanced split.
+        """Args:
+        times: Possible stage times, ascending.
+        blocks: Possible KV blocks of the smallest stage, ascending.
+        completes: True if the members, in some order, can cover all layers within these bounds.
+        tolerance: Of a balanced split.
         """
         self._times, self._blocks, self._completes = times, blocks, completes
         self._tolerance = tolerance
@@ -247,31 +240,31 @@ class _Search:
 
     @cached_property
     def most(self) -> float:
-        """The longest stage where the smallest one has as much KV as there can be."""
+        """The longest stage of the split with the largest minimum of KV."""
         times, blocks = self._times, self.most_blocks(self._times[-1])
         return times[_first_true(len(times) - 1, lambda i: self._completes(times[i], blocks))]
 
     def most_blocks(self, longest: float) -> int:
-        """That every stage has at least, of those no longer than this; 0: there are none."""
+        """Largest minimum of blocks among splits with no stage longer than this; 0: there is none."""
         blocks = self._blocks
         count = _first_true(len(blocks), lambda i: not self._completes(longest, blocks[i]))
         return blocks[count - 1] if count else 0
 
 
 def kinds_of(instances: Sequence[InstanceState]) -> Kinds:
-    if len(instances) == 2:  # the usual case, sooner
+    if len(instances) == 2:  # a shortcut for the usual case
         first, last = _kind(instances[0]), _kind(instances[1])
         return ((first, 2),) if first == last else ((first, 1), (last, 1)) if first < last else ((last, 1), (first, 1))
     return tuple(sorted(Counter(map(_kind, instances)).items()))
 
 
 def is_unlike(kinds: Kinds) -> bool:
-    """Whether some have more memory than others, or are faster."""
+    """True if members differ in memory or speed."""
     return len(kinds) > 1 and len({_memory(kind) for kind, _ in kinds}) > 1
 
 
 def _memory(one: MemberKind | InstanceState) -> tuple[int, int, float]:
-    """And its speed."""
+    """And its slowdown."""
     return one.budget_bytes, one.extent_bytes, one.slowness
 
 
@@ -280,12 +273,12 @@ def _kind(i: InstanceState) -> MemberKind:
 
 
 def _free_extents(kind: MemberKind, model: ModelShape) -> int:
-    """Extents that a stage has for layers and their KV."""
+    """Extents of a stage for layers and their KV."""
     return kind.budget_bytes // model.extent_bytes - -(-model.other_parameter_bytes // model.extent_bytes)
 
 
 def _first_true(count: int, holds: Callable[[int], bool]) -> int:
-    """The first number below `count` for which a condition holds that goes on holding, or `count`."""
+    """The first number below `count` for which a monotonic condition holds, or `count`."""
     low, high = 0, count
     while low < high:
         middle = (low + high) // 2
@@ -311,8 +304,8 @@ def _reach(kind: MemberKind, own: ModelShape, longest: float, blocks: int) -> li
 
 
 def _completes(kinds: Kinds, reach: Reach, layer_count: int) -> bool:
-    """Whether all members can stand in some order so that their stages make up all layers."""
-    ends = {(0,) * len(kinds): 1}  # by members used: a bit for each layer at which the stages so far can end
+    """True if all members can stand in some order so that their stages cover all layers."""
+    ends = {(0,) * len(kinds): 1}  # by members used: a bit for each possible last layer of the stages so far
     for chosen in _turns(kinds):
         longer: dict[tuple[int, ...], int] = {}
         for used, bits in ends.items():
@@ -334,7 +327,7 @@ def _bits(bits: int, layer_count: int) -> list[int]:
 
 
 def _turns(kinds: Sequence[tuple[tuple[object, ...], int]]) -> list[Sequence[int]]:
-    """The kinds that may stand at each stage: any, or, where that is too much to try, in order of held layers."""
+    """Kinds allowed at each stage: any, or, if the search is too large, in order of held layers."""
     stages = sum(count for _, count in kinds)
     if prod(count + 1 for _, count in kinds) <= STATE_LIMIT:
         return [range(len(kinds))] * stages
@@ -342,13 +335,13 @@ def _turns(kinds: Sequence[tuple[tuple[object, ...], int]]) -> list[Sequence[int
 
 
 def _deal_out(ordered: Sequence[SplitMember], layer_count: int, most: Sequence[int]) -> list[SplitStage]:
-    """Members that hold all of equal layers: those with most KV take as many as each of them may at most."""
+    """Members that all hold equal layers: those with most KV take as many as allowed."""
     counts: list[int] = []
     left = layer_count
     loads = [candidate.kv_bytes_per_layer for candidate in ordered]
     while len(counts) < len(ordered):
         first = len(counts)
-        limits = most[first : first + loads.count(loads[first])]  # as loaded as this one: they share evenly
+        limits = most[first : first + loads.count(loads[first])]  # equally loaded members share evenly
         behind = len(ordered) - first - len(limits)
         here = min(sum(limits), left - behind)
         counts += _evenly(here, limits) if len(limits) > 1 else [here]
@@ -372,7 +365,7 @@ def _evenly(total: int, limits: Sequence[int]) -> list[int]:
 
 
 class _Path(NamedTuple):
-    """The best way to some (members used, last layer); compared by its first fields."""
+    """A best partial solution for (members used, last layer); compared by its first fields."""
 
     kept_bytes: float  # negative: less is better
     uneven: int
@@ -409,7 +402,7 @@ def _best_path(groups: Sequence[tuple[MemberKind, float, int]], reach: Reach, la
                     continue
                 kind, load, _ = groups[g]
                 key = (*used[:g], used[g] + 1, *used[g + 1 :])
-                # What the members that are left can still take at most, and take at least.
+                # Maximum and minimum of layers for the remaining members.
                 behind = [count - n for count, n in zip(counts, key, strict=True)]
                 least_end = layer_count - sum(n * longest[h] for h, n in enumerate(behind))
                 last_end = layer_count - sum(behind)
@@ -433,7 +426,7 @@ def _overlap(first: int, last: int, kind: MemberKind) -> int:
 def _name_members(
     ordered: Sequence[SplitMember], groups: Sequence[tuple[MemberKind, float, int]], path: _Path
 ) -> list[SplitStage]:
-    """Members of a kind take its ranges: most KV where most of the layers are that they execute today."""
+    """Assigns a kind's ranges to its members: most KV where most of the executed layers stay."""
     merged_loads = len({kind for kind, _, _ in groups}) == len(groups)
     stages: list[SplitStage] = []
     for g, (kind, load, _) in enumerate(groups):

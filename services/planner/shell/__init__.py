@@ -1,1 +1,1 @@
-"""Carries out what the planner's core decides."""
+"""Executes the commands of the planner's core."""

@@ -1,4 +1,4 @@
-"""Callers who wait until the core answers them, by the id of their request."""
+"""Callers that wait for an answer of the core, by request id."""
 
 import asyncio
 from collections.abc import Callable
@@ -26,14 +26,13 @@ class Answers(Generic[T]):
         self._waiting: dict[str, list[asyncio.Future[T]]] = {}
 
     async def wait(self, request_id: str, ask: Callable[[], None], timeout_s: float, late: str) -> T:
-        """
-        Args:
-            ask: Tells the core; it may answer before this returns.
-            late: What to say when no answer comes in time.
+        """Args:
+            ask: Sends the request to the core, which may answer before this returns.
+            late: Message of the timeout.
 
         Raises:
             DeadlineExceeded: with `late`.
-            BallastError: what the core refused with.
+            BallastError: the core's refusal.
         """
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         waiting = self._waiting.setdefault(request_id, [])

@@ -1,7 +1,7 @@
-"""Has running requests moved from group to group, again and again; nothing is remembered from round to round.
+"""Periodic load balancing by migration; stateless between rounds.
 
-What an order comes to is the two groups' business: if the planner dies, or another follows it, they finish or give up
-what they have begun, and the next round starts from what they report then.
+An order is executed by its two groups: if the planner ends, they finish or cancel it, and the next round starts from
+the reports then.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from services.planner.policy.migrate import MigrationRules, Move, is_round_due, 
 from services.planner.shell.ports import Counting, MembersPort
 
 INTERVAL_S = 0.25
-WITHIN_S = 2 * INTERVAL_S  # an order's time: the next one takes its place before
+WITHIN_S = 2 * INTERVAL_S  # deadline of an order: the next one replaces it before
 _TIMEOUT_S = 2.0
 
 

@@ -1,4 +1,4 @@
-"""What the planner writes into its log."""
+"""Log lines of the planner."""
 
 from ballast.common.layout import Layout, Member
 from ballast.service.logs import get_logger

@@ -1,6 +1,6 @@
-"""Tells workers, again and again, with whom they may soon share a group, and up to which epoch all is decided.
+"""Periodically sends each worker its likely future group members, and the epoch up to which all is decided.
 
-They keep links to these ready, and take back what they are still prepared for though nobody remembers it.
+Workers keep links to these open, and cancel preparations that no planner remembers.
 """
 
 import asyncio
@@ -14,15 +14,15 @@ from ballast.service.logs import get_logger
 from services.planner.policy.partners import likely_partners
 from services.planner.shell.ports import MembersPort
 
-_INTERVAL_S = 10.0  # workers keep a link for a minute after it was named last
+_INTERVAL_S = 10.0  # workers keep a link for a minute after it was last named
 _TIMEOUT_S = 2.0
-_MOST = 8  # for each worker; it has a bound of its own
+MOST = 8  # per worker; workers have their own bound
 
 
 @dataclass(frozen=True, slots=True)
 class AtRest:
     layout: Layout
-    settled_epoch: Epoch  # no transition up to it will be committed any more; 0: not known
+    settled_epoch: Epoch  # no transition up to it will be committed any more; 0: unknown
     apart: Container[WorkerId] = ()  # workers that can share no group with others
 
 
@@ -32,10 +32,10 @@ class PartnerNaming:
         self._members = members
         self._at_rest = at_rest
         self._due = asyncio.Event()
-        self._heard: dict[WorkerId, Epoch] = {}  # what members said last that they have heard of
+        self._heard: dict[WorkerId, Epoch] = {}  # the highest epoch that each member has reported
 
     def soon(self) -> None:
-        """Somebody has come, or has used up the links that were ready."""
+        """An instance has joined, or has used up its links."""
         self._due.set()
 
     async def run(self) -> None:
@@ -43,7 +43,7 @@ class PartnerNaming:
             self._due.clear()
             now = self._at_rest()
             if now is not None:
-                named = likely_partners(now.layout, _MOST, now.apart)
+                named = likely_partners(now.layout, MOST, now.apart)
                 self._heard = {m.worker_id: self._heard.get(m.worker_id, Epoch(0)) for m, _ in named}
                 await asyncio.gather(*(self._name(member, partners, now.settled_epoch) for member, partners in named))
             try:
@@ -53,11 +53,11 @@ class PartnerNaming:
                 pass
 
     async def _name(self, member: Member, partners: Sequence[Member], settled_epoch: Epoch) -> None:
-        if settled_epoch:  # what the one that leads does not know, and is not about to begin, nobody will commit
+        if settled_epoch:  # transitions unknown to the leader will not be committed
             settled_epoch = max(settled_epoch, self._heard[member.worker_id])
         try:
             heard_of = await self._members.name_partners(member, partners, settled_epoch, _TIMEOUT_S)
-        except BallastError as error:  # the next round will do; without links made ahead a drop takes a little longer
+        except BallastError as error:  # retried in the next round
             get_logger().debug("partners not named", worker=member.worker_id, why=str(error))
         else:
             self._heard[member.worker_id] = heard_of

@@ -1,4 +1,4 @@
-"""Drives the planner's core: listens to the monitor while it is the active one, writes layouts, tells watchers."""
+"""Drives the planner's core: follows the monitor while leading, writes layouts, notifies watchers."""
 
 import asyncio
 import contextlib
@@ -24,15 +24,15 @@ from services.planner.shell.reaching import ReachTelling
 from services.planner.shell.watchers import LayoutWatcher, Watchers
 from services.planner.shell.webhook import Webhook
 
-_MAX_WATCHERS = 64  # streams of layouts that may be open at once: dispatchers and people are fewer
+_MAX_WATCHERS = 64  # streams of layouts that may be open at once
 _LOADS_TIMEOUT_S = 2.0
-_CALL_TIMEOUT_S = 2.0  # of a call to a member; it is repeated until the transition ends
+_CALL_TIMEOUT_S = 2.0  # of a call to a member; repeated until the transition ends
 _DRAIN_DELAYS_S = (0.0, 0.5, 2.0)
 _DRAIN_CALL_TIMEOUT_S = 3.0
 
 
 class PlannerShell:
-    """`feed` is synchronous, so nothing interleaves with a decision; what takes time runs in the shell's own tasks."""
+    """`feed` is synchronous, so nothing interleaves with a decision; slow operations run in the shell's own tasks."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class PlannerShell:
         self._counting = counting
         self._webhook = webhook
         self._calls: set[tuple[WorkerId, p.Call]] = set()  # one of a kind at a time
-        self._ordering = set[WorkerId]()  # being told to park or to wake
+        self._ordering = set[WorkerId]()  # instances with an order in flight
         self._changes = Answers[p.AnswerChange]()
         self._drains = Answers[Epoch]()
         self._watchers = Watchers(_MAX_WATCHERS)
@@ -75,7 +75,7 @@ class PlannerShell:
         self._bug: asyncio.Future[None] | None = None
 
     async def run(self) -> None:
-        """Runs until cancelled. A broken invariant, even one found in a timer, is raised from here."""
+        """Runs until cancelled. Raises a broken invariant, even one of a timer."""
         async with self._tasks:
             self._bug = asyncio.get_running_loop().create_future()
             naming = self._tasks.keep(self._naming.run, "name partners")
@@ -113,12 +113,11 @@ class PlannerShell:
         self.feed(p.LeadershipChanged(time.monotonic(), self.next_cause("lease"), token))
         self._tell_wanted()
 
-    # ------------------------------------------------------------ for the servicer
+    # ------------------------------------------------------------ called by the servicer
 
     def watch(self) -> LayoutWatcher:
-        """
-        Raises:
-            Overloaded: as many watchers as the planner takes.
+        """Raises:
+        Overloaded: the limit of watchers is reached.
         """
         return self._watchers.add(self.core.layout)
 
@@ -126,7 +125,7 @@ class PlannerShell:
         self._watchers.remove(watcher)
 
     async def drain(self, request_id: str, worker_id: WorkerId, timeout_s: float) -> Epoch:
-        """Takes a worker out of routing; gives the epoch from which on it gets nothing new."""
+        """Drain a worker; returns the epoch from which on it gets no new requests."""
         event = p.DrainRequested(time.monotonic(), f"{self.planner_id}/{request_id}", request_id, worker_id)
         late = (
             f"draining {worker_id}: no new layout within {timeout_s:.1f} s (is the state server away?);"
@@ -135,8 +134,8 @@ class PlannerShell:
         return await self._drains.wait(request_id, lambda: self.feed(event), timeout_s, late)
 
     async def change(self, event: p.ChangeRequest | p.StandingRequested, timeout_s: float) -> p.AnswerChange:
-        """A drop or restore by hand; returns once the plan is journaled. Or an instance is parked or woken by hand;
-        returns once the layout says so.
+        """An operator's drop or restore, which returns once the plan is journaled; or parking or waking of an instance,
+        which returns once it is in the layout.
         """
         late = (
             f"no plan was stored within {timeout_s:.1f} s (is the state server away?);"
@@ -213,13 +212,14 @@ class PlannerShell:
 
     def _at_rest(self) -> AtRest | None:
         layout = self.core.layout_at_rest
+        self._counting.kept_out(len(self.core.kept_out.why(time.monotonic())))
         return None if layout is None else AtRest(layout, self.core.settled_epoch, self._apart())
 
     def _apart(self) -> dict[WorkerId, str]:
         return self.core.kept_out.of_another_protocol()
 
     async def _load_of_equals(self) -> p.ClusterLoad:
-        """Of those between which requests can be moved."""
+        """Reports of the groups between which requests can be moved."""
         return (await self.load()).without(self._apart())
 
     def _note_transition(self, record: TransitionRecord, cause_id: str) -> None:
@@ -237,7 +237,7 @@ class PlannerShell:
     def _on_timer(self) -> None:
         try:
             self.feed(p.TimerFired(time.monotonic(), self.next_cause("timer")))
-        except Exception as error:  # noqa: BLE001 - the loop would swallow it: hand it to `run`
+        except Exception as error:  # noqa: BLE001 the loop would swallow it: raised by `run`
             if self._bug is not None and not self._bug.done():
                 self._bug.set_exception(error)
 
@@ -294,7 +294,7 @@ class PlannerShell:
             self.feed(p.MemberAnswered(time.monotonic(), command.cause_id, command.journal.epoch, said))
 
     def _order_standing(self, command: p.OrderStanding) -> None:
-        """The next order takes the place of one that has no answer yet."""
+        """The next order replaces one without an answer."""
         if command.member.worker_id not in self._ordering:
             self._ordering.add(command.member.worker_id)
             self._tasks.start(self._tell_standing(command), f"order {command.member.worker_id}")

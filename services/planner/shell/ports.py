@@ -1,4 +1,4 @@
-"""What the shell needs of the outside: the state server, the monitor, members of transitions, and who counts."""
+"""Interfaces of the shell: state server, monitor, workers, and metrics."""
 
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
@@ -23,7 +23,7 @@ class LayoutStore(Protocol):
     async def write_journal(self, command: p.WriteJournal) -> p.WriteOutcome: ...
 
     async def write_reach(self, reach: Reach, token: int) -> None:
-        """For dispatchers. Raises Unavailable: no answer; of a planner that leads no more nothing is written."""
+        """For dispatchers. Raises Unavailable: no answer; a former leader writes nothing."""
         ...
 
 
@@ -37,43 +37,47 @@ class MembersPort(Protocol):
     """Calls to workers: members of transitions, and others."""
 
     def lead(self, token: int | None) -> None:
-        """Orders carry this fencing token from now on; None: another planner leads."""
+        """Use this fencing token for orders from now on; None: another planner leads."""
         ...
 
     async def call(self, command: p.CallMember, timeout_s: float) -> MemberSaid | None:
-        """None: no answer that could be used."""
+        """None: no usable answer."""
         ...
 
     async def probe(self, address: str, worker_id: WorkerId, incarnation: Incarnation) -> p.Probed:
-        """Whether that life of a worker is at its address."""
+        """True if that incarnation is at its address."""
         ...
 
     async def drain(self, address: str, worker_id: WorkerId, incarnation: Incarnation, timeout_s: float) -> int:
-        """Asks a worker to take nothing new; gives its number of running requests."""
+        """Drain a worker; returns its number of running requests."""
         ...
 
     async def order_standing(self, member: Member, timeout_s: float, *, park: bool) -> None:
-        """Tells a worker to park, or to wake. Raises BallastError: it does not hear, or refuses."""
+        """Order a worker to park, or to wake. Raises BallastError: unreachable, or it refuses."""
         ...
 
     async def name_partners(
         self, member: Member, partners: Sequence[Member], settled_epoch: Epoch, timeout_s: float
     ) -> Epoch:
-        """Returns the highest epoch that it has heard of. Raises BallastError: it does not answer."""
+        """Returns the highest epoch that it knows. Raises BallastError: no answer."""
         ...
 
     async def migrate(self, epoch: Epoch, move: Move, within_s: float, cause_id: str, timeout_s: float) -> None:
-        """Tells both. Raises BallastError: one of them does not hear, or refuses."""
+        """Order both sides. Raises BallastError: one is unreachable, or refuses."""
         ...
 
     async def close(self) -> None: ...
 
 
 class Counting(Protocol):
-    """What is counted for metrics, at the moment it happens."""
+    """Counted for metrics as it happens."""
 
     def layout(self, layout: Layout) -> None:
-        """It took effect."""
+        """A layout took effect."""
+        ...
+
+    def kept_out(self, count: int) -> None:
+        """Instances that are put into no group now."""
         ...
 
     def wanted(self, count: int) -> None:
@@ -83,11 +87,11 @@ class Counting(Protocol):
     def write(self, outcome: p.WriteOutcome) -> None: ...
 
     def rejected(self) -> None:
-        """An instance, for it serves another model."""
+        """An instance was rejected, as it serves another model."""
         ...
 
     def stale(self) -> None:
-        """News of an old life of a worker."""
+        """An event of an old incarnation."""
         ...
 
     def ended(self, record: TransitionRecord) -> None: ...
@@ -97,9 +101,9 @@ class Counting(Protocol):
         ...
 
     def nothing_done(self, asked_by: str, shortfall_bytes: int) -> None:
-        """No plan met what was asked for."""
+        """No plan met the request."""
         ...
 
     def predicted(self, predicted: Predicted) -> None:
-        """What came of a decision has turned out."""
+        """The outcome of a predicted decision is known."""
         ...

@@ -1,4 +1,4 @@
-"""Tells dispatchers, through the state server, how long a context one instance holds, and a group of them."""
+"""Publishes for dispatchers, in the state server, the longest context of one instance and of a group."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -12,13 +12,13 @@ from services.planner.core.survey import NoSurvey, shape_of
 from services.planner.policy.reach import reach_of
 from services.planner.shell.ports import LayoutStore
 
-INTERVAL_S = 5.0  # instances come and go, and are told of at once: this is for those that have not reported yet
+INTERVAL_S = 5.0  # changes of instances are published at once: this is for those that have not reported yet
 SOON_S = 0.5
 
 
 def reach_now(model: ModelInfo | None, load: ClusterLoad) -> Reach | None:
-    """Of all that report and do not leave, those too that serve nowhere for a moment, as their group is lost. None: too
-    little is known of them.
+    """Over all instances that report and do not leave, including temporarily stranded ones. None:
+    too little is known.
     """
     there = [one.memory for one in load.workers.values() if not (one.draining or one.parked)]
     try:
@@ -35,7 +35,7 @@ class ReachTelling:
         leads: Callable[[], tuple[ModelInfo | None, int] | None],
         load: Callable[[], Awaitable[ClusterLoad]],
     ) -> None:
-        """`leads`: the model of the layout and the token of the lease; None: another planner leads."""
+        """`leads`: the layout's model and the lease's token; None: another planner leads."""
         self._store, self._leads, self._load = store, leads, load
         self._due = asyncio.Event()
         self._told: tuple[Reach, int] | None = None
@@ -55,7 +55,7 @@ class ReachTelling:
                 pass
 
     async def _tell(self) -> bool:
-        """Whether dispatchers know it now."""
+        """Returns True if it has been written."""
         now = self._leads()
         if now is None:
             return False

@@ -1,4 +1,4 @@
-"""Those who are told of every layout."""
+"""Subscribers to layouts."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ from ballast.common.layout import Layout
 
 
 class LayoutWatcher:
-    """Holds the newest layout that one watcher has not been told; older ones are dropped."""
+    """Holds the newest layout that one watcher has not received; older ones are dropped."""
 
     def __init__(self, first: Layout) -> None:
         self._newest: Layout | None = first
@@ -39,9 +39,8 @@ class Watchers:
         self._watchers: set[LayoutWatcher] = set()
 
     def add(self, first: Layout) -> LayoutWatcher:
-        """
-        Raises:
-            Overloaded: there are as many as the planner takes.
+        """Raises:
+        Overloaded: the limit of watchers is reached.
         """
         if len(self._watchers) >= self._max_count:
             raise Overloaded(f"{self._max_count} watchers are connected already", 1.0)

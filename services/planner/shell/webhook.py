@@ -1,4 +1,4 @@
-"""Tells a URL how many instances should serve whenever that changes, for whoever starts and ends processes."""
+"""Posts the wanted number of instances to a URL whenever it changes, for an external scaler."""
 
 import asyncio
 import time
@@ -9,7 +9,7 @@ from http.client import HTTPException
 from ballast.common.wanted import SIGNATURE, Wanted, sign
 from ballast.service.logs import get_logger
 
-EVERY_S = 15.0  # between two messages that arrived
+EVERY_S = 15.0  # between two successful posts
 _BACK_OFF_S, _LONGEST_BACK_OFF_S = 1.0, 60.0
 _TIMEOUT_S = 5.0
 
@@ -23,7 +23,7 @@ def post(url: str, body: bytes, signature: str) -> None:
 
 
 class Webhook:
-    """`run` sends the newest of what was offered: what came in between nobody needs to know."""
+    """`run` posts the newest offered number; those in between are dropped."""
 
     def __init__(self, url: str, secret: bytes, *, every_s: float = EVERY_S, send: Post = post) -> None:
         self._url = url
@@ -35,7 +35,7 @@ class Webhook:
         self._news = asyncio.Event()
 
     def offer(self, wanted: Wanted | None) -> None:
-        """None: another planner leads, and tells."""
+        """None: another planner leads, and posts."""
         self._offered = wanted
         if wanted is None:
             self._told = None

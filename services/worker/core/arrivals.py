@@ -1,8 +1,9 @@
-"""Sequences that come to this group while they run elsewhere: live migrations at the target's leader (pure).
+"""The target's half of live migrations, kept by the group's leader: running sequences that come from other groups
+(pure).
 
-Rule 1: blocks are taken before the first byte comes, and given back only when none is, or will be, written any more.
-Rule 2: a sequence that was handed over is taken, with its KV or, if that does not come, without.
-Rule 3: whatever is refused is refused before anything has moved.
+Rule 1: blocks are reserved before the first byte arrives, and released only after all writes have completed or been
+cancelled. Rule 2: a sequence that was handed over is accepted, with its KV or, if that is lost, by recomputation. Rule
+3: a refusal is sent before any KV has moved.
 """
 
 import math
@@ -36,17 +37,17 @@ from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.spans import Span, Stage
 
 _TARGET_PATIENCE_S = 2 * PATIENCE_S
-_LAST_PATIENCE_S = 2.0  # for the last span of a sequence that was handed over: it stands still meanwhile
-_REMEMBERED = 256  # migrations that are over
-_NEARLY = 2  # with fewer whole blocks missing, the next that comes of a sequence is its end
-_SOON_S = 0.1  # after an offer; unless the link is slow, all that there was then has come by then
-_MOST_WAIT_S = 0.3  # prompts wait for so long at most for the end of one sequence
+_LAST_PATIENCE_S = 2.0  # for the last span of a sequence that was handed over: it does not run meanwhile
+_REMEMBERED = 256  # ended migrations whose ids are kept
+_NEARLY = 2  # with fewer whole blocks missing, the next span is the last one
+_SOON_S = 0.1  # after an offer: unless the link is slow, all KV that existed then has arrived by then
+_MOST_WAIT_S = 0.3  # longest time for which prompts are held back for the end of one sequence
 
 
 class Phase(Enum):
-    COPYING = "copying"  # a span may come at any time
+    COPYING = "copying"  # spans may arrive
     HANDED = "handed over"  # only its last span is missing
-    ENDING = "ending"  # its blocks are free when nothing is written into them any more
+    ENDING = "ending"  # its blocks are released when all writes into them have ended
 
 
 class _End(Enum):
@@ -62,16 +63,16 @@ class _Arrival:
     epoch: Epoch  # of the links
     givers: tuple[Stage, ...]
     takers: tuple[Stage, ...]  # this group's
-    block_count: int  # that it holds on each of them
+    block_count: int  # blocks reserved on each of them
     progress_s: float
     offered_s: float
-    nearly_since_s: float = math.inf  # only its end is missing
+    nearly_since_s: float = math.inf  # since when only the last span is missing
     phase: Phase = Phase.COPYING
-    unready: set[WorkerId] = field(default_factory=set[WorkerId])  # stages that have no blocks yet for what was asked
-    writing: set[WorkerId] = field(default_factory=set[WorkerId])  # have not said that nothing is, or will be, written
-    failed: bool = False  # a stage has not got what was asked for, and the others have been told
+    unready: set[WorkerId] = field(default_factory=set[WorkerId])  # stages that have not reserved the blocks asked for
+    writing: set[WorkerId] = field(default_factory=set[WorkerId])  # stages that have not confirmed the end of writes
+    failed: bool = False  # a stage has not received its span, and the others were told to stop
     landed_blocks: int = 0
-    kv_tokens: int = 0  # all of them have come
+    kv_tokens: int = 0  # tokens whose KV is on all stages
     snapshot: SequenceSnapshot | None = None  # handed over
 
     def keep(self, token_count: int) -> Keep:
@@ -80,7 +81,9 @@ class _Arrival:
 
 class Arrivals:
     def __init__(self, block_tokens: int, why_no_room: Callable[[int, bool], str]) -> None:
-        """`why_no_room` for so many blocks more, of a new sequence or of one that is coming; empty: there is."""
+        """`why_no_room(block_count, new)`: why a new sequence, or one that is arriving, cannot get so many more blocks;
+        empty if it can.
+        """
         self._block_tokens = block_tokens
         self._why_no_room = why_no_room
         self._open: dict[MigrationId, _Arrival] = {}
@@ -92,18 +95,17 @@ class Arrivals:
 
     @property
     def block_count(self) -> int:
-        """Held for all that are on their way."""
+        """Blocks reserved for all arriving sequences."""
         return sum(arrival.block_count for arrival in self._open.values())
 
     @property
     def running_count(self) -> int:
-        """How many sequences are going to run here."""
+        """Number of arriving sequences that are going to run here."""
         return sum(arrival.phase is not Phase.ENDING for arrival in self._open.values())
 
     def prompt_limit_blocks(self, at_s: float) -> int | None:
-        """The most blocks of prompts in a batch; None: as many as ever. A sequence that is handed over stands still
-        until the step that runs here has ended, and for the one that it takes part in: none is to be longer than a
-        step without prompts.
+        """Maximum blocks of prompt tokens in a batch; None: no limit. A sequence that was handed over stands still
+        until the current step and its own next one have ended, so neither may take longer than a step without prompts.
         """
         limit: int | None = None
         for arrival in self._open.values():
@@ -120,8 +122,8 @@ class Arrivals:
     def offered(
         self, at_s: float, peer: WorkerId, epoch: Epoch, offer: Offer, takers: tuple[Stage, ...], why_not: str
     ) -> list[TargetCommand]:
-        """`epoch`: of the links. `takers`: the stages of this group. `why_not`: why it takes no sequence at all; empty:
-        it may.
+        """Handle an offer. `epoch`: of the links. `takers`: this group's stages. `why_not`: why no sequence is accepted
+        at present; empty if one may be.
         """
         migration_id = offer.migration_id
         if migration_id in self._open or migration_id in self._over:
@@ -159,7 +161,7 @@ class Arrivals:
     def _handed(self, at_s: float, arrival: _Arrival | None, handed: Handed) -> list[TargetCommand]:
         snapshot = handed.snapshot
         if arrival is None:
-            if self._over.get(handed.migration_id) is not _End.GIVEN_UP:  # twice, or forgotten
+            if self._over.get(handed.migration_id) is not _End.GIVEN_UP:  # handed over a second time, or forgotten here
                 self.stale_total += 1
                 return []
             self._remember(handed.migration_id, _End.TAKEN)
@@ -168,7 +170,7 @@ class Arrivals:
             self.stale_total += 1
             return []
         arrival.snapshot, arrival.progress_s = snapshot, at_s
-        if arrival.phase is Phase.ENDING:  # this side has given up and the other had not heard: see `quiet`
+        if arrival.phase is Phase.ENDING:  # cancelled here before the source knew: see `quiet`
             return []
         arrival.phase = Phase.HANDED
         return self._take(arrival) if arrival.kv_tokens else []
@@ -176,7 +178,7 @@ class Arrivals:
     # ------------------------------------------------------------ KV
 
     def ready(self, at_s: float, migration_id: MigrationId, stage: WorkerId) -> list[TargetCommand]:
-        """That stage has blocks for what was asked for last."""
+        """The stage has reserved the blocks asked for last."""
         arrival = self._open.get(migration_id)
         if arrival is None or stage not in arrival.unready:
             self.stale_total += 1
@@ -188,7 +190,9 @@ class Arrivals:
         return [Say(arrival.source, Want(migration_id, first, last, arrival.takers))]
 
     def landed(self, at_s: float, migration_id: MigrationId, stage: WorkerId, span: Span | None) -> list[TargetCommand]:
-        """A span has come to that stage, or what was coming will not (None). Nothing is written there any more."""
+        """Handle a span that has been written on that stage, or its failure (None). No write is under way there any
+        more.
+        """
         arrival = self._open.get(migration_id)
         if arrival is None or stage not in arrival.writing:
             self.stale_total += 1
@@ -207,7 +211,7 @@ class Arrivals:
         if span is None or arrival.failed:
             return self._lose_kv(arrival)
         if span.first_block != arrival.landed_blocks or not span.first_block <= span.last_block <= arrival.block_count:
-            return self._lose_kv(arrival)  # another span than was asked for
+            return self._lose_kv(arrival)  # not the span that was asked for
         arrival.landed_blocks = span.last_block
         self._note_missing(at_s, arrival, span.token_count)
         if span.last:
@@ -216,7 +220,7 @@ class Arrivals:
         return self._make_room(arrival, blocks_for(span.token_count + 1, self._block_tokens) + SPARE_BLOCKS)
 
     def _note_missing(self, at_s: float, arrival: _Arrival, token_count: int) -> None:
-        """The source has so many tokens, as far as it is known here."""
+        """Update the number of tokens that the source is known to have."""
         nearly = token_count // self._block_tokens - arrival.landed_blocks < _NEARLY
         arrival.nearly_since_s = min(arrival.nearly_since_s, at_s) if nearly else math.inf
 
@@ -228,7 +232,7 @@ class Arrivals:
         return self._ask(arrival)
 
     def _ask(self, arrival: _Arrival) -> list[TargetCommand]:
-        """The stages for blocks: the source hears when all have them."""
+        """Have the stages reserve blocks; `Want` is sent when all have them."""
         arrival.unready = {stage.worker_id for stage in arrival.takers}
         arrival.writing = set(arrival.unready)
         first, last = arrival.landed_blocks, arrival.block_count
@@ -243,7 +247,7 @@ class Arrivals:
         return [arrival.keep(kv_tokens), Adopt(arrival.snapshot, kv_tokens), taken]
 
     def _lose_kv(self, arrival: _Arrival) -> list[TargetCommand]:
-        """Whatever was coming does not come, and nothing is written any more."""
+        """The remaining KV will not arrive, and no write is under way: adopt by recomputation, or refuse."""
         if arrival.phase is Phase.HANDED:
             arrival.kv_tokens = 0
             return self._take(arrival)
@@ -254,7 +258,7 @@ class Arrivals:
     # ------------------------------------------------------------ the end of it
 
     def _quiet(self, arrival: _Arrival) -> list[TargetCommand]:
-        """Nothing is, or will be, written for it any more."""
+        """All writes for this migration have completed or been cancelled."""
         arrival.kv_tokens = 0
         if arrival.snapshot is not None:
             return self._take(arrival)
@@ -273,14 +277,14 @@ class Arrivals:
         return commands
 
     def abandon(self, why: str) -> list[TargetCommand]:
-        """The group is lost, with all blocks. What was handed over to it is nobody's: dispatchers have it replayed."""
+        """The group is lost with all its blocks. Dispatchers replay what was handed over to it."""
         copying = [a for a in self._open.values() if a.phase is Phase.COPYING]
         for arrival in list(self._open.values()):
             self._close(arrival, _End.TAKEN if arrival.snapshot is not None else _End.GIVEN_UP)
         return [Say(arrival.source, Off(arrival.migration_id, why)) for arrival in copying]
 
     def give_up_all(self, why: str) -> list[TargetCommand]:
-        """The layout changes. What was handed over is still waited for."""
+        """The layout changes: cancel all migrations that were not handed over; the others go on."""
         commands: list[TargetCommand] = []
         for arrival in [a for a in self._open.values() if a.phase is Phase.COPYING]:
             commands += [Say(arrival.source, Off(arrival.migration_id, why)), *self._stop(arrival)]
@@ -309,7 +313,7 @@ class Arrivals:
             self._over.popitem(last=False)
 
     def check(self) -> None:
-        """Raise InvariantViolation if a sequence comes twice, or more has landed than there are blocks for."""
+        """Raise InvariantViolation if a sequence arrives twice, or more KV was written than blocks are reserved."""
         coming = [arrival.sequence_id for arrival in self._open.values()]
         if len(set(coming)) != len(coming) or len(coming) > MOST_AT_ONCE:
             raise InvariantViolation(f"sequences that come: {coming}")

@@ -1,4 +1,4 @@
-"""The contract between deciding and executing: what one step computes, and what came out.
+"""The contract between scheduling and execution: what one step computes, and its result.
 
 A stage keeps its own block tables (`core.blocks.BlockBook`), so a batch names sequences and positions and no blocks:
 the same batch can be executed by every stage of a pipeline. What is sent about a sequence beyond its tokens (sampling
@@ -12,11 +12,11 @@ from ballast.common.record import record
 from ballast.common.sampling import SamplingParams
 
 SequenceId = int  # chosen by the leader's core, never reused within the life of a worker
-PREEMPTED = "online work waits"  # in the place of a failure: a batch of offline work gave way at a safepoint
+PREEMPTED = "online work waits"  # in place of a failure: a batch of offline work was preempted at a safepoint
 
 
 class Preempted(Exception):
-    """What was run has given way at a safepoint: it has no result."""
+    """A batch that was preempted at a safepoint: it has no result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,30 +32,30 @@ class NewSequence:
 class Slice(NamedTuple):
     """One sequence's share of a step: the tokens at positions `[first_position, first_position + len(token_ids))`.
 
-    A named tuple because there is one for each token.
+    A named tuple, as one is made for each token.
     """
 
     sequence_id: SequenceId
-    first_position: int  # so many tokens of the sequence have their KV in the cache
+    first_position: int  # number of the sequence's tokens with KV in the cache
     token_ids: tuple[int, ...]
     samples: bool  # the logits of the last token give a new token; False for a chunk that is not the prompt's last
 
 
 BlockNumber = int  # of a block that several sequences may read: see `core.prefixes`
-BlockKey = bytes  # digest of such a block's tokens and of all that comes before it
+BlockKey = bytes  # digest of such a block's tokens and of all tokens before them
 
 
 @dataclass(frozen=True, slots=True)
 class SwapCopy:
-    """KV of one sequence, or of blocks that none holds, between a stage's own blocks and host memory: beside a batch
-    that does not write it.
+    """A copy of KV between a stage's own blocks and host memory, of one sequence or of retained blocks. It runs beside
+    a batch that does not write these blocks.
     """
 
-    sequence_id: SequenceId  # 0: of `numbers`
+    sequence_id: SequenceId  # 0: the blocks named by `numbers`
     out: bool  # to the host
-    first: int  # block of the sequence's table
-    token_count: int  # that have KV
-    host_blocks: tuple[int, ...]  # the same on every stage, for so many blocks of its table
+    first: int  # index into the sequence's block table
+    token_count: int  # tokens with KV
+    host_blocks: tuple[int, ...]  # the same on every stage; one per block of the table from `first` on
     numbers: tuple[BlockNumber, ...] = ()  # one for each of `host_blocks`
 
 
@@ -89,14 +89,14 @@ class Batch:
     added: tuple[NewSequence, ...]
     slices: tuple[Slice, ...]  # decodes (one token) first, then prefill chunks
     # Set by whoever executes it first:
-    quiet_s: float = 0.0  # so long there was no work before it
-    memory_is_awaited: bool = False  # requests have not been let in
-    failure: str = ""  # why a stage could not run it: without slices from there on
+    quiet_s: float = 0.0  # idle time before this batch
+    memory_is_awaited: bool = False  # requests wait for KV blocks
+    failure: str = ""  # why a stage could not run it: the following stages get it without slices
     copies: tuple[SwapCopy, ...] = ()
     named: tuple[NamedBlocks, ...] = ()
     forgotten: NumberRuns = ()
     taken: tuple[TakenBlocks, ...] = ()
-    safepoint_layers: int = 0  # of offline work alone: behind each so many it may be preempted; 0: never
+    safepoint_layers: int = 0  # batch of offline work only: it may be preempted after each so many layers; 0: never
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +104,16 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]  # (token id, logprob), best first
-    prompt: "tuple[TokenLogprobs, ...]" = ()  # of the first generated token: those of the prompt, if asked for
+    prompt: "tuple[TokenLogprobs, ...]" = ()  # with the first generated token: those of the prompt, if asked for
 
 
 @record()
 class StepResult:
-    """What a batch has produced, aligned with those of its slices that sample."""
+    """The result of a batch, aligned with those of its slices that sample."""
 
     step_id: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...]  # None where none were asked for
     execute_s: float  # time the engine took
-    copy_s: float = 0.0  # time that copies between device and host took meanwhile
-    errors: tuple[tuple[int, str], ...] = ()  # indices of token_ids that are no tokens, and why their sequences end
+    copy_s: float = 0.0  # time of copies between device and host meanwhile
+    errors: tuple[tuple[int, str], ...] = ()  # indices of token_ids that failed, and why their sequences end

@@ -1,4 +1,4 @@
-"""Forms batches of the online sequences that run: decodes, and chunks of prompts."""
+"""Forms batches of running online sequences: decodes, and chunks of prompts."""
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.record import record
@@ -8,8 +8,8 @@ from services.worker.core.swapping import NOTHING, SwapOrders
 from services.worker.policy.batching import PrefillView, chunk_prefills
 from services.worker.policy.microbatching import Candidate, Microbatching, PipelineView
 
-_FEW = 0.25  # of a microbatch's decodes
-_LIMITED_BATCHES = 4  # however small the limit, over no more than these are the prompts spread that there are at once
+_FEW = 0.25  # fraction of a microbatch's decodes
+_LIMITED_BATCHES = 4  # however small the limit, the waiting prompts are spread over no more batches than these
 
 
 @record()
@@ -18,9 +18,9 @@ class Plan:
 
     decodes: list[Sequence]  # one token each
     chunks: list[tuple[Sequence, int]]  # with the number of tokens, at least 1
-    preempted: list[Sequence]  # they wait again
-    begun: list[Sequence]  # they hold blocks on the stages from this step on, in it or not
-    swaps: SwapOrders = NOTHING  # besides; never of what is written by them
+    preempted: list[Sequence]  # back in the waiting line
+    begun: list[Sequence]  # hold blocks on the stages from this step on, whether in its batch or not
+    swaps: SwapOrders = NOTHING  # copies beside the step, never of blocks that it writes
     safepoint_layers: int = 0  # see `Batch`
 
 
@@ -28,25 +28,27 @@ Share = tuple[list[Sequence], list[tuple[Sequence, int]]]  # decodes; chunks, wi
 
 
 def _ready(running: list[Sequence], completed_step_id: int) -> list[Sequence]:
-    """Those in no batch after that one that have the blocks they need."""
+    """Running sequences that are in no batch after `completed_step_id` and have the blocks they need."""
     return [s for s in running if s.step_id <= completed_step_id and s.token_count <= s.reserved_tokens]
 
 
 class BatchFormer:
     def __init__(self, limits: WorkerLimits, microbatching: Microbatching) -> None:
-        self.prefill_limit: int | None = None  # tokens of prompts in a batch that has decodes
+        self.prefill_limit: int | None = None  # maximum prompt tokens of a batch with decodes
         self._limits = limits
         self._microbatching = microbatching
-        self._limits_always = False  # in others too
-        self._limited_tokens = 0  # the most of prompts that were to be computed since there were none, while limited
+        self._limits_always = False  # in batches without decodes, too
+        self._limited_tokens = 0  # maximum of uncomputed prompt tokens since the limit was set and prompts were waiting
 
     @property
     def ahead_count(self) -> int:
-        """Microbatches that it may form beyond one for each stage."""
+        """Microbatches in flight beyond one per stage."""
         return self._microbatching.ahead
 
     def batch(self, running: list[Sequence], completed_step_id: int, *, all_ready: bool) -> Share:
-        """Of a lone instance. `all_ready`: none is in a batch, and all have the blocks that they need."""
+        """Batch of an instance that serves alone. `all_ready`: no running sequence is in flight, and all have the
+        blocks they need.
+        """
         ready = running if all_ready else _ready(running, completed_step_id)
         decodes = [s for s in ready if s.token_count - s.computed_tokens == 1]
         prefills = [] if len(decodes) == len(ready) else [s for s in ready if s.token_count - s.computed_tokens != 1]
@@ -66,7 +68,7 @@ class BatchFormer:
         in_flight_count: int,
         lacks_room: bool,
     ) -> Share:
-        """Of a group of several stages; see `PipelineView`."""
+        """Batch of a pipeline; see `PipelineView`."""
         candidates = [
             Candidate(
                 s.rank,
@@ -107,8 +109,8 @@ class BatchFormer:
         return decodes, chunks
 
     def _take_along(self, decodes: list[Sequence], chunks: list[tuple[Sequence, int]], ready: list[Sequence]) -> None:
-        """A transition is prepared, and batches take longer than usual. Those few that would be put off to the next
-        microbatch, so that all are alike, would wait half a trip through the pipeline on top of it.
+        """Add leftover decodes to this microbatch if there are few: while a transition is prepared batches take longer,
+        and deferring them to the next microbatch costs half a pipeline round.
         """
         taken = {s.sequence_id for s in decodes}
         left = [s for s in ready if s.token_count - s.computed_tokens == 1 and s.sequence_id not in taken]
@@ -121,7 +123,7 @@ class BatchFormer:
         self._limited_tokens = 0
 
     def _most_prompt_tokens(self, decode_count: int, prompt_tokens: int) -> int:
-        """The most tokens of prompts in a batch, while so many sequences decode and so many such tokens wait."""
+        """Maximum prompt tokens of a batch, given the number of decodes and of prompt tokens that wait."""
         limit = self.prefill_limit
         if limit is None or not (decode_count or self._limits_always):
             return self._limits.max_batch_tokens

@@ -24,15 +24,15 @@ Table = tuple[int, ...]
 
 
 def blocks_for(token_count: int, block_tokens: int) -> int:
-    """Blocks that the KV of so many tokens takes."""
+    """Number of KV blocks for `token_count` tokens."""
     return -(-token_count // block_tokens)
 
 
-_LOOKS = 64  # at changes only, before everything is looked at
+_LOOKS = 64  # checks of changed tables only, between two full checks
 
 
 class _Audit:
-    """What a check has seen."""
+    """What the last check has verified."""
 
     __slots__ = ("claims", "looks_left", "numbered", "tables")
 
@@ -44,24 +44,24 @@ class _Audit:
 
 
 class BlockBook:
-    """Always hands out the lowest free ids, so that what is in use stays at the low end of the cache and its tail can
-    be given back with few moves. One heap operation per block freed, or taken once more; what was never taken is only
-    counted, so a book is as large as what has been held at once.
+    """Block tables of one stage. The lowest free id is always taken first, so that used blocks stay at the low end of
+    the cache and its tail can be given back with few copies. One heap operation per block freed or reused; blocks never
+    used are only counted, so a book is as large as the most blocks ever in use.
 
-    Ids begin at `first_block`: a worker that is a stage of two groups has a book for each, over blocks of their own.
+    Ids begin at `first_block`: a worker that is a stage of two groups has a book for each, over disjoint blocks.
     """
 
     def __init__(self, block_count: int, block_tokens: int, first_block: int = 0) -> None:
         self._first = first_block
         self._end = first_block + block_count
         self._block_tokens = block_tokens
-        self._fresh = first_block  # this block and all behind it are free
-        self._returned: list[int] = []  # the free ones before it: a heap
+        self._fresh = first_block  # this block and all higher ones are free
+        self._returned: list[int] = []  # free blocks below it: a heap
         self._tables: dict[SequenceId, Table] = {}  # in token order
         self._numbered: dict[BlockNumber, int] = {}  # number -> block
-        self._claims: dict[int, int] = {}  # of a block that has or had a number: its tables, and 1 for the number
-        self._audit: _Audit | None = None  # of the last check; None: the next one looks at everything
-        self._changed: dict[SequenceId, None] = {}  # tables that are others than at the last check
+        self._claims: dict[int, int] = {}  # of a numbered block: how many tables have it, and 1 for the number itself
+        self._audit: _Audit | None = None  # result of the last check; None: the next one is a full check
+        self._changed: dict[SequenceId, None] = {}  # tables that changed since the last check
         self._renumbered: dict[BlockNumber, None] = {}  # likewise
 
     @property
@@ -81,12 +81,12 @@ class BlockBook:
         return tuple(self._tables)
 
     def table(self, sequence_id: SequenceId) -> Table:
-        """Empty for a sequence that holds nothing."""
+        """Block ids in token order; empty if the sequence holds none."""
         return self._tables.get(sequence_id, ())
 
     def hold(self, sequence_id: SequenceId, token_count: int) -> Table:
-        """The sequence's table, extended until it covers so many tokens. What it holds already it keeps: a block id
-        means the same place in every layer.
+        """Extend the sequence's table until it covers `token_count` tokens, and return it. Blocks it has stay: a block
+        id means the same place in every layer.
 
         The same tuple object is returned until the table changes: an engine may cache by identity.
         """
@@ -107,7 +107,7 @@ class BlockBook:
         return table
 
     def apply(self, batch: Batch) -> tuple[Table, ...]:
-        """The tables of the batch's slices, each covering its slice; the same object as long as a table is the same."""
+        """The tables of the batch's slices, each long enough for its slice; the same object while unchanged."""
         for sequence_id, first_block, first_number, count in batch.named:
             self._name(sequence_id, first_block, first_number, count)
         for sequence_id in batch.removed:
@@ -157,26 +157,26 @@ class BlockBook:
         self._note(sequence_id)
 
     def forget(self, runs: Iterable[tuple[BlockNumber, int]]) -> None:
-        """These numbers are no more. Their blocks are free, unless tables have them."""
+        """Remove these numbers. Their blocks become free unless tables hold them."""
         for number in _numbers(runs):
             self._note_number(number)
             self._give_back((self._numbered.pop(number),))
 
     def forget_numbers(self) -> None:
-        """Another leader's numbers follow. What several tables have they go on sharing."""
+        """Remove all numbers, as another leader numbers anew. Blocks in several tables stay shared."""
         self.forget([(number, 1) for number in self._numbered])
 
     # ---------------------------------------------------------------- giving back
 
     def release(self, sequence_id: SequenceId) -> int:
-        """Give back all blocks of a sequence. Returns their number: 0 if it held none."""
+        """Release all blocks of a sequence. Returns their number: 0 if it held none."""
         table = self._tables.pop(sequence_id, ())
         self._note(sequence_id)
         self._give_back(table)
         return len(table)
 
     def _give_back(self, block_ids: Iterable[int]) -> None:
-        """One claim less on each; free if it was the last."""
+        """Drop one reference of each block; those without any become free."""
         returned, claims = self._returned, self._claims
         for block_id in block_ids:
             if claims and block_id in claims:
@@ -187,7 +187,7 @@ class BlockBook:
             heapq.heappush(returned, block_id)
 
     def copy(self) -> "BlockBook":
-        """Another book that says the same."""
+        """An independent copy of this book."""
         other = BlockBook(self.block_count, self._block_tokens, self._first)
         other._fresh, other._returned = self._fresh, self._returned.copy()
         other._tables = self._tables.copy()
@@ -196,14 +196,14 @@ class BlockBook:
 
     @property
     def used_end(self) -> int:
-        """So many blocks at the book's begin have all that are held among them."""
+        """The least number of blocks, from the book's first one on, that contains all used blocks."""
         return max(self._held(), default=self._first - 1) + 1 - self._first
 
     def _held(self) -> set[int]:
         return {*chain.from_iterable(self._tables.values()), *self._numbered.values()}
 
     def trim(self, sequence_id: SequenceId, token_count: int) -> None:
-        """Give back the blocks of a sequence beyond those that so many tokens take."""
+        """Release the sequence's blocks beyond those that `token_count` tokens need."""
         table = self._tables.get(sequence_id, ())
         kept = blocks_for(token_count, self._block_tokens)
         if kept == 0:
@@ -214,7 +214,7 @@ class BlockBook:
             self._give_back(table[kept:])
 
     def grow(self, added_block_count: int) -> None:
-        """The cache got so many more blocks, at its end."""
+        """Add blocks at the end of the cache."""
         self._audit = None
         self._end += added_block_count
 
@@ -252,7 +252,7 @@ class BlockBook:
         heapq.heapify(self._returned)
 
     def shrink(self, block_count: int) -> None:
-        """The cache ends earlier now. The blocks cut off must be free."""
+        """Remove blocks at the end of the cache; they must be free."""
         end = self._first + block_count
         kept = [b for b in self._returned if b < end]
         self._audit = None
@@ -263,11 +263,11 @@ class BlockBook:
         self._end = end
 
     def check(self) -> None:
-        """Raise InvariantViolation unless every block is either free or in exactly one table, or is numbered and has as
-        many claims as there are (I3).
+        """Raise InvariantViolation unless every block is free, or in exactly one table, or numbered with as many
+        references as holders (I3).
 
-        The tables that have not changed since the last look are only counted, except for every so many looks: the
-        free list, too, is then looked at as a whole.
+        Tables that have not changed since the last check are only counted; every `_LOOKS` checks, all tables and the
+        free list are verified.
         """
         if self._audit is None or self._audit.looks_left == 0:
             self._check_all()
@@ -279,7 +279,7 @@ class BlockBook:
         self._renumbered.clear()
 
     def _note(self, sequence_id: SequenceId) -> None:
-        """Its table changes. Forgotten where nobody checks, which is everywhere but in tests and simulations."""
+        """Record that the table changes, for `check`. Off outside of tests and simulations."""
         if self._audit is not None:
             self._changed[sequence_id] = None
 
@@ -332,8 +332,8 @@ class BlockBook:
         touched.update(before, after)
 
     def _blame(self) -> None:
-        """Names the block that is in two places, in none or not there at all: slow."""
-        owner: dict[int, str] = {}  # block id -> what holds it
+        """Raise, naming the block that is held twice, lost, or out of range. Slow."""
+        owner: dict[int, str] = {}  # block id -> its holder
         for block_id in (*self._returned, *range(self._fresh, self._end)):
             self._claim(owner, block_id, "the free list")
         for number, block_id in self._numbered.items():

@@ -1,4 +1,4 @@
-"""What a group of stages holds and has room for, in counts. `core.scheduler` decides by them."""
+"""What a group holds and has room for, as counts of blocks and tokens. `core.scheduler` decides by them."""
 
 import bisect
 import math
@@ -23,11 +23,11 @@ from services.worker.policy.token_target import Decoders, TokenTarget
 
 @record()
 class SchedulingPolicies:
-    """What a scheduler decides by."""
+    """The policies of a scheduler."""
 
     microbatching: Microbatching = by_token_count  # forms the batches of a group of several stages
-    target: TokenTarget | None = None  # what a token may take
-    harvest: Harvest = Harvest()  # by what offline work is bounded
+    target: TokenTarget | None = None  # limit of the time per output token
+    harvest: Harvest = Harvest()  # bounds of offline work in a batch
 
 
 def _rank(sequence: Sequence) -> int:
@@ -42,26 +42,26 @@ class GroupCounts:
         policies: SchedulingPolicies | None = None,
         first_number: BlockNumber = 0,
     ) -> None:
-        """Numbers of blocks follow on `first_number`."""
+        """Block numbers begin after `first_number`."""
         self.policies = policies = SchedulingPolicies() if policies is None else policies
         self.limits = limits
         self.block_tokens = limits.block_tokens
         self.former = BatchFormer(limits, policies.microbatching)
         self.block_count = block_count
         self.lent_block_count = 0
-        self.expected_block_count = 0  # for sequences that come from other leaders, and
-        self.expected_count = 0  # so many of these
-        self.ceiling_block_count = block_count  # that there are, or may be soon
-        self.admission_limit: int | None = None  # blocks; nothing new above it
-        self.target = policies.target  # nothing new that would make tokens take longer
-        self.has_targets = False  # some sequence that came has one
+        self.expected_block_count = 0  # blocks reserved for sequences that other leaders send, and
+        self.expected_count = 0  # the number of these
+        self.ceiling_block_count = block_count  # blocks available now, or after the transition in progress
+        self.admission_limit: int | None = None  # blocks above which no sequence is admitted
+        self.target = policies.target  # no admission that would make the time per output token exceed it
+        self.has_targets = False  # a sequence with targets of its own has been seen
         self.stage_count = 1
         self.reserved_block_count: int = 0
-        self.running: list[Sequence] = []  # in order of service
+        self.running: list[Sequence] = []  # in order of service (class, arrival)
         self.suspended = Suspended(limits.block_tokens, self._reserve)
         self.line = WaitingLine()
         self.preemptions_total: int = 0
-        self.turned: list[Sequence] = []  # let in, or put back into the line, since somebody looked
+        self.turned: list[Sequence] = []  # admitted or preempted since the owner last looked
         self._awaited_block_count = 0  # blocks about to be free, for which sequences skip a step
         self.offline_work = OfflineWork(limits, policies.harvest)
         self.swap = SwapSpace(
@@ -75,19 +75,19 @@ class GroupCounts:
 
     @property
     def kept_block_count(self) -> int:
-        """Of the free blocks those that no newcomer gets while anything runs."""
+        """Free blocks kept from admission while anything runs."""
         limited = self._limited_block_count
         return self.block_count - limited + reserved(limited, self.limits.admission_reserve_fraction)
 
     @property
     def _limited_block_count(self) -> int:
-        """Blocks within which newcomers are let in."""
+        """Blocks within which sequences are admitted."""
         return self.block_count if self.admission_limit is None else min(self.block_count, self.admission_limit)
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of running online prompts in no batch yet. A long one counts as a full batch: another may come beside
-        it.
+        """Tokens of running online prompts that are in no batch yet. A long prompt counts as one full batch, as another
+        may be admitted beside it.
         """
         most = self.limits.max_batch_tokens
         return sum([min(count, most) for count in self._left_tokens if count > 1])
@@ -99,13 +99,17 @@ class GroupCounts:
 
     @property
     def _left_tokens(self) -> list[int]:
-        """Of each running online sequence, and of each whose KV comes back, those in no batch yet."""
+        """Tokens in no batch yet, for each running online sequence and each whose KV is being swapped in."""
         online = [*self.online, *self.swap.returning] if len(self.swap) else self.online
-        return [s.token_count - max(s.computed_tokens, s.dispatched_tokens) for s in online if s.rank != OFFLINE_RANK]
+        return [
+            s.token_count - (s.computed_tokens if s.computed_tokens > s.dispatched_tokens else s.dispatched_tokens)
+            for s in online
+            if s.rank != OFFLINE_RANK
+        ]
 
     @property
     def online(self) -> list[Sequence]:
-        """Online sequences that run, in order of service."""
+        """Running online sequences, in order of service."""
         running = self.running
         if not running or running[-1].rank != OFFLINE_RANK:
             return running
@@ -113,7 +117,7 @@ class GroupCounts:
 
     @property
     def offline(self) -> list[Sequence]:
-        """Offline sequences that run, or whose KV comes back for that, by arrival."""
+        """Offline sequences that run or are being swapped in for it, by arrival."""
         running, found = self.running, list[Sequence]()
         if running and running[-1].rank == OFFLINE_RANK:
             found = running[bisect.bisect_left(running, OFFLINE_RANK, key=_rank) :]
@@ -123,17 +127,17 @@ class GroupCounts:
 
     @property
     def offline_block_count(self) -> int:
-        """Blocks that only offline sequences hold. Online ones get them when they need them."""
+        """Blocks that only offline sequences hold. Online sequences get them on demand."""
         return self.prefixes.freed_count(self.offline)
 
     @property
     def wanted_by_waiting(self) -> tuple[int, int]:
-        """Blocks, and tokens to be computed, that waiting online sequences want: what they share counts once."""
+        """Blocks, and tokens to be computed, that waiting online sequences need; shared blocks count once."""
         return self.prefixes.wanted([(s, self.need(s)) for s in self.line.all_online])
 
     @property
     def busiest_caller_count(self) -> int:
-        """Online sequences that run, of the caller that has the most of them."""
+        """Running online sequences of the caller that has the most of them."""
         return max(Counter([s.caller for s in self.online]).values(), default=0)
 
     @property
@@ -142,17 +146,19 @@ class GroupCounts:
 
     @property
     def max_running_count(self) -> int:
-        """Each of the microbatches in flight may be a full one."""
+        """Maximum running sequences: `max_num_seqs` for each microbatch in flight."""
         return self.limits.max_running_count * self.stage_count
 
     @property
     def has_limit(self) -> bool:
-        """Whether how many may run depends on how long a token takes."""
+        """True if the number of running sequences is limited by a target of time per output token."""
         return self.target is not None and (self.has_targets or self.target.limits)
 
     @property
     def place_count(self) -> int:
-        """Sequences that may run before newcomers wait. What already runs, or comes to run, is never too much by it."""
+        """Sequences that may run before others have to wait. Sequences that run already, or are moved here, may exceed
+        it.
+        """
         if self.target is None or not self.has_limit:
             return self.max_running_count
         target_s = self._strictest_tpot_s if self.has_targets else None
@@ -165,20 +171,22 @@ class GroupCounts:
 
     @property
     def _strictest_tpot_s(self) -> float:
-        """Of the online sequences that run, and of the one that is let in next; inf: none has a target."""
+        """Strictest target of time per output token (seconds) among the running online sequences and the next to be
+        admitted; inf: none.
+        """
         head = self.line.online
         targets = [s.targets.tpot_s for s in self.online]
         return min(targets if head is None else [*targets, head.targets.tpot_s], default=math.inf)
 
     @property
     def max_in_flight_count(self) -> int:
-        """Batches."""
+        """Maximum number of batches in flight."""
         ahead = self.stage_count > 1 and self.line.count > 0
         return self.stage_count + self.former.ahead_count if ahead else self.stage_count
 
     @property
     def ceiling_tokens(self) -> int:
-        """Tokens of the longest sequence that the whole cache can hold, or will be able to."""
+        """Tokens of the longest sequence that the cache can hold, now or after the transition in progress."""
         return self.ceiling_block_count * self.block_tokens
 
     @property
@@ -188,22 +196,24 @@ class GroupCounts:
 
     @property
     def waiting(self) -> list[Sequence]:
-        """Sequences that wait, in order of service."""
+        """Waiting sequences in order of service."""
         return list(self.line)
 
     @property
     def settled(self) -> bool:
-        """Whether what is reserved and what runs is within what there is."""
+        """True if reserved blocks and running sequences are within the capacity."""
         return self.free_block_count >= 0 and self.running_count <= self.max_running_count
 
     def resize(self, block_count: int, lent_block_count: int, before_block_count: int = 0) -> None:
-        """Of what there was before there may be that much again soon: what needs it waits, and is not too big."""
+        """Set the number of blocks. `before_block_count`: as many may be available again soon; sequences that need them
+        wait instead of ending with an error.
+        """
         self.ceiling_block_count = max(block_count, before_block_count)
         self.block_count = block_count
         self.lent_block_count = lent_block_count
 
     def need(self, sequence: Sequence) -> int:
-        """Blocks for all its tokens and the next one. Less by that one only where the cache ends."""
+        """Blocks for all its tokens and the next one; at the end of the cache without the next one."""
         with_next = blocks_for(sequence.token_count + 1, self.block_tokens)
         return min(with_next, max(self.block_count, blocks_for(sequence.token_count, self.block_tokens)))
 
@@ -213,7 +223,7 @@ class GroupCounts:
         sequence.reserved_tokens = sequence.reserved_block_count * self.block_tokens
 
     def _unreserve(self, sequence: Sequence, *, kept: bool) -> None:
-        """It holds nothing any more. `kept`: what it has computed is good, and may be retained."""
+        """Release its reservation. `kept`: its computed KV is valid and may be retained for prefix hits."""
         if kept:
             self.prefixes.name(sequence)
         self.reserved_block_count += self.prefixes.leave(sequence, kept=kept)

@@ -1,4 +1,4 @@
-"""Which sequences have run out of time."""
+"""Deadlines of sequences."""
 
 import heapq
 from collections.abc import Collection
@@ -9,7 +9,7 @@ _STALE_ENTRIES_KEPT = 64
 
 
 class Deadlines:
-    """A heap of instants. Entries of sequences that have ended stay until their time or until there are too many."""
+    """A heap of deadlines. Entries of ended sequences are dropped lazily: when due, or once they are the majority."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, SequenceId]] = []
@@ -22,14 +22,16 @@ class Deadlines:
         heapq.heappush(self._heap, (deadline_at_s, sequence_id))
 
     def pop_due(self, at_s: float) -> list[SequenceId]:
-        """Those whose deadline has come, earliest first. May name sequences that have ended."""
+        """Ids of sequences whose deadline has passed, earliest first. May contain ended ones."""
         due: list[SequenceId] = []
         while self._heap and self._heap[0][0] <= at_s:
             due.append(heapq.heappop(self._heap)[1])
         return due
 
     def tidy(self, live: Collection[SequenceId]) -> None:
-        """Forget ended sequences once they are the majority: the heap is bounded by the most that ever lived."""
+        """Drop the entries of ended sequences once they are the majority: this bounds the heap by the largest number of
+        live ones.
+        """
         if len(self._heap) > 2 * len(live) + _STALE_ENTRIES_KEPT:
             self._heap = [entry for entry in self._heap if entry[1] in live]
             heapq.heapify(self._heap)

@@ -1,9 +1,9 @@
-"""Sequences that leave this group while they run: the source's half of live migrations, at its leader (pure).
+"""The source's half of live migrations, kept by the group's leader: running sequences that go to other groups (pure).
 
-Rule 1: until `HandAway` the sequence is this group's and goes on undisturbed, whatever becomes of the migration.
-Rule 2: with `HandAway` it is the target's for good. Its dispatcher submits it there with the tokens that it has, so
-whatever is lost on the way costs time, and no token.
-Rule 3: KV is sent only against the target's leave (`Want`), one span at a time.
+Rule 1: until `HandAway` the sequence is this group's and runs on undisturbed, whatever happens to the migration. Rule
+2: from `HandAway` on it is the target's. Its dispatcher submits it there with the tokens that it has, so a loss on the
+way costs time, but no token. Rule 3: KV is sent only when the target has reserved room for it (`Want`), one span at a
+time.
 """
 
 from collections.abc import Callable, Iterable
@@ -31,16 +31,16 @@ from services.worker.core.migration_messages import (
 from services.worker.core.spans import Span, Stage
 from services.worker.policy.departure import Decoding
 
-WORTH_BLOCKS = 2  # fewer whole blocks are left to the last span: a part of a block is missing then, whatever is done
-_TAIL_ROUNDS = 8  # rounds that copy what has grown meanwhile; then the sequence stands still for the rest
+WORTH_BLOCKS = 2  # with fewer whole blocks left no further round: a partial block always remains
+_TAIL_ROUNDS = 8  # rounds that copy KV computed meanwhile; then the sequence stands still for the last span
 _MOST_ROUNDS = 2 * _TAIL_ROUNDS
 
 
 class Phase(Enum):
     OFFERED = "offered"
-    READY = "ready"  # the target waits for a span
-    SENDING = "sending"  # one is on its way, or the target has not said that it has it
-    HANDED = "handed over"  # and not confirmed
+    READY = "ready"  # waiting for the target's next `Want`
+    SENDING = "sending"  # a span is on its way, or not yet confirmed by the target
+    HANDED = "handed over"  # not yet confirmed by the target
 
 
 @dataclass(slots=True)
@@ -48,14 +48,14 @@ class _Departure:
     migration_id: MigrationId
     sequence_id: SequenceId
     to: WorkerId
-    epoch: Epoch  # of the links to there
+    epoch: Epoch  # epoch of the links to the target
     began_s: float
     progress_s: float
     phase: Phase = Phase.OFFERED
-    takers: tuple[Stage, ...] = ()  # the stages that it goes to
-    copied_blocks: int = 0  # that the target has said it has
-    sent_blocks: int = 0  # to the end of the span that was sent last
-    room_blocks: int = 0  # that the target has
+    takers: tuple[Stage, ...] = ()  # the target's stages
+    copied_blocks: int = 0  # blocks whose arrival the target has confirmed
+    sent_blocks: int = 0  # end of the last span sent, in blocks
+    room_blocks: int = 0  # blocks reserved by the target
     rounds: int = 0
     tail_rounds: int = 0
     last_blocks: int = 0
@@ -67,7 +67,7 @@ class _Departure:
 
 class Departures:
     def __init__(self, block_tokens: int, max_span_blocks: int) -> None:
-        """`max_span_blocks` bounds a span that is sent while the sequence is decoding."""
+        """`max_span_blocks`: maximum span while the sequence is decoding."""
         self._block_tokens = block_tokens
         self._max_span_blocks = max_span_blocks
         self._open: dict[MigrationId, _Departure] = {}
@@ -78,7 +78,7 @@ class Departures:
 
     @property
     def leaving(self) -> frozenset[SequenceId]:
-        """Those that are still here."""
+        """Migrating sequences that were not handed over yet."""
         return frozenset(d.sequence_id for d in self._open.values() if d.phase is not Phase.HANDED)
 
     @property
@@ -94,14 +94,12 @@ class Departures:
         chosen: Decoding,
         givers: Iterable[Stage],
     ) -> list[SourceCommand]:
-        """`epoch`: of the links. `givers`: the stages of this group."""
+        """Offer a sequence. `epoch`: of the links. `givers`: this group's stages."""
         sequence_id = chosen.sequence_id
         if not self.may_begin or sequence_id in self.leaving:
             raise InvariantViolation(f"sequence {sequence_id} is to leave, {len(self._open)} are leaving")
         self._open[migration_id] = _Departure(migration_id, sequence_id, to, epoch, at_s, at_s)
         return [Say(to, Offer(migration_id, sequence_id, chosen.token_count, tuple(givers)))]
-
-    # ------------------------------------------------------------ what happens
 
     def heard(self, at_s: float, peer: WorkerId, message: Want | Taken | Off) -> list[SourceCommand]:
         departure = self._open.get(message.migration_id)
@@ -129,10 +127,10 @@ class Departures:
         departure.takers = want.takers
 
     def sent(self, at_s: float, migration_id: MigrationId, why_not: str) -> list[SourceCommand]:
-        """The span that was given last has left a stage, or could not."""
+        """The last span has left a stage, or could not be sent."""
         departure = self._open.get(migration_id)
         if departure is None or departure.phase is not Phase.SENDING:
-            return []  # the target has said already what has become of it
+            return []  # the target has reported the outcome already
         if why_not:
             return self._give_up(departure, at_s, why_not)
         departure.progress_s = at_s
@@ -144,8 +142,8 @@ class Departures:
         kv_tokens: Callable[[SequenceId], int | None],
         in_flight: Callable[[SequenceId], bool],
     ) -> list[SourceCommand]:
-        """Between two steps. `kv_tokens`: how many tokens of a running sequence have KV on every stage; None: it runs
-        no more.
+        """Called between two steps. `kv_tokens`: tokens of the running sequence that have KV on every stage; None: it
+        runs no more.
         """
         commands: list[SourceCommand] = []
         for departure in list(self._open.values()):
@@ -170,7 +168,7 @@ class Departures:
         enough = whole - first < WORTH_BLOCKS or departure.tail_rounds >= _TAIL_ROUNDS
         if enough and end <= room:
             if in_flight(departure.sequence_id):
-                return []  # when its token has come
+                return []  # retried when the token in flight has been computed
             departure.phase, departure.handed_s, departure.last_blocks = Phase.HANDED, at_s, end - first
             span = Span(first, end, token_count, last=True)
             return [HandAway(departure.to, departure.give(span))]
@@ -184,10 +182,8 @@ class Departures:
         span = Span(first, departure.sent_blocks, token_count)
         return [departure.give(span)]
 
-    # ------------------------------------------------------------ the end of it
-
     def give_up(self, at_s: float, migration_id: MigrationId, why: str) -> list[SourceCommand]:
-        """What was to be sent could not be; also the last span, with which nothing has happened then."""
+        """Sending failed; if it was the last span, the sequence is still here and stays."""
         departure = self._open.get(migration_id)
         if departure is None:
             return []
@@ -195,7 +191,7 @@ class Departures:
         return self._give_up(departure, at_s, why)
 
     def give_up_all(self, at_s: float, why: str) -> list[SourceCommand]:
-        """All that have not been handed over: the layout changes."""
+        """Cancel all migrations that were not handed over: the layout changes."""
         still_here = [d for d in self._open.values() if d.phase is not Phase.HANDED]
         return [command for departure in still_here for command in self._give_up(departure, at_s, why)]
 
@@ -225,7 +221,7 @@ class Departures:
         )
 
     def check(self) -> None:
-        """Raise InvariantViolation if a sequence leaves twice, or more is sent than there is room for."""
+        """Raise InvariantViolation if a sequence is in two migrations, or more KV is sent than has room there."""
         still_here = [d.sequence_id for d in self._open.values() if d.phase is not Phase.HANDED]
         if len(set(still_here)) != len(still_here) or len(self._open) > MOST_AT_ONCE:
             raise InvariantViolation(f"sequences that leave: {still_here}, {len(self._open)} in all")

@@ -1,8 +1,8 @@
-"""A group after the commit of a restore, as the worker that has led it ends it (pure).
+"""The draining group after the commit of a restore, as its last leader ends it (pure).
 
-Nothing comes into it any more. What waits in it goes at once to one of the members, by its tokens; what runs goes on
-until it ends, or until `policy.leaving.over_at_s`, and then goes to a member with its KV. Meanwhile the group is
-limited to what it still needs, and each stage gives the rest of its memory to its own blocks.
+It admits nothing. Its waiting sequences go to members at once, without KV; running ones go on until they end, or until
+`policy.leaving.over_at_s`, and then go to a member with their KV. Meanwhile the group's blocks are limited to what it
+still needs, and each stage returns the rest to its own cache.
 """
 
 import math
@@ -32,14 +32,14 @@ _TIGHTENS_WITHIN_S = 1.0
 
 
 class Draining:
-    """Its methods return events for the worker's core, or yield them: then each takes effect before the next is asked
-    for. The group is only read.
+    """Methods return events for the worker's core, or yield them one by one, each to be handled before the next is
+    requested. The group itself is only read.
     """
 
     def __init__(
         self, me: WorkerId, began_s: float, stages: Sequence[Member], targets: Sequence[MemberView], block_count: int
     ) -> None:
-        """`targets`: the members, with what each has room for. `block_count`: of the group as it begins."""
+        """`targets`: the members and the blocks each has free. `block_count`: of the group at the commit."""
         self._me = me
         self._targets = {target.worker_id: target for target in targets}
         self._first_blocks = self._limit = block_count
@@ -47,22 +47,26 @@ class Draining:
         layer_count = sum(layers.values())
         self._stages = [(layers[target.worker_id] / layer_count, target.block_count) for target in targets]
         self._began_s = self._left_s = self._told_s = began_s
-        self._left_count = math.inf  # that had not left it then
+        self._left_count = math.inf  # sequences left when progress was last reported
         self._told_tokens: int = 0
         self._tight_by_s = math.inf
-        self.hurried = False  # the next transition waits for its end
-        self.recomputed_count = 0  # requests that have gone by their tokens and are not counted yet
-        self.own_victims: tuple[Victim, ...] = ()  # that stay here, with their KV
-        self.over = False  # no batch is in flight, and what was left has been handed over
+        self.is_short = False  # requests wait here for memory beside the group
+        self.hurried = False  # the next transition waits for this group's end
+        self.recomputed_count = 0  # requests sent away without KV since they were last counted
+        self.own_victims: tuple[Victim, ...] = ()  # sequences that this worker goes on leading, with their KV
+        self.over = False  # no batch is in flight and all sequences have been handed over
 
     def over_at_s(self, group: GroupScheduler) -> float:
-        return over_at_s(self._began_s, self._left_s, group.reserved_block_count, self._stages)
+        blocks = group.reserved_block_count
+        return over_at_s(self._began_s, self._left_s, blocks, self._stages, is_short=self.is_short)
 
     def place_waiting(self, now_s: float, group: GroupScheduler) -> list[Event]:
         return self._send_away(group.may_leave(running=False), now_s, group, by_tokens=True)
 
     def is_news(self, now_s: float, group: GroupScheduler) -> bool:
-        """That requests have left or have had tokens is news to the planner, which waits for long and not for ever."""
+        """True if sequences have left or advanced since the last report to the planner, which ends the phase without
+        progress.
+        """
         if (count := len(group.sequences)) < self._left_count:
             self._left_count, self._left_s = count, now_s
         elif now_s - self._told_s < _TELLS_EVERY_S:
@@ -74,13 +78,13 @@ class Draining:
         return True
 
     def go_on(self, now_s: float, group: GroupScheduler) -> Iterator[Event]:
-        """Between two batches. `over` afterwards, or not yet."""
+        """Advance the draining, between two batches. Sets `over` at its end."""
         if group.sequences and not group.stopped:
             if not self.hurried and now_s < self.over_at_s(group):
                 yield from self._keep(self._tightened(group), now_s, group)
                 return
-            # It ends when it holds little more than it needs, so that members have room for what comes; or has had the
-            # time for that. Its next batch tells the stages what to give up.
+            # It ends when it holds little more than it needs, so that members have room for new requests, or when its
+            # time is over. Its next batch tells the stages which blocks to release.
             self._tight_by_s = min(self._tight_by_s, now_s + _TIGHTENS_WITHIN_S)
             needed = group.reserved_block_count + group.scheduler.running_count
             yield from self._keep(needed, now_s, group)
@@ -93,7 +97,7 @@ class Draining:
             self.over = not group.batches_in_flight.to_remove
 
     def empty(self, now_s: float, group: GroupScheduler, lost: Collection[WorkerId]) -> Iterator[Event]:
-        """Those members are gone, and nothing can be computed in it any more."""
+        """Hand over all sequences without KV: those members are gone and the group cannot run a batch."""
         self._targets = {worker_id: target for worker_id, target in self._targets.items() if worker_id not in lost}
         yield BatchesLost(now_s)
         yield from self._send_away(group.may_leave(running=True), now_s, group, by_tokens=True)
@@ -103,7 +107,7 @@ class Draining:
         return tightened(self._limit, self._first_blocks, reserved, scheduler.running_count, scheduler.block_tokens)
 
     def _keep(self, limit: int, now_s: float, group: GroupScheduler) -> Iterator[Event]:
-        """Of its blocks so many only, if it has more and no batch may still take one of the others."""
+        """Limit the group to `block_count` blocks, if it has more and no batch in flight may take a higher one."""
         if limit < self._limit and group.settled:
             self._limit = limit
             yield OfLeaving(now_s, CapacityChanged(now_s, limit, before_block_count=self._first_blocks))
@@ -111,7 +115,7 @@ class Draining:
     def _send_away(
         self, requests: Sequence[Request], now_s: float, group: GroupScheduler, *, by_tokens: bool
     ) -> list[Event]:
-        """By their tokens, while others may follow; or at the end, with their KV."""
+        """Hand sequences over: without KV while the group runs, with KV at its end."""
         if not requests:
             return []
         placed = self._place(requests, group)
@@ -129,7 +133,7 @@ class Draining:
         return events
 
     def _place(self, requests: Sequence[Request], group: GroupScheduler) -> dict[SequenceId, WorkerId]:
-        """Where each goes: to the member with most room left of those that a member has at home."""
+        """The member for each sequence, by `policy.placement`."""
         views = [
             PlacementView(r.sequence_id, max(1, group.need(r)), r.state is SequenceState.RUNNING) for r in requests
         ]

@@ -1,7 +1,8 @@
-"""A group as its leader sees it: which sequences run, which batches are under way, which blocks its own stage has.
+"""Scheduler state of one pipeline group, kept by its leader: running sequences, batches in flight, its own stage's
+block table.
 
-A lone worker leads a group of one. It knows sequences by counts and batches, and no client: the owner of a sequence has
-it `enter`, gives out its tokens when a batch completes, and takes it out again (`end`, `give_away`).
+A lone worker leads a group of one. Sequences are known by counts and batches, clients not at all: the owner of a
+sequence has it `enter`, sends its tokens when a batch completes, and removes it (`end`, `give_away`).
 """
 
 from collections.abc import Callable, Container
@@ -50,11 +51,10 @@ class GroupScheduler:
         policies: SchedulingPolicies | None = None,
         first_number: BlockNumber = 0,
     ) -> None:
-        """`block_count`: of the smallest stage. `book`: the tables of this worker's own stage, which outlive its being
-        a leader; without one, the group is a lone worker's and keeps its own. `outgrown` is called with each sequence
-        that has outgrown the whole cache, and the instant: it ends it. `steps` numbers batches; a worker's groups share
-        it. To `turned`, which they share as well, are added those that wait again and those that run again.
-        `first_number`: see `Scheduler`.
+        """`block_count`: of the smallest stage. `book`: block tables of this worker's own stage, which outlive its
+        leading; None: a lone worker's, made here. `outgrown` is called with a sequence that has outgrown the whole
+        cache, and the instant, and ends it. `steps` numbers the batches, and `turned` collects preempted and resumed
+        sequences; both are shared by a worker's groups. `first_number`: see `Scheduler`.
         """
         self._limits = limits
         self._keeps_book = book is None
@@ -66,14 +66,14 @@ class GroupScheduler:
         prefixes = self.scheduler.prefixes
         self.batches_in_flight = InFlightBatches(self.book, Steps() if steps is None else steps, prefixes)
         self.leads = True
-        self.stopped = False  # no batch is formed any more
+        self.stopped = False  # forms no batch any more
         self.stale_total = 0
 
     # ---------------------------------------------------------------- what others may look at
 
     @property
     def has_work(self) -> bool:
-        """Whether a batch may be asked for. While others are in flight there may yet be none to give."""
+        """True if a batch may be requested. With others in flight the answer may still be none."""
         scheduler, batches_in_flight = self.scheduler, self.batches_in_flight
         if self.stopped:
             return False
@@ -83,13 +83,13 @@ class GroupScheduler:
 
     @property
     def is_busy(self) -> bool:
-        """A step runs, or one could."""
+        """True if a batch is in flight or one could be formed."""
         batches_in_flight = self.batches_in_flight
         return bool(batches_in_flight) or self.scheduler.has_ready(batches_in_flight.completed_step_id)
 
     @property
     def is_occupied(self) -> bool:
-        """Whether KV is on its way, or a batch in flight; of what else it has, its owner knows."""
+        """True if KV is being transferred or a batch is in flight; its other sequences are known to their owner."""
         return bool(self.scheduler.suspended or self.batches_in_flight)
 
     @property
@@ -98,43 +98,43 @@ class GroupScheduler:
 
     @property
     def completed_step_id(self) -> int:
-        """Step of the last batch that has landed."""
+        """Step of the last completed batch."""
         return self.batches_in_flight.completed_step_id
 
     @property
     def settled(self) -> bool:
-        """Whether all that is held is within the group's capacity, and the stages know of all that is not."""
+        """True if all reservations are within the capacity and the stages have been told of everything released."""
         return self.scheduler.settled and not self.batches_in_flight.must_tell
 
     @property
     def sequences(self) -> list[Sequence]:
-        """All that are in it. Some may have ended: those whose KV is on its way."""
+        """All sequences of the group. Some may have ended: those whose KV is being transferred."""
         scheduler = self.scheduler
         return [*scheduler.running, *scheduler.waiting, *scheduler.suspended.values(), *scheduler.swap.sequences]
 
     @property
     def sequence_ids(self) -> tuple[SequenceId, ...]:
-        """Ids of all sequences that are in it and alive."""
+        """Ids of all live sequences of the group."""
         return tuple(s.sequence_id for s in self.sequences if s.state is not SequenceState.ENDED)
 
     @property
     def suspended_ids(self) -> tuple[SequenceId, ...]:
-        """Ids of the sequences whose KV is on its way; some may have ended meanwhile."""
+        """Ids of the sequences whose KV is being transferred; some may have ended."""
         return tuple(i for i in self.scheduler.suspended if i not in self.scheduler.suspended.arrived)
 
     @property
     def _with_kv(self) -> list[Sequence]:
-        """Sequences whose KV is on the stages, or on its way to them."""
+        """Sequences whose KV is on the stages, or being transferred to them."""
         scheduler = self.scheduler
         return [s for s in (*scheduler.running, *scheduler.suspended.values()) if s.computed_tokens]
 
     @property
     def kv_tokens(self) -> dict[SequenceId, int]:
-        """How many tokens of each sequence have KV on the stages: what has to travel when layers move."""
+        """Tokens with KV on the stages, by sequence: what is transferred when layers move."""
         return {s.sequence_id: s.computed_tokens for s in self._with_kv}
 
     def weights(self) -> dict[SequenceId, tuple[int, float, int]]:
-        """Rank of its class, instant of its arrival and the blocks that it needs, of each sequence with KV."""
+        """Class rank, arrival and needed blocks of each sequence with KV."""
         size = self._limits.block_tokens
         return {
             s.sequence_id: (s.rank, s.arrival[0], max(s.reserved_block_count, blocks_for(s.token_count, size)))
@@ -142,7 +142,7 @@ class GroupScheduler:
         }
 
     def decoding(self) -> tuple[Decoding, ...]:
-        """The sequences that are past their prompts and could go on elsewhere."""
+        """Sequences past their prompts that could be migrated."""
         return tuple(
             Decoding(s.sequence_id, s.rank, s.token_count, s.reserved_block_count)
             for s in self.scheduler.running
@@ -150,23 +150,23 @@ class GroupScheduler:
         )
 
     def why_no_room(self, block_count: int, *, new: bool) -> str:
-        """Why a sequence of another leader that takes so many blocks more cannot come, or (not `new`) not go on coming;
-        empty: it can.
+        """Why a sequence of another leader cannot get so many more blocks, new or (not `new`) already arriving; empty
+        if it can.
         """
         if not self.leads:
             return "another worker leads its group, or it is parked"
         free_count = min(self.book.block_count, self.scheduler.block_count) - self.book.used_count  # on every stage
         offline = self.scheduler.offline
-        if offline:  # what they hold is free once they have yielded
+        if offline:  # their blocks are free once they have yielded
             free_count = min(free_count, self.scheduler.free_block_count)
-        # What has left, or yields when it has landed, holds its blocks until then.
+        # Sequences that ended, or yield when their batch completes, hold their blocks until then.
         if block_count > free_count and (self.batches_in_flight.must_tell or offline):
             return f"{free_count} blocks are free before the next batch, {block_count} are needed"
         return self.scheduler.why_no_room(block_count, new=new)
 
     @property
     def reserved_block_count(self) -> int:
-        """Blocks reserved by all that has room on every stage."""
+        """Blocks reserved by all sequences with room on every stage."""
         return self.scheduler.reserved_block_count
 
     @property
@@ -180,13 +180,13 @@ class GroupScheduler:
 
     @property
     def memory_is_awaited(self) -> bool:
-        """Requests have not been let in. Some may wait for a place in a batch, which more memory does not give them."""
+        """True if requests wait for admission. Some may wait for a place in a batch, not for memory."""
         return self.scheduler.line.count > 0
 
     # ---------------------------------------------------------------- steps
 
     def demand_place(self) -> None:
-        """A batch may be formed."""
+        """True if a batch may be formed."""
         if len(self.batches_in_flight) >= self.scheduler.max_in_flight_count:
             self.batches_in_flight.require_none("a batch is wanted")
 
@@ -199,7 +199,7 @@ class GroupScheduler:
             batches_in_flight.forget(sequence)
         for sequence in plan.swaps.left:
             batches_in_flight.forget(sequence)
-        for sequence in (*plan.begun, *plan.swaps.back):  # some were preempted in this very plan
+        for sequence in (*plan.begun, *plan.swaps.back):  # some were preempted by this plan
             sequence.on_stages = True
         if plan.decodes or plan.chunks:
             return batches_in_flight.dispatch(plan)
@@ -208,23 +208,25 @@ class GroupScheduler:
         return None
 
     def tell_removed(self) -> Removed | None:
-        """A batch without slices, if the stages hold what they are to give up."""
+        """A batch without slices, if the stages are to release something."""
         self.scheduler.fit_prefixes()
         return self.batches_in_flight.tell_removed() if self.batches_in_flight.must_tell else None
 
     def admit(self, at_s: float) -> None:
-        """What waits runs, as far as there is room."""
+        """Admit waiting sequences as far as there is room."""
         for sequence in self.scheduler.admit(at_s, self.completed_step_id):
             self.batches_in_flight.forget(sequence)
 
     def admit_newcomer(self, sequence: Sequence, at_s: float) -> None:
-        """It waits, and runs if there is room. An offline one changes nothing for online ones that wait."""
+        """Add a new sequence to the waiting line and admit it if there is room. An offline one changes nothing for
+        waiting online ones.
+        """
         scheduler = self.scheduler
         if sequence.rank != OFFLINE_RANK or not (scheduler.line.count or len(scheduler.swap.away)):
             self.admit(at_s)
 
     def complete(self, result: StepResult, text_count: int) -> InFlightBatch:
-        """The oldest batch in flight lands. `shed` is due when its tokens have been given out."""
+        """Complete the oldest batch in flight. `shed` is due after its tokens have been sent."""
         in_flight_batch = self.batches_in_flight.complete(result.step_id)
         in_flight_batch.check_result(result, text_count)
         self.scheduler.swap.measured(result.execute_s, in_flight_batch.swaps.block_count, result.copy_s)
@@ -232,37 +234,39 @@ class GroupScheduler:
         return in_flight_batch
 
     def step_preempted(self, event: StepPreempted) -> None:
-        """The oldest batch in flight, of offline sequences, has not been computed to its end: they are as before it."""
+        """The oldest batch in flight, of offline sequences, was preempted: its sequences are as before it."""
         lost_tokens = 0
         for sequence, end, _ in self.batches_in_flight.complete(event.step_id).shares:
             if sequence.state is not SequenceState.ENDED:
                 lost_tokens += end - sequence.computed_tokens
                 sequence.dispatched_tokens = sequence.computed_tokens
-                if not sequence.computed_tokens:  # who has no KV holds nothing on the stages
+                if not sequence.computed_tokens:  # without KV nothing is held on the stages
                     self.batches_in_flight.forget(sequence)
         self.scheduler.offline_work.note_preempted(lost_tokens)
         self.shed(event.at_s)
 
     def give_up_retained(self) -> None:
-        """What has grown without a batch takes the room of what is retained. A lone worker's: no stage need hear it."""
+        """Release retained blocks in favour of blocks that grew without a batch. Lone worker only: no stage has to be
+        told.
+        """
         self.scheduler.fit_prefixes()
         _, forgotten, _ = self.scheduler.prefixes.take_news()
         self.book.forget(forgotten)
 
     def take_marks(self) -> list[Mark]:
-        """Of prompts whose KV is here, or was used again, since the last time."""
+        """Prefix marks of prompts computed or reused here since the last call."""
         prefixes = self.scheduler.prefixes
         marks, prefixes.new_marks = prefixes.new_marks, []
         return marks
 
     def name_computed(self, in_flight_batch: InFlightBatch) -> None:
-        """A batch has been run on all stages: others may read what it has computed of prompts."""
+        """A batch has run on all stages: its full prompt blocks may be shared from now on."""
         for sequence in in_flight_batch.chunked:
             if sequence.state is SequenceState.RUNNING:
                 self.scheduler.prefixes.name(sequence)
 
     def shed(self, at_s: float) -> None:
-        """What there is has become less: preempt what is too much, as far as it is not in flight."""
+        """Preempt until reservations fit a reduced capacity; sequences in flight when their batch completes."""
         if not self.scheduler.settled or self.scheduler.offline_work.paused:
             for sequence in self.scheduler.shed(at_s, self.batches_in_flight.completed_step_id):
                 self.batches_in_flight.forget(sequence)
@@ -270,32 +274,35 @@ class GroupScheduler:
     # ---------------------------------------------------------------- coming and going
 
     def enter(self, sequence: Sequence, at_s: float, *, travels: bool = False, waits: bool = False) -> None:
-        """It comes into the line; one with KV among the suspended. Its KV may travel, or wait for room first."""
+        """Add a sequence to the waiting line; one with KV to the suspended, whose KV is being transferred or waits for
+        room.
+        """
         if sequence.computed_tokens:
             self.scheduler.suspended.add(sequence, at_s, travels=travels, waits=waits)
         else:
             self.scheduler.line.add(sequence)
 
     def bind(self, kept: Sequence, request: Sequence, at_s: float) -> None:
-        """The request of that KV, by its id. `make_room` is due."""
+        """Attach a request to its KV, by request id. The caller calls `make_room` afterwards."""
         if request.output_token_ids:
             request.first_token_at_s = at_s
         self.scheduler.bind(kept, request, at_s)
 
     def forget_kv(self, kept: Sequence, at_s: float, why: str) -> None:
-        """KV that waits for its request is freed."""
+        """Free KV whose request has not arrived."""
         if kept.sequence_id in self.scheduler.suspended.arrived:
             self.scheduler.suspended.forget_kv(kept, at_s, why)
             self.batches_in_flight.forget(kept)
 
     def make_room(self, at_s: float) -> None:
-        """Makes room for sequences that have been adopted: what is too big ends, what is too much is preempted."""
+        """Make room for adopted sequences: end those larger than the cache, preempt the others' surplus."""
         self._end_outgrown(at_s)
         self.shed(at_s)
 
     def end(self, sequence: Sequence) -> None:
-        """Its blocks are free for the next batch even if it is in flight (see `core.blocks`); not yet if KV is being
-        written into them: then it stays until that is over. Its state has not changed yet.
+        """Remove an ended sequence; the caller changes its state afterwards. Its blocks are free for the next batch
+        even while it is in flight (see `core.blocks`), but not while KV is being written into them: then it stays until
+        that has ended.
         """
         target = self.scheduler.target
         if target is not None and sequence.state is SequenceState.RUNNING and sequence.output_token_ids:
@@ -305,25 +312,25 @@ class GroupScheduler:
             self.batches_in_flight.forget(sequence)
 
     def give_away(self, sequence: Sequence) -> None:
-        """Somebody else has it now, with all that it holds. Its state has not changed yet."""
+        """Remove a sequence that another leader has now, with its KV. The caller changes its state afterwards."""
         self.scheduler.release(sequence, kept=False)
 
     def hand_over(self, at_s: float, who: Container[SequenceId] | None) -> None:
-        """All, or those named, are about to be given away: what of their KV is in host memory is of no use."""
+        """Prepare to hand over all sequences, or those named: their KV in host memory is dropped."""
         if who is None:
             self.batches_in_flight.require_none("all sequences are handed over")
             self._forget_prefixes()
         self._forget_swapped(at_s, who)
 
     def lose_batches(self, at_s: float) -> None:
-        """No batch in flight lands, and no stage is left to be told anything."""
+        """Drop the batches in flight, and all that the stages were to be told."""
         self.batches_in_flight.abandon()
         for sequence in self.scheduler.running:
             sequence.on_stages = sequence.in_engine = False
         self.shed(at_s)
 
     def may_leave(self, *, running: bool) -> list[Sequence]:
-        """The sequences that wait, and with `running` those of which nothing is in flight."""
+        """Waiting sequences, and with `running` those with nothing in flight."""
         found = self.scheduler.waiting
         if running:
             found += [s for s in self.scheduler.running if not self.batches_in_flight.in_flight(s)]
@@ -334,7 +341,7 @@ class GroupScheduler:
         return max(sequence.reserved_block_count, self.scheduler.need(sequence))
 
     def give_up(self, sequence: Sequence, at_s: float, why: str) -> None:
-        """It is about to go on elsewhere, by its tokens: here it waits, with nothing computed."""
+        """Preempt a sequence that goes on elsewhere by its tokens: it waits here with nothing computed."""
         if sequence.state is SequenceState.RUNNING:
             if self.batches_in_flight.in_flight(sequence):
                 raise InvariantViolation(f"{sequence.name} is given up while it is in flight", sequence.story())
@@ -342,7 +349,7 @@ class GroupScheduler:
             self.batches_in_flight.forget(sequence)
 
     def abandon(self) -> None:
-        """The group is lost, and all its sequences have ended: nobody is left that would have to be told."""
+        """The group is lost and all its sequences have ended: drop what the stages were to be told."""
         self.scheduler.admission_limit = None
         self._forget_prefixes()
         for sequence in list(self.scheduler.suspended.values()):
@@ -350,7 +357,7 @@ class GroupScheduler:
         self.scheduler.offline_work.paused = False
         self.batches_in_flight.abandon()
 
-    # ---------------------------------------------------------------- what happens to the group
+    # ---------------------------------------------------------------- capacity and role
 
     def handle(self, event: GroupEvent) -> None:
         match event:
@@ -380,9 +387,9 @@ class GroupScheduler:
                 self._kv_lost(event)
 
     def _make_way(self, event: RoomWanted) -> None:
-        """Offline sequences that are in no batch yield, and what is retained is given up."""
+        """Preempt offline sequences that are in no batch, and release retained blocks."""
         scheduler = self.scheduler
-        # Their blocks are given to KV that comes beside batches: none of them may still be written by a copy, or read.
+        # Their blocks are given to KV that arrives beside batches: no copy may still read or write them.
         still = not (self.batches_in_flight or scheduler.swap.used_block_count)
         if still and not scheduler.why_no_room(event.block_count, new=False):
             for sequence in scheduler.make_way(event.at_s, self.completed_step_id, event.block_count):
@@ -406,7 +413,7 @@ class GroupScheduler:
         scheduler.swap.limit(0 if event.stage_count > 1 else self._limits.swap_block_count)
         scheduler.former.limit_prefill(None)
         for sequence in self.sequences:
-            sequence.enter_engine()  # the stages of the new group have yet to hear of it
+            sequence.enter_engine()  # the stages of the new group do not know it yet
         self.shed(event.at_s)
 
     def _resize(self, event: CapacityChanged) -> None:
@@ -417,13 +424,13 @@ class GroupScheduler:
         self.make_room(event.at_s)
 
     def dissolve(self, at_s: float) -> None:
-        """Newcomers are another group's from now on, and so is host memory; nothing is retained for any."""
+        """Stop admission: new requests and host memory belong to another group, and no blocks are retained."""
         if not self.scheduler.swap.limit(0):
             self._forget_swapped(at_s)
         self.scheduler.prefixes.close()
 
     def _forget_prefixes(self) -> None:
-        """Every member does so by itself, as it hears of the change."""
+        """Drop all prefix numbers; every member does so by itself when the group changes."""
         self.scheduler.forget_prefixes()
         self.book.forget_numbers()
 
@@ -436,7 +443,7 @@ class GroupScheduler:
         for sequence in [s for s in (*scheduler.running, *scheduler.waiting) if scheduler.too_big(s)]:
             self._outgrown(sequence, at_s)
 
-    # ---------------------------------------------------------------- KV on its way
+    # ---------------------------------------------------------------- KV transfers
 
     def _suspend(self, event: KvTravels) -> None:
         self.batches_in_flight.require_none("KV begins to travel")
@@ -494,7 +501,7 @@ class GroupScheduler:
         reserved = {s.sequence_id: s.reserved_block_count for s in (*scheduler.running, *scheduler.swap.holders)}
         scheduler.prefixes.check(self.book.numbers if self.leads else None, reserved)
         holders = {s.sequence_id: s for s in (*scheduler.running, *scheduler.suspended.values())}
-        returning = scheduler.swap.sequences  # and leaving, and away with blocks that the next batch frees
+        returning = scheduler.swap.sequences  # and those away whose blocks the next batch frees
         if self._keeps_book:
             self._check_holders({*holders, *(s.sequence_id for s in returning), *self.batches_in_flight.to_remove})
         for sequence_id, sequence in holders.items():

@@ -1,7 +1,7 @@
-"""Requests that move from one leader to the next: the request comes from its dispatcher, its KV from the other leader.
+"""Requests that move from one leader to the next: the dispatcher submits the request, the previous leader sends its KV.
 
-A request whose KV is not here yet is WAITING_FOR_KV. KV whose request is not here yet is a suspended sequence without
-tokens, kept by request id. Whichever comes first waits for the other, for a limited time, and then they are bound.
+A request without its KV is WAITING_FOR_KV; KV without its request is a suspended sequence without tokens, kept by
+request id. The first to arrive waits for the other for a limited time; then they are bound.
 """
 
 from array import array
@@ -28,12 +28,10 @@ class Handovers:
     def __init__(self, limits: WorkerLimits, request_table: RequestTable) -> None:
         self._limits = limits
         self._request_table = request_table
-        self._moved_on: OrderedDict[RequestId, WorkerId] = OrderedDict()  # KV that has left before its request came
+        self._moved_on: OrderedDict[RequestId, WorkerId] = OrderedDict()  # KV that left before its request came
         self.stale_total = 0
         self.adopted_total = 0
         self.moved_total = 0
-
-    # ---------------------------------------------------------------- going
 
     def hand_over(self, group_scheduler: GroupScheduler, event: HandOver) -> HandedOver:
         table, at_s = self._request_table, event.at_s
@@ -70,20 +68,20 @@ class Handovers:
         return HandedOver(tuple((to, tuple(snapshots)) for to, snapshots in sorted(packed.items())))
 
     def move_over(self, source: GroupScheduler, target: GroupScheduler, event: MovedOver) -> None:
-        """From one group of this worker to the other."""
+        """Move a sequence from one group of this worker to the other."""
         for sequence in [s for s in source.sequences if s.sequence_id in event.sequence_ids]:
             suspended = sequence.sequence_id in event.suspended_ids
             if not suspended:
                 source.give_up(sequence, event.at_s, "its group dissolves")
             source.give_away(sequence)
-            sequence.step_id, sequence.in_engine = 0, False  # those of the other group
+            sequence.step_id, sequence.in_engine = 0, False  # both refer to the other group
             sequence.may_overfill = True
             self._request_table.place(sequence, target, event.at_s, waits=suspended)
-            self._request_table.turned.append(sequence)  # what waits behind others here may go where there is room
+            self._request_table.turned.append(sequence)  # its dispatcher may place other waiting requests elsewhere
         target.make_room(event.at_s)
         target.admit(event.at_s)
 
-    # ---------------------------------------------------------------- KV comes
+    # ---------------------------------------------------------------- arrival of KV
 
     def adopt(self, group_scheduler: GroupScheduler, event: Adopted) -> None:
         if not event.in_order and any(snapshot.computed_tokens for snapshot in event.snapshots):
@@ -125,21 +123,21 @@ class Handovers:
             self.bind(group_scheduler, kept, request, at_s)
 
     def forget_kv(self, group_scheduler: GroupScheduler, at_s: float) -> None:
-        """The group dissolves. Its kept KV is freed; the requests, once they are here, need not wait for any."""
+        """The group dissolves: free kept KV; its requests are recomputed without waiting."""
         for kept in self._request_table.kept.sequences:
             group_scheduler.forget_kv(kept, at_s, "its group dissolves")
 
     def free(self, group_scheduler: GroupScheduler, kept: Sequence, at_s: float, why: str) -> None:
-        """Nobody asks for this KV any more. Blocks that are being written stay until that is over."""
+        """Free KV that no request will use. Blocks being written stay reserved until the write has ended."""
         self._request_table.kept.discard(kept)
         if kept.sequence_id in group_scheduler.scheduler.suspended:
             group_scheduler.end(kept)
         kept.move(SequenceState.ENDED, at_s, why)
 
-    # ---------------------------------------------------------------- requests come
+    # ---------------------------------------------------------------- arrival of requests
 
     def follow(self, event: Submitted) -> bool:
-        """Whether its KV has been here and has gone on: its dispatcher is told to follow it."""
+        """True if its KV was here and has gone on to another leader: its dispatcher is told to follow."""
         to = self._moved_on.pop(event.request_id, None) if event.expects_handover else None
         if to is not None:
             self._request_table.outbox.moved(event.key, to)
@@ -149,11 +147,11 @@ class Handovers:
         return event.expects_handover and len(self._request_table.waiting_for_kv) < self._limits.max_moving_count
 
     def kept(self, request_id: RequestId) -> Sequence | None:
-        """What another leader has sent of that request, KV or the word that there is none."""
+        """KV that another leader has sent for that request, or its notice that there is none."""
         return self._request_table.kept.get(request_id)
 
     def wait(self, group_scheduler: GroupScheduler, request: Sequence, at_s: float) -> None:
-        """`group_scheduler`: for one of the same request that waits already."""
+        """Wait for KV. `group_scheduler`: of a sequence of the same request that waits already."""
         if earlier := self._request_table.waiting_for_kv.get(request.request_id):
             self._recompute(group_scheduler, earlier, at_s, "it was submitted twice")
         request.move(SequenceState.WAITING_FOR_KV, at_s, "its KV is to come")
@@ -161,7 +159,7 @@ class Handovers:
         self._request_table.waiting_for_kv.add(request, at_s)
 
     def bind(self, group_scheduler: GroupScheduler, kept: Sequence, request: Sequence, at_s: float) -> None:
-        """A request and its KV: it goes on as soon as that is complete, or is computed again if it is not its own."""
+        """Bind a request to its KV: it resumes when the KV is complete; recomputed if the KV is of other tokens."""
         table, snapshot = self._request_table, kept.snapshot
         assert snapshot is not None
         table.waiting_for_kv.discard(request)
@@ -179,14 +177,14 @@ class Handovers:
         group_scheduler.bind(kept, request, at_s)
 
     def expire(self, group_scheduler: GroupScheduler, at_s: float) -> None:
-        """A request that has waited for too long goes into `group_scheduler`; such KV is freed."""
+        """Timed out: recompute the request in `group_scheduler`, or free the KV."""
         for request in self._request_table.waiting_for_kv.pop_due(at_s):
             self._recompute(group_scheduler, request, at_s, "no KV of it has come")
         for kept in self._request_table.kept.pop_due(at_s):
             self.free(group_scheduler, kept, at_s, "no dispatcher has asked for it")
 
     def _recompute(self, group_scheduler: GroupScheduler, request: Sequence, at_s: float, why: str) -> None:
-        """It is an ordinary resumption."""
+        """Resume by recomputation from tokens."""
         table = self._request_table
         table.waiting_for_kv.discard(request)
         if not group_scheduler.leads:
@@ -204,7 +202,7 @@ class Handovers:
 
 
 def snapshot_of(sequence: Sequence, at_s: float) -> SequenceSnapshot:
-    if sequence.snapshot is not None:  # its request has not come here
+    if sequence.snapshot is not None:  # its request has not arrived
         return replace(sequence.snapshot, age_s=at_s - sequence.arrival[0])
     count = sequence.computed_tokens if sequence.on_stages else 0
     return SequenceSnapshot(
@@ -219,12 +217,12 @@ def snapshot_of(sequence: Sequence, at_s: float) -> SequenceSnapshot:
 
 
 def checksum_of(sequence: Sequence, count: int) -> int:
-    """Of its first `count` tokens."""
+    """CRC-32 of its first `count` tokens."""
     return crc32(array("I", sequence.token_ids(0, count)).tobytes())
 
 
 def _without_request(snapshot: SequenceSnapshot, at_s: float) -> Sequence:
-    """KV that is here, or comes, before its request."""
+    """A sequence for KV that arrives before its request."""
     submitted = Submitted(
         at_s=at_s - snapshot.age_s,
         key=NOBODY,

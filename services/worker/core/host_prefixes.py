@@ -1,8 +1,8 @@
-"""Retained KV blocks in host memory: what is given up on the device may come back instead of being computed.
+"""Retained KV blocks in host memory: blocks evicted on the device may be copied back instead of recomputed.
 
-Each block that nobody holds is copied beside steps, once; when the device gives it up the copy stays. Copies are known
-by the keys of their tokens (`core.prefixes`) and take what swapped sequences and mirrors (`core.swapping`) leave of the
-host: they go first, the least recently used before others.
+Each block that no sequence holds is copied once, beside steps; the copy stays when the device evicts it. Copies are
+found by prefix keys (`core.prefixes`) and use the host blocks left over by swapped sequences and mirrors
+(`core.swapping`), which evict copies first, least recently used first.
 """
 
 from collections import Counter, OrderedDict
@@ -17,20 +17,20 @@ from services.worker.core.blocks import BlockBook
 
 
 class _Copy(NamedTuple):
-    number: BlockNumber  # that the block had on the device; the host's book knows the copy by it, negative
-    used_at_s: float  # on the device, which has given it up; 0.0: not yet
+    number: BlockNumber  # the block's number on the device; the host's book uses its negative
+    used_at_s: float  # last use on the device, set when the device has evicted it; 0.0: not yet
     mark: Mark | None
 
 
 class HostPrefixes:
     def __init__(self, host: BlockBook, block_tokens: int) -> None:
-        """`host`: the blocks of host memory, shared with what is swapped."""
+        """`host`: book of the host's blocks, shared with swapped sequences."""
         self._host = host
         self._block_tokens = block_tokens
-        self._kept: OrderedDict[BlockKey, _Copy] = OrderedDict()  # the first goes first
-        self._copying: dict[BlockNumber, BlockKey] = {}  # of batches that have not landed
-        self._read: Counter[BlockKey] = Counter()  # by sequences whose KV comes back
-        self.kept_since_s = 0.0  # what has been used since then, and was copied, is still here
+        self._kept: OrderedDict[BlockKey, _Copy] = OrderedDict()  # in order of eviction
+        self._copying: dict[BlockNumber, BlockKey] = {}  # copies of batches that have not completed
+        self._read: Counter[BlockKey] = Counter()  # reference counts: sequences that are copying it back
+        self.kept_since_s = 0.0  # every copy used since then is still here
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -44,22 +44,22 @@ class HostPrefixes:
 
     @property
     def book_ids(self) -> list[SequenceId]:
-        """What has blocks in the host's book."""
+        """Their ids in the host's book."""
         return [*(-copy.number for copy in self._kept.values()), *(-number for number in self._copying)]
 
     @property
     def removable_count(self) -> int:
-        """Blocks that make room for others."""
+        """Blocks that can be evicted."""
         return len(self._kept) - sum([key in self._kept for key in self._read])
 
-    # ---------------------------------------------------------------- from the device
+    # ---------------------------------------------------------------- device to host
 
     def lacks(self, number: BlockNumber, key: BlockKey) -> bool:
-        """Whether it is neither here nor being copied."""
+        """True if it is neither here nor being copied."""
         return key not in self._kept and number not in self._copying
 
     def copy(self, numbers: Iterable[tuple[BlockNumber, BlockKey]]) -> tuple[int, ...]:
-        """They are copied beside the batch that is formed, for which there is room. Returns blocks of the host."""
+        """Copy blocks beside the batch being formed; there is room for them. Returns blocks of the host."""
         host_blocks: list[int] = []
         for number, key in numbers:
             self._copying[number] = key
@@ -67,7 +67,7 @@ class HostPrefixes:
         return tuple(host_blocks)
 
     def landed(self, numbers: Iterable[BlockNumber], *, good: bool) -> None:
-        """The batch beside which they were copied has been run."""
+        """The batch beside which blocks were copied has completed."""
         for number in numbers:
             key = self._copying.pop(number, None)
             if key is None:
@@ -78,9 +78,7 @@ class HostPrefixes:
                 self._host.release(-number)
 
     def gone(self, number: BlockNumber, key: BlockKey, used_at_s: float, mark: Mark | None) -> bool:
-        """The device gives it up, which used it last then. Returns whether a copy stays here; one that has not landed
-        is of no use.
-        """
+        """The device evicts the block, last used at that instant. Returns True if a complete copy stays here."""
         if self._copying.pop(number, None) is not None:
             self._host.release(-number)
         if (copy := self._kept.get(key)) is None:
@@ -89,16 +87,16 @@ class HostPrefixes:
         self._kept.move_to_end(key)
         return True
 
-    # ---------------------------------------------------------------- and back
+    # ---------------------------------------------------------------- host to device
 
     def blocks(self, keys: Iterable[BlockKey]) -> tuple[int, ...]:
-        """Blocks of the host; all of these are here."""
+        """Host blocks of these keys; all must be here."""
         return tuple([self._host.table(-self._kept[key].number)[0] for key in keys])
 
     def read(self, keys: tuple[BlockKey, ...]) -> None:
-        """They are about to be copied to the device, and stay until `done`."""
+        """Pin blocks that are about to be copied to the device, until `done`."""
         self._read.update(keys)
-        for key in reversed(keys):  # tail first: what follows on a block goes before it
+        for key in reversed(keys):  # tail first: a block is evicted before those it builds on
             self._kept.move_to_end(key)
 
     def done(self, keys: tuple[BlockKey, ...]) -> None:
@@ -107,10 +105,10 @@ class HostPrefixes:
             if self._read[key] <= 0:
                 del self._read[key]
 
-    # ---------------------------------------------------------------- making room
+    # ---------------------------------------------------------------- eviction
 
     def make_room(self, block_count: int) -> None:
-        """So many blocks fewer are held, as far as there are ones that nobody reads."""
+        """Evict up to `block_count` copies that are not being read."""
         going = islice((key for key in self._kept if key not in self._read), max(0, block_count))
         for key in [*going]:
             copy = self._kept.pop(key)
@@ -118,14 +116,14 @@ class HostPrefixes:
             self._host.release(-copy.number)
 
     def clear(self) -> None:
-        """The group changes: stages have other layers."""
+        """Drop all copies: the group changes, and stages have other layers."""
         for number in (*(copy.number for copy in self._kept.values()), *self._copying):
             self._host.release(-number)
         for known in (self._kept, self._copying, self._read):
             known.clear()
 
     def check(self) -> None:
-        """Raise InvariantViolation unless each copy has one block, and none that is read is missing."""
+        """Raise InvariantViolation unless each copy has one block, and every copy being read is here."""
         for book_id in self.book_ids:
             if len(self._host.table(book_id)) != 1:
                 raise InvariantViolation(f"the copy of number {-book_id} has {len(self._host.table(book_id))} blocks")

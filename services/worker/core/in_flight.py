@@ -1,4 +1,4 @@
-"""The batches that are under way, and what the stages have yet to be told to forget."""
+"""Batches in flight, and removals that the stages have not been told."""
 
 from collections import deque
 from collections.abc import Callable
@@ -12,20 +12,20 @@ from services.worker.core.prefixes import PrefixIndex
 from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.core.swapping import NOTHING, block_copies
 
-# A named tuple's own constructor takes twice as long, and there is one for each token.
+# A named tuple's own constructor takes twice as long, and one is made for each token.
 _New = Callable[[type[Slice], tuple[object, ...]], Slice]
 _new: _New = tuple.__new__  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 class InFlightBatch:
-    """A batch that the stages run."""
+    """A batch dispatched to the stages."""
 
     __slots__ = ("chunked", "sampled_count", "shares", "step_id", "swaps")
 
     def __init__(self, step_id: int) -> None:
         self.step_id = step_id
         self.shares: list[tuple[Sequence, int, bool]] = []  # sequence, its tokens with KV afterwards, samples
-        self.chunked: list[Sequence] = []  # those of them with a part of a prompt
+        self.chunked: list[Sequence] = []  # of these the ones with a prompt chunk
         self.sampled_count = 0
         self.swaps = NOTHING  # copies to host memory and back
 
@@ -39,7 +39,7 @@ class InFlightBatch:
 
 
 class Steps:
-    """Numbers the batches of a worker, whatever group they are of."""
+    """Numbers a worker's batches, across its groups."""
 
     __slots__ = ("last",)
 
@@ -52,10 +52,10 @@ class Steps:
 
 
 class InFlightBatches:
-    """Batches land in the order in which they depart. A sequence is in flight if its last batch has not landed.
+    """Batches complete in the order of dispatch. A sequence is in flight if its last batch has not completed.
 
-    Chunks of one sequence may be in flight one behind the other, as every stage takes batches in their order. Nothing
-    follows a chunk that gives a token before it has landed: the token is what would follow.
+    Several prompt chunks of one sequence may be in flight, as every stage takes batches in order. Nothing follows a
+    sampling chunk until it has completed: its token is the next input.
     """
 
     def __init__(self, book: BlockBook, steps: Steps, prefixes: PrefixIndex) -> None:
@@ -78,7 +78,7 @@ class InFlightBatches:
         return sequence.step_id > self.completed_step_id
 
     def forget(self, sequence: Sequence) -> None:
-        """The stages are to drop its blocks and all they know of it, before the next batch runs."""
+        """Have the stages release its blocks and state before the next batch runs."""
         if sequence.on_stages:
             sequence.on_stages = sequence.in_engine = False
             self.to_remove.append(sequence.sequence_id)
@@ -117,7 +117,7 @@ class InFlightBatches:
         return Execute(batch, tables, text_wanted, block_copies(batch, self._book) if copies else ())
 
     def tell_removed(self, copies: tuple[SwapCopy, ...] = ()) -> Removed:
-        """A batch for what the stages are to forget, and to copy, when no other one is going to come soon."""
+        """A batch that only tells the stages what to release and copy, when no other batch is about to follow."""
         batch = self._batch(self._steps.next(), (), (), copies)
         self._book.apply(batch)
         return Removed(batch, block_copies(batch, self._book))
@@ -130,14 +130,14 @@ class InFlightBatches:
         return self._batches.popleft()
 
     def record_completed(self, count: int) -> int:
-        """So many batches have departed and landed, one after the other. Returns the last one's number."""
+        """Record `count` batches as dispatched and completed. Returns the last step id."""
         self.require_none("steps are passed over")
         self._steps.last += count
         self.completed_step_id = self._steps.last
         return self.completed_step_id
 
     def abandon(self) -> None:
-        """None of them lands, and no stage is left to be told anything."""
+        """Drop all batches in flight and pending removals: no stage is left."""
         self._batches.clear()
         self.completed_step_id = self._steps.last
         self.to_remove.clear()
@@ -148,12 +148,12 @@ class InFlightBatches:
 
     @property
     def must_tell(self) -> bool:
-        """The stages hold what they are to give up, or are to begin a table, and no batch says so yet."""
+        """True if the stages are to release blocks or begin tables, and no batch has told them."""
         return bool(self.to_remove) or self._prefixes.must_tell
 
     @property
     def has_news(self) -> bool:
-        """The next batch says something besides what it computes."""
+        """True if the next batch carries more than computation."""
         return bool(self.to_remove) or self._prefixes.has_news
 
     def _batch(
@@ -170,7 +170,7 @@ class InFlightBatches:
         return Batch(step_id, removed, added, slices, 0.0, False, "", copies, *news, safepoint_layers)
 
     def check(self) -> None:
-        """Raise InvariantViolation unless what flies of a sequence hangs together and none of them was preempted."""
+        """Raise InvariantViolation unless each sequence's shares in flight are contiguous and none was preempted."""
         ends: dict[SequenceId, tuple[int, bool]] = {}
         for in_flight_batch in self._batches:
             for sequence, end, samples in in_flight_batch.shares:

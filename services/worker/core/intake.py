@@ -1,4 +1,4 @@
-"""What is wrong with a request, before it becomes a sequence."""
+"""Validation of a request before it becomes a sequence."""
 
 from dataclasses import replace
 
@@ -9,10 +9,9 @@ from services.worker.core.limits import WorkerLimits
 
 
 def fault_of(submitted: Submitted, limits: WorkerLimits, block_count: int) -> str:
-    """Why this request can never run here, with the field at fault; empty if it can.
+    """Why this request can never run here, beginning with the field at fault; empty if it can.
 
-    The dispatcher has looked at most of this already. It is looked at again because one bad token id would take the
-    whole engine down.
+    The dispatcher has validated most of this already. It is repeated, as one bad token id would fail the whole engine.
     """
     prompt, output = submitted.prompt_token_ids, submitted.output_token_ids
     if not prompt:
@@ -48,5 +47,5 @@ def fault_of(submitted: Submitted, limits: WorkerLimits, block_count: int) -> st
 
 
 def with_seed(sampling: SamplingParams) -> SamplingParams:
-    """A greedy request needs no seed; the engine relies on there being one."""
+    """The request with a seed in its sampling: the engine relies on one, greedy requests need none."""
     return sampling if sampling.seed is not None else replace(sampling, seed=0)

@@ -1,4 +1,4 @@
-"""The bounds that a worker's core decides within. Fixed for the life of a process."""
+"""Limits of a worker's core. Fixed for the life of a process."""
 
 from dataclasses import dataclass
 
@@ -18,14 +18,14 @@ class WorkerLimits:
     max_batch_tokens: int = 512  # --max-num-batched-tokens
     max_waiting_count: int = 64  # --max-num-queued-reqs
     max_waiting_tokens: int = 65_536  # `max_num_queued_tokens`
-    # Of the KV blocks, kept free for the growth of what runs. In a full cache 0.05 leaves a third to a twentieth of
-    # the preemptions that 0 causes, for 2 to 3 % more steps (benchmarks/results: worker-core).
+    # Fraction of the KV blocks kept free for the growth of running sequences. In a full cache 0.05 leaves a third to a
+    # twentieth of the preemptions that 0 causes, for 2 to 3 % more steps (benchmarks/results: worker-core).
     admission_reserve_fraction: float = 0.05
-    swap_block_count: int = 0  # KV blocks in host memory for who gives way; 0: victims are computed anew
-    swaps_online: bool = True  # False: they are for offline sequences alone
-    swap_blocks_per_step: int = 0  # 0: as many as hide behind the step
-    prefix_caching: bool = False  # KV blocks of equal prompt beginnings are computed once
-    prefix_seed: bytes = b""  # what KV depends on besides tokens, and a secret, so that no key can be foreseen
+    swap_block_count: int = 0  # KV blocks in host memory for preempted sequences; 0: they are recomputed
+    swaps_online: bool = True  # False: host blocks are for offline sequences only
+    swap_blocks_per_step: int = 0  # 0: as many as can be copied during the step
+    prefix_caching: bool = False  # share KV blocks of equal prompt beginnings
+    prefix_seed: bytes = b""  # what KV depends on besides tokens, and a secret that makes keys unpredictable
     handover_timeout_s: float = 10.0  # how long a moved request waits for its KV, and KV for its request
     max_moving_count: int = 1024  # requests that wait for their KV
 

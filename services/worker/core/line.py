@@ -1,4 +1,4 @@
-"""The sequences that wait for memory, by class and in it by arrival."""
+"""The waiting sequences, by class and within it by arrival."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
@@ -9,22 +9,22 @@ from ballast.common.sampling import PriorityClass
 from services.worker.core.batch import SequenceId
 from services.worker.core.sequence import Sequence
 
-OFFLINE_RANK = PriorityClass.BATCH.rank  # the last one
-LIFT_S = 10.0  # as dispatchers have it, see `PlacementRules.lift_s`
+OFFLINE_RANK = PriorityClass.BATCH.rank  # the lowest class
+LIFT_S = 10.0  # as in dispatchers: `PlacementRules.lift_s`
 
 
 def order(sequence: Sequence) -> tuple[int, tuple[float, SequenceId]]:
-    """The order of service: class, then arrival."""
+    """The order of service: (class rank, arrival)."""
     return sequence.rank, sequence.arrival
 
 
 class WaitingLine:
-    """`count` and `token_count` are those of online sequences; offline ones are counted apart."""
+    """`count` and `token_count` are of online sequences; offline ones are counted separately."""
 
     def __init__(self) -> None:
         self.count = 0
         self.token_count = 0
-        self.callers: Counter[int] = Counter()  # -> online sequences; none is 0
+        self.callers: Counter[int] = Counter()  # caller -> its online sequences, never 0
         self._classes: tuple[OrderedDict[SequenceId, Sequence], ...] = tuple(OrderedDict() for _ in PriorityClass)
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -44,7 +44,7 @@ class WaitingLine:
 
     @property
     def offline(self) -> Sequence | None:
-        """The offline sequence that has come first."""
+        """The earliest offline sequence."""
         return next(iter(self._classes[OFFLINE_RANK].values()), None)
 
     @property
@@ -61,12 +61,12 @@ class WaitingLine:
 
     @property
     def overtakes(self) -> bool:
-        """Whether online sequences of a better class wait beside others of a worse one."""
+        """True if online sequences of several classes wait."""
         return sum(map(bool, self._classes[:OFFLINE_RANK])) > 1
 
     def lift(self, at_s: float) -> None:
-        """Raises the first of a class by one class, for good, once it has waited for LIFT_S behind a better one: it is
-        older than most there. Offline sequences are never raised.
+        """Raise the head of a class by one class, permanently, once it has waited LIFT_S behind a better class. Offline
+        sequences are never raised.
         """
         for rank in range(1, OFFLINE_RANK):
             first = next(iter(self._classes[rank].values()), None)
@@ -77,7 +77,7 @@ class WaitingLine:
                 self.add(first)
 
     def add(self, sequence: Sequence) -> None:
-        """It goes to its class by arrival: a newcomer to the end, one that gave way to the head, others in between."""
+        """Insert a sequence into its class by arrival: new ones at the end, preempted ones near the head."""
         line = self._classes[sequence.rank]
         line[sequence.sequence_id] = sequence
         self._count(sequence, 1)
@@ -102,7 +102,7 @@ class WaitingLine:
             del self.callers[sequence.caller]
 
     def check(self) -> None:
-        """Raise InvariantViolation unless counts equal sums, the order holds and all in it wait."""
+        """Raise InvariantViolation unless counts equal sums, the order holds and every sequence is waiting."""
         waiting = list(self)
         online = [s for s in waiting if s.rank != OFFLINE_RANK]
         for what, have, want in (

@@ -1,14 +1,13 @@
-"""What is said of a live migration, and what its halves want done (pure).
+"""Messages and commands of live migrations (pure).
 
-A migration moves one running sequence from one group to another; either may be a worker alone. Its leaders decide.
-`Offer` opens it; the target answers with the blocks that it has room for (`Want`) or with `Off`. Each `Want` is leave
-to send one span of KV, so nothing ever comes for which there is no place. The last span goes with `Handed`: the
-sequence as it is. Everything names the migration, whose number no other one in the cluster has or has had, so that what
-is late does nothing.
+A migration moves one running sequence from one group to another; either may be a lone worker. The leaders decide.
+`Offer` opens it; the target answers with the blocks that it has reserved (`Want`) or with `Off`. Each `Want` permits
+one span of KV, so none arrives without room. The last span goes with `Handed`, which transfers the sequence. Every
+message has the migration's number, which is unique in the cluster and never reused, so late messages have no effect.
 
-KV goes from stage to stage (`core.spans`). A leader tells its stages what to give (`Give`) and what to take (`Take`,
-`Stop`, `Keep`) in order with batches: so every stage reads a block before a later batch frees it, and takes blocks that
-an earlier batch has freed. Each `Take` is answered by `Ready`, when there are blocks, and then by `Landed`; or by
+KV goes from stage to stage (`core.spans`). A leader sends its stages what to send (`Give`) and what to receive (`Take`,
+`Stop`, `Keep`) in order with batches: every stage reads a block before a later batch frees it, and reserves blocks that
+an earlier batch has freed. Each `Take` is answered by `Ready`, when blocks are reserved, and then by `Landed`; or by
 `Landed` alone.
 """
 
@@ -20,12 +19,12 @@ from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.spans import Span, Stage
 
 MigrationId = int
-MOST_AT_ONCE = 4  # that a group takes part in, in either direction
-PATIENCE_S = 3.0  # of the source, without progress. The target waits longer, so that it hears of the end first
-SPARE_BLOCKS = 2  # that the target has room for beyond what there is: the sequence goes on growing
+MOST_AT_ONCE = 4  # concurrent migrations of a group, in both directions together
+PATIENCE_S = 3.0  # of the source, without progress. The target waits longer, so that the source ends it
+SPARE_BLOCKS = 2  # reserved by the target beyond the present KV, as the sequence goes on growing
 
 
-# ---------------------------------------------------------------- from the source
+# ---------------------------------------------------------------- source to target
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +37,18 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """From here on the sequence is the target's, whatever happens. Its dispatcher submits it there."""
+    """The sequence is the target's from now on. Its dispatcher submits it there."""
 
     migration_id: MigrationId
     snapshot: SequenceSnapshot
 
 
-# ---------------------------------------------------------------- from the target
+# ---------------------------------------------------------------- target to source
 
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """There are blocks for `[first_block, last_block)` of the sequence, in its own order; the ones before are here."""
+    """Blocks `[first_block, last_block)` of the sequence are reserved; those before have arrived."""
 
     migration_id: MigrationId
     first_block: int
@@ -70,19 +69,19 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Off:
-    """Before Handed: the sequence stays where it is."""
+    """Cancels a migration before Handed: the sequence stays where it is."""
 
     migration_id: MigrationId
     why: str
 
 
-# ---------------------------------------------------------------- from a leader to its stages
+# ---------------------------------------------------------------- leader to its stages
 
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    """From where the KV lies. The last span is copied at once, as a batch behind it may free the blocks; the others are
-    read while the sequence goes on decoding. `sent` is to be called at the end of these.
+    """Send a span of KV. The last one is copied at once, as a following batch may free its blocks; others are read
+    while the sequence decodes. The caller calls `sent` when the transfer ends.
     """
 
     migration_id: MigrationId
@@ -94,7 +93,7 @@ class Give:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Have blocks for the first `last_block` of the sequence, and let its KV come from `first_block` on."""
+    """Reserve the first `last_block` blocks of the sequence, and receive KV from `first_block` on."""
 
     migration_id: MigrationId
     sequence_id: SequenceId
@@ -106,33 +105,33 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Whatever has not come is not let in any more. `Landed` follows when nothing is being written."""
+    """Refuse KV that has not arrived. `Landed` follows when no write is under way."""
 
     migration_id: MigrationId
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """It is over: of the blocks of the sequence those for so many tokens are held, the others are free."""
+    """The transfer has ended: keep the sequence's blocks for `token_count` tokens, release the others."""
 
     migration_id: MigrationId
     sequence_id: SequenceId
     token_count: int
 
 
-# ---------------------------------------------------------------- from a stage to its leader
+# ---------------------------------------------------------------- stage to its leader
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """There are blocks here."""
+    """The blocks of the last Take are reserved."""
 
     migration_id: MigrationId
 
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """A span is here, in the layers of this stage; or what was coming will not come (None), and nothing is written."""
+    """A span has been received, in this stage's layers; None: it will not be, and no write is under way."""
 
     migration_id: MigrationId
     span: Span | None
@@ -142,7 +141,7 @@ ForStages = Give | Take | Stop | Keep
 Message = Offer | Handed | Want | Taken | Off | ForStages | Ready | Landed
 
 
-# ---------------------------------------------------------------- commands of both halves
+# ---------------------------------------------------------------- commands of source and target
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +155,8 @@ class Say:
 
 @dataclass(frozen=True, slots=True)
 class HandAway:
-    """Now, between two steps: give the last span, let go of the sequence, and say Handed. If the span cannot be given
-    here, nothing has happened: `give_up`.
+    """Hand the sequence over now, between two steps: send the last span, remove the sequence, send Handed. If the span
+    cannot be sent, nothing has changed: `give_up`.
     """
 
     to: WorkerId
@@ -166,19 +165,19 @@ class HandAway:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A migration is over, as its source sees it."""
+    """Outcome of a migration, as its source knows it."""
 
     migration_id: MigrationId
     sequence_id: SequenceId
     to: WorkerId
     moved: bool
-    why: str  # if it has not moved; or that its target has not confirmed it
-    with_kv: bool  # nothing is computed anew
+    why: str  # why it has not moved, or that its target has not confirmed it
+    with_kv: bool  # no token is recomputed
     rounds: int  # of copying while it was decoding
-    copied_blocks: int  # in these
-    last_blocks: int  # while it stood still
+    copied_blocks: int  # in those rounds
+    last_blocks: int  # in the last span, while it stood still
     took_s: float
-    downtime_s: float  # from its last step here until the word that it runs there has come
+    downtime_s: float  # from its last step here until the target has reported that it runs
 
 
 # ---------------------------------------------------------------- commands of the target
@@ -186,7 +185,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """It is this group's. `kv_tokens` of its tokens have their KV in its blocks; with 0 it holds none."""
+    """The sequence is this group's. `kv_tokens` of its tokens have KV in its blocks; with 0 it has no blocks."""
 
     snapshot: SequenceSnapshot
     kv_tokens: int

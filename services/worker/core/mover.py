@@ -1,16 +1,15 @@
-"""KV on its way between members: what goes from this stage, what comes to it, and who has to hear of it (pure).
+"""KV transfers of this stage, outgoing and incoming, and who is notified of them (pure).
 
-One account for all of it. What moves when, and who leads afterwards, is decided elsewhere: for an exchange by
-`core.transition` and `core.waves`, for a live migration by `core.departures` and `core.arrivals`. Here it is pieces,
-one for each hop (`core.spans`), and an executor carries out the commands (`pipeline.mover`).
+One account for all of them. What moves when, and who leads afterwards, is decided elsewhere: for the exchange of a
+transition by `core.transition` and `core.waves`, for a live migration by `core.departures` and `core.arrivals`. Here it
+is pieces, one for each hop (`core.spans`), and `pipeline.mover` executes the commands.
 
-Rule 1: nothing is sent that has no place. Blocks are taken before anybody is asked. The givers of an exchange are asked
-by the stage itself, those of a migration by its leader.
-Rule 2: what has a place comes, or is withdrawn; what may be being written is waited for.
-Rule 3: what is known at one moment is said at once (`flush`): one question to each giver, small pieces in one transfer.
+Rule 1: nothing is sent that has no room. Blocks are reserved before KV is requested: in an exchange by the stage
+itself, in a migration by its leader. Rule 2: requested KV arrives or is cancelled; a write under way is waited for.
+Rule 3: requests of one instant are batched (`flush`): one message to each sender, small pieces in one transfer.
 
-Layers given up have tables of their own until all that is in them has been sent. In the layers that a stage keeps,
-its sequences go on and others come; in these they only go. What is left moves together when a wave is through.
+Layers given up have block tables of their own until all their KV has been sent. In retained layers sequences run on and
+new ones arrive; in these they only leave. The remainder is compacted when a wave has ended.
 """
 
 from collections import deque
@@ -26,29 +25,29 @@ from services.worker.core.migration_messages import Give, Keep, Landed, Stop, Ta
 from services.worker.core.spans import Hop, Key, Piece, Span, Stage, hops, key_of
 from services.worker.core.transition_messages import ExpectKv, KvReceived, KvSent, SendKv
 
-_TOGETHER_BYTES = 1 << 20  # of a transfer that has pieces of several sequences: a longer one holds up what is complete
-_TOGETHER = 32  # pieces in such a transfer; they are named in its head
-_BEHIND_EXCHANGE = 1 << 40  # rank among KV, behind every sequence that somebody waits for
+_TOGETHER_BYTES = 1 << 20  # maximum of a transfer with pieces of several sequences: it delays those that are complete
+_TOGETHER = 32  # pieces in such a transfer; its header names them
+_BEHIND_EXCHANGE = 1 << 40  # priority among KV transfers, after every sequence that an exchange waits for
 
 _Move = tuple[int, SequenceId]  # see `Piece`
-_Going = tuple[SequenceId, WorkerId]  # and to whom
+_Going = tuple[SequenceId, WorkerId]  # and its receiver
 
 
 class Mode(Enum):
-    EXCHANGE = "exchange"  # the sequence stands still: what cannot be sent is missing for good, and ends the link
-    AHEAD = "ahead"  # it goes on meanwhile, and stays if this cannot be sent
-    LAST = "last"  # its blocks are free at once: what is sent is a copy
+    EXCHANGE = "exchange"  # the sequence is suspended: a failed send is final and ends the link
+    AHEAD = "ahead"  # the sequence runs on, and stays here if the send fails
+    LAST = "last"  # its blocks are freed at once: a copy is sent
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRange:
     piece: Piece
-    blocks: Table  # that it lies in
+    blocks: Table  # where the KV is
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Parcels for one transfer. Answered with `refused`, or in an exchange with `sent`."""
+    """Pieces for one transfer. Answered with `refused`, or in an exchange with `sent`."""
 
     to: WorkerId
     epoch: Epoch  # of the link
@@ -57,7 +56,7 @@ class Send:
 
     @property
     def rank(self) -> int:
-        """The order of sending: in an exchange the short ones first, since most of them go on soonest."""
+        """Order of sending: in an exchange short sequences first, since most sequences then resume soonest."""
         if self.mode is Mode.EXCHANGE:
             return self.block_ranges[0].piece.span.token_count
         return 0 if self.mode is Mode.LAST else _BEHIND_EXCHANGE
@@ -65,7 +64,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Blocks are ready for the KV of these sequences."""
+    """Request KV of these sequences: their blocks are reserved."""
 
     giver: WorkerId
     sequence_ids: tuple[SequenceId, ...]
@@ -73,7 +72,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Blocks `[first_block, last_block)` of the table, into which the KV of this hop is written."""
+    """Blocks `[first_block, last_block)` of the table, which receive the KV of this hop."""
 
     key: Key
     hop: Hop
@@ -84,33 +83,33 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class CopyOver:
-    """From this worker's blocks in the group before to those in its own."""
+    """Copy blocks of this worker in the previous group to blocks in its own."""
 
     moves: tuple[tuple[int, int], ...]
 
 
 @dataclass(slots=True)
 class _Coming:
-    """The KV of a sequence that is to come in one move."""
+    """Incoming KV of one sequence in one move."""
 
     epoch: Epoch  # of the links
     exchanged: bool
-    keys: set[Key] = field(default_factory=set[Key])  # what has neither landed nor been withdrawn
+    keys: set[Key] = field(default_factory=set[Key])  # pieces neither received nor cancelled
     span: Span | None = None
     failed: bool = False
 
 
 @dataclass(slots=True)
 class _Exchange:
-    """The KV that goes in one transition."""
+    """Outgoing KV of one transition."""
 
-    book: BlockBook  # of the layout before; in a restore another one is in force when KV is expected
+    book: BlockBook  # of the previous layout; in a restore the new one is in force when KV is expected
     retired: BlockBook | None = None  # of layers that this member has given up
     ordered: dict[_Going, BlockRange] = field(default_factory=dict[_Going, BlockRange])
     asked: set[_Going] = field(default_factory=set[_Going])
     to_begin: dict[WorkerId, list[BlockRange]] = field(
         default_factory=dict[WorkerId, list[BlockRange]]
-    )  # at the next `flush`
+    )  # sent by the next `flush`
     to_ask: dict[WorkerId, list[SequenceId]] = field(default_factory=dict[WorkerId, list[SequenceId]])  # likewise
     waiting: dict[WorkerId, deque[Send]] = field(default_factory=dict[WorkerId, deque[Send]])  # for room on the link
     given: dict[SequenceId, None] = field(default_factory=dict[SequenceId, None])  # in this wave
@@ -118,27 +117,27 @@ class _Exchange:
 
 class Mover:
     def __init__(self, block_tokens: int, block_bytes: int, withdraw: Callable[[Key], bool]) -> None:
-        """`block_bytes`: of a block in one layer. `withdraw`: nothing is to come there; False: it may be coming now."""
+        """`block_bytes`: of a block in one layer. `withdraw(key)`: forbid a write; False if it may be under way."""
         self._block_tokens = block_tokens
         self._block_bytes = block_bytes
         self._withdraw = withdraw
         self._coming: dict[_Move, _Coming] = {}
-        self._held: set[SequenceId] = set()  # hold blocks here and are not this group's yet
+        self._held: set[SequenceId] = set()  # of migrations: they hold blocks here, but are not this group's
         self._is = _Exchange(BlockBook(0, block_tokens))
 
     @property
     def holds(self) -> bool:
-        """Blocks are kept here for a migration."""
+        """True if blocks are reserved here for a migration."""
         return bool(self._held)
 
-    # ------------------------------------------------------------ coming
+    # ------------------------------------------------------------ incoming
 
     def expect(self, command: ExpectKv, book: BlockBook) -> list[Place | CopyOver]:
-        """`book` is in force."""
+        """Expect KV in blocks of `book`, the one in force."""
         sequence_id, token_count = command.victim.sequence_id, command.victim.computed_tokens
         table, end_block = book.hold(sequence_id, token_count), blocks_for(token_count, self._block_tokens)
         commands: list[Place | CopyOver] = []
-        if book is not self._is.book:  # this stage's own layers have it in the other window
+        if book is not self._is.book:  # this stage's own layers have it in the blocks of the other group
             before = self._is.book.table(sequence_id)[:end_block]
             commands.append(CopyOver(tuple(zip(before, table, strict=True))))
         if command.hops:
@@ -149,7 +148,7 @@ class Mover:
         return commands
 
     def take(self, take: Take, coming_here: Sequence[Hop], book: BlockBook) -> list[Place] | None:
-        """None: there is no room."""
+        """Reserve blocks for a migration. None if there are too few."""
         sequence_id = take.sequence_id
         if take.last_block - len(book.table(sequence_id)) > book.free_count:
             return None
@@ -169,7 +168,7 @@ class Mover:
     def landed(
         self, at_s: float, giver: WorkerId, piece: Piece, *, delivered: bool
     ) -> list[KvReceived | Landed] | None:
-        """The news of a piece that has come, or has failed to. None: nobody waits for it."""
+        """Handle a completed or failed KV transfer. Returns None if it is not expected."""
         move, key = (piece.move, piece.sequence_id), key_of(piece, giver)
         coming = self._coming.get(move)
         if coming is None or key not in coming.keys:
@@ -196,7 +195,7 @@ class Mover:
         return self._fail_all(lambda c: c.epoch == epoch and any(giver == peer for _, _, giver, _ in c.keys))
 
     def give_up(self) -> list[Landed]:
-        """The layout is about to change: what comes is not let in any more. The leader says when blocks are free."""
+        """The layout is about to change: cancel incoming migrations. The leader decides when their blocks are freed."""
         return self._fail_all(lambda _: True)
 
     def _fail_all(self, which: Callable[[_Coming], bool]) -> list[Landed]:
@@ -204,9 +203,9 @@ class Mover:
         return [landed for move, coming in found for landed in self._fail(move, coming)]
 
     def _fail(self, move: _Move, coming: _Coming) -> list[Landed]:
-        """Withdraws the places of a migration that fails, and reports it once nothing is being written into them.
+        """Cancel the writes of a failed migration, and report it once none is under way.
 
-        An exchange that fails takes its group with it.
+        A failed exchange fails the whole group.
         """
         coming.failed = True
         if not coming.exchanged:
@@ -219,10 +218,10 @@ class Mover:
         del self._coming[move]
         return [] if coming.exchanged else [Landed(move[0], None if coming.failed else coming.span)]
 
-    # ------------------------------------------------------------ going, in a migration
+    # ------------------------------------------------------------ outgoing: migrations
 
     def give(self, give: Give, stage: Stage, book: BlockBook) -> list[Send] | None:
-        """None: it is not here any more."""
+        """Send a span. None if the sequence is not here."""
         span, table = give.span, book.table(give.sequence_id)
         if len(table) < span.last_block:
             return None
@@ -233,14 +232,14 @@ class Mover:
             sends.append(Send(taker, give.epoch, mode, (BlockRange(piece, blocks),)))
         return sends
 
-    # ------------------------------------------------------------ going, in an exchange
+    # ------------------------------------------------------------ outgoing: exchange
 
     def begin(self, book: BlockBook) -> None:
-        """A transition begins. `book`: of the layout in force."""
+        """Begin a transition. `book`: of the layout in force."""
         self._is = _Exchange(book)
 
     def order(self, command: SendKv) -> int:
-        """It goes when its receiver asks, or has asked. Returns how many bytes it is."""
+        """Register KV to send: it is sent when its receiver asks, or has asked. Returns its bytes."""
         victim, is_ = command.victim, self._is
         span = Span(0, blocks_for(victim.computed_tokens, self._block_tokens), victim.computed_tokens, last=True)
         _, to, first_layer, last_layer = command.hop
@@ -266,7 +265,7 @@ class Mover:
         )
 
     def asked(self, peer: WorkerId, sequence_ids: Iterable[SequenceId]) -> None:
-        """A peer has its blocks ready, and may have before this stage hears what it is to give."""
+        """A peer has reserved its blocks; its request may precede this stage's own order to send."""
         for sequence_id in sequence_ids:
             if (block_range := self._is.ordered.pop((sequence_id, peer), None)) is not None:
                 self._is.to_begin.setdefault(peer, []).append(block_range)
@@ -274,7 +273,7 @@ class Mover:
                 self._is.asked.add((sequence_id, peer))
 
     def flush(self) -> list[Ask | Send]:
-        """Asks for what has been expected, and sends what has been asked for, since the last time."""
+        """Send the requests for expected KV, and the KV requested, since the last call."""
         to_ask, self._is.to_ask = self._is.to_ask, {}
         to_begin, self._is.to_begin = self._is.to_begin, {}
         commands: list[Ask | Send] = [Ask(giver, tuple(ids)) for giver, ids in to_ask.items()]
@@ -295,7 +294,7 @@ class Mover:
         return [Send(to, Epoch(g[0].piece.move), Mode.EXCHANGE, tuple(g)) for g in groups]
 
     def refused(self, send: Send) -> None:
-        """The link has no room for it: in an exchange again, when it has some."""
+        """The link has no room for a transfer: an exchange retries it later."""
         if send.mode is Mode.EXCHANGE:
             self._is.waiting.setdefault(send.to, deque()).append(send)
 
@@ -304,7 +303,7 @@ class Mover:
         return tuple(self._is.waiting)
 
     def again(self, to: WorkerId) -> Iterator[Send]:
-        """The transfers that had been refused, one by one until one is refused again."""
+        """Retry the refused transfers, one by one until one is refused again."""
         waiting = self._is.waiting.pop(to, deque[Send]())
         while waiting and to not in self._is.waiting:
             yield waiting.popleft()
@@ -312,26 +311,28 @@ class Mover:
             self._is.waiting[to].extend(waiting)
 
     def sent(self, at_s: float, send: Send) -> list[KvSent]:
-        """The receiver has it."""
+        """The receiver has the transfer."""
         return [KvSent(at_s, send.epoch, block_range.piece.sequence_id, send.to) for block_range in send.block_ranges]
 
     # ------------------------------------------------------------ layers given up
 
     def retire(self) -> int:
-        """The book is still that of the old layout. Returns how many blocks of the layers given up are needed."""
+        """Keep the blocks of the layers given up; the book is still that of the old layout. Returns how many are
+        needed.
+        """
         self._is.retired = self._is.book.copy()
         self._is.retired.forget_numbers()
         return self._is.retired.used_end
 
     def forget(self, sequence_ids: Iterable[SequenceId]) -> None:
-        """Frees blocks of sequences whose KV has been sent, or is wanted by nobody."""
+        """Free blocks of sequences whose KV has been sent, or is not needed by any member."""
         if (book := self._is.retired) is not None:
             for sequence_id in sequence_ids:
                 book.release(sequence_id)
 
     def compact(self) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """Nothing is being sent: how many blocks of the layers given up are needed from now on, and which have to be
-        copied (from, to) so that these are the first ones.
+        """Called while no KV is being sent. Returns how many blocks of the layers given up are needed from now on, and
+        the copies (from, to) that make these the first ones.
         """
         given, self._is.given = self._is.given, {}
         self.forget(given)
@@ -342,10 +343,10 @@ class Mover:
         book.shrink(book.used_count)
         return book.used_end, moves
 
-    # ------------------------------------------------------------ its end
+    # ------------------------------------------------------------ end
 
     def abandon(self) -> None:
-        """The group is lost, and all blocks are somebody else's."""
+        """The group is lost, and its blocks are reused: drop all transfers."""
         for coming in self._coming.values():
             for key in coming.keys:
                 self._withdraw(key)
@@ -354,7 +355,7 @@ class Mover:
         self.begin(self._is.book)
 
     def check(self, places: Iterable[Key]) -> None:
-        """Raise InvariantViolation unless the account is about what is on its way.
+        """Raise InvariantViolation unless the account equals the transfers under way.
 
         Args:
             places: In which KV may be written.

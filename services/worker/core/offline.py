@@ -1,9 +1,8 @@
 """Offline work of a group: requests of class batch. Three rules make it harmless to online work.
 
-Not counted: what it holds is in no number by which anybody decides about online work; where it holds blocks or places,
-these are free for online sequences. Yields: between two steps it gives up blocks and places at once for what online
-sequences need, the newest first, so the oldest always comes to its end. Fills: it is in a batch only as far as that
-batch then takes no longer than it may (`policy.harvest`).
+Not counted: its blocks and places count as free in every number on which decisions about online work depend. Preempted
+at once: between two steps it yields blocks and places that online sequences need, newest first, so the oldest always
+finishes. Filling only: a batch includes it only as far as the batch stays within its time allowance (`policy.harvest`).
 """
 
 import math
@@ -24,36 +23,36 @@ from services.worker.policy.harvest import (
     wanted_tokens,
 )
 
-Chunks = list[tuple[Sequence, int]]  # with the number of tokens
+Chunks = list[tuple[Sequence, int]]  # with their numbers of tokens
 
 
 def left_of(sequence: Sequence) -> int:
-    """Tokens that no batch has computed."""
+    """Tokens that are in no batch yet."""
     return sequence.token_count - sequence.computed_tokens
 
 
 def _online_view(sequence: Sequence, at_s: float) -> OnlineView:
-    targets = sequence.targets
-    if sequence.first_token_at_s is not None or math.isinf(targets.ttft_s):
-        return OnlineView(targets.tpot_s)
-    return OnlineView(targets.tpot_s, sequence.arrival[0] + targets.ttft_s - at_s, left_of(sequence))
+    due_in_s = math.inf
+    if sequence.first_token_at_s is None:
+        due_in_s = sequence.arrival[0] + sequence.targets.ttft_s - at_s
+    return OnlineView(sequence.targets.tpot_s, due_in_s, left_of(sequence))
 
 
 class OfflineWork:
     def __init__(self, limits: WorkerLimits, harvest: Harvest) -> None:
         self.yields_total = 0
-        self.lost_tokens_total = 0  # computed, and to be computed anew
-        self.preemptions_total = 0  # batches that gave way within their step
-        self.paused = False  # none runs, and none is let in
+        self.lost_tokens_total = 0  # computed and then dropped, to be recomputed
+        self.preemptions_total = 0  # batches preempted within their step
+        self.paused = False  # no offline sequence runs or is admitted
         self._limits = limits
         self._harvest = harvest
         self._priced = harvest.cost()
         self._efficient_tokens = efficient_tokens(self._priced, limits.max_batch_tokens)
-        self._online_s = 0.0  # of the last batch with online work, as it would have been without offline work
+        self._online_s = 0.0  # seconds that the last batch with online work would have taken without offline work
 
     @property
     def efficient_tokens(self) -> int:
-        """Prompt tokens of a batch that has most of the best tokens/s. The costs may have been learnt meanwhile."""
+        """Prompt tokens of a batch that reaches most of the best throughput. Recomputed when costs have been learnt."""
         cost = self._harvest.cost()
         if cost is not self._priced:
             self._priced = cost
@@ -61,7 +60,7 @@ class OfflineWork:
         return self._efficient_tokens
 
     def wanted_tokens(self, running: list[Sequence]) -> int:
-        """Prompt tokens of more offline sequences that could be begun beside those that run."""
+        """Prompt tokens of further offline sequences that could be admitted."""
         return wanted_tokens(self.efficient_tokens, [left_of(s) for s in running])
 
     def note_yield(self, lost_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Collects what one event has for each dispatcher."""
+"""Collects the output of one event for each dispatcher."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -7,7 +7,7 @@ from services.worker.core.batch import TokenLogprobs
 from services.worker.core.events import Emit, Ending, SequenceKey
 from services.worker.core.sequence import Sequence as Running
 
-_MANY_MARKS = 64  # of 16,384 tokens: these do not wait for something else to be said
+_MANY_MARKS = 64  # of 16,384 tokens: so many are sent without waiting for other output
 
 
 class _Letter:
@@ -31,8 +31,8 @@ class _Letter:
 
 class Outbox:
     def __init__(self) -> None:
-        self._letters: dict[int, _Letter] = {}  # stream id -> what goes there
-        self._marks: dict[int, list[int]] = {}  # stream id -> what goes there with the next letter, or when it is much
+        self._letters: dict[int, _Letter] = {}  # stream id -> its pending output
+        self._marks: dict[int, list[int]] = {}  # stream id -> sent with its next output, or at `_MANY_MARKS`
 
     def _letter(self, stream_id: int) -> _Letter:
         letter = self._letters.get(stream_id)
@@ -63,7 +63,7 @@ class Outbox:
         letter.texts += [""] * len(handles)
 
     def text(self, sequence: Running, text: str) -> None:
-        """Text without a token: what had been held back."""
+        """Text without a token: the remainder held back by stop strings."""
         if sequence.wants_text and text:
             letter = self._letter(sequence.key[0])
             letter.handles.append(sequence.key[1])
@@ -72,7 +72,7 @@ class Outbox:
             letter.has_text = True
 
     def turned(self, key: SequenceKey, *, waits: bool) -> None:
-        """It had been let in and waits, or it has been let in again."""
+        """Report a sequence as preempted, or as admitted again."""
         letter = self._letter(key.stream_id)
         if waits:
             letter.preempted = (*letter.preempted, key.handle)
@@ -91,7 +91,7 @@ class Outbox:
         self._letter(stream_id).endings.append(ending)
 
     def turned_away(self, key: SequenceKey, why: str, invalid: bool) -> None:
-        """Never became a sequence: refused, or an ERROR if the request itself is at fault."""
+        """It never became a sequence: refused, or an ERROR if the request itself is at fault."""
         reason = FinishReason.ERROR if invalid else None
         self._letter(key.stream_id).endings.append(
             Ending(key.handle, reason, error=why, refused=not invalid, invalid=invalid)
@@ -107,7 +107,7 @@ class Outbox:
         self._marks.pop(stream_id, None)
 
     def take(self, seen_handle: Callable[[int], int]) -> list[Emit]:
-        """Everything collected so far, one Emit for each stream that has news. `seen_handle`: of a stream id."""
+        """One Emit for each stream with pending output. `seen_handle`: highest handle received, by stream id."""
         if not self._letters:
             return []
         letters, self._letters = self._letters, {}

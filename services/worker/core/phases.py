@@ -1,9 +1,8 @@
-"""The table of a member in a transition, one for a drop and one for a restore; `core.transition` runs from it (pure).
+"""The state tables of a member in a transition, for a drop and for a restore; `core.transition` runs from them (pure).
 
-A row says what a member may receive in a state: an event that is not among it changes nothing, since each may come
-twice, late or never. `On`: of the ways that begin with an event the first whose condition holds is taken. `Then`: ways
-without an event; after each event they are tried in their order, until none holds. `docs/transitions.md` is printed
-from it.
+A row lists the events that a state handles; others are ignored, since each may arrive twice, late or never. `On`: of
+the entries for an event the first whose condition holds is taken. `Then`: entries without an event; after each event
+they are tried in order until none holds. `docs/transitions.md` is generated from it.
 """
 
 import math
@@ -41,22 +40,22 @@ class State(StrEnum):
 @dataclass(frozen=True, slots=True)
 class On:
     event: type
-    to: State | None  # None: it stays
+    to: State | None  # None: unchanged
     do: Callable[[S, Any], list[t.Command]]
     when: Callable[[S, Any], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Then:
-    to: State | None  # None: it stays, and `when` does not hold afterwards
+    to: State | None  # None: unchanged, and `when` is false afterwards
     do: Callable[[S], list[t.Command]] | None
     when: Callable[[S], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`deadline_s`: of the member's own; None: the planner ends the phase, or the member is at rest. `way_out`: from
-    when the deadline counts, and what follows.
+    """`deadline_s`: the member's own; None: the planner ends the phase, or the member is at rest. `way_out`: from when
+    the deadline counts, and what follows.
     """
 
     phase: Phase
@@ -67,7 +66,7 @@ class Row:
 
 
 BEFORE_COMMIT = (Phase.PREPARING, Phase.PREPARED)
-_FORGOTTEN_S = 15.0  # what is prepared will not be committed any more
+_FORGOTTEN_S = 15.0  # after which a prepared transition will not be committed
 _FORGOTTEN = "counted from the planner's last question: it fails"
 _OVERDUE = "a plan without this worker's group follows: it leaves"
 
@@ -80,7 +79,7 @@ def _fails(aborted: State) -> tuple[On, ...]:
     )
 
 
-_EARLY = (  # from members that have the commit already
+_EARLY = (  # from members that have received Commit earlier
     On(t.EpochEnded, None, S.note_end),
     On(t.HandoverReceived, None, S.note_handover),
 )
@@ -104,7 +103,7 @@ _BOTH = {
     State.DONE: Row(Phase.DONE, "at rest"),
     State.FAILED: Row(
         Phase.FAILED,
-        "before the commit: undone. After it: requests are replayed elsewhere, missing layers are read",
+        "before the commit: undone. After it: requests are replayed elsewhere, missing layers come back",
         (On(t.AbortRequested, State.ABORTED, S.note_abort),),
         deadline_s=30.0,
         way_out="after the commit, for transfers to end: the process ends. Reading the checkpoint has no deadline",
@@ -278,6 +277,6 @@ RESTORE: Mapping[State, Row] = MappingProxyType(
 
 
 def deadline_s(phase: Phase) -> float:
-    """Of the member's own; infinity: it has none."""
+    """The member's own deadline in a state (seconds); infinity: none."""
     rows = [row for table in (DROP, RESTORE) for row in table.values() if row.phase is phase]
     return min((row.deadline_s for row in rows if row.deadline_s is not None), default=math.inf)

@@ -1,10 +1,9 @@
-"""Steps in which nothing is decided, taken together.
+"""Decode-only steps, taken together.
 
-As long as all that runs is past its prompt, none of it is at its last token, blocks are free and nothing new can be let
-in, a step gives every running sequence one token, and that is all. Who asks for step after step gets such steps one by
-one. A simulation, to which a token is a number, may ask how many of them follow (`foresee`), and say later that they
-have been run (`take`): the books are then as if every step had been asked for. Of that, and of what the load reports
-say in between, the tests of `sim` make sure by comparing whole histories.
+While every running sequence is past its prompt and before its last token, blocks are free and nothing can be admitted,
+a step gives each one token and changes nothing else. The simulator, for which a token is a number, asks how many such
+steps follow (`foresee`) and later reports them as run (`take`): the state is then as if each step had been requested.
+Tests of `sim` compare whole histories with and without it, load reports included.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +13,7 @@ from services.worker.core.sequence import Sequence as Running
 
 
 class PlainSteps:
-    """Steps of a group as it is between two of them; good until its worker is told anything else."""
+    """The decode-only steps of a group between two steps; valid until its worker handles an event."""
 
     __slots__ = ("_early", "_growth", "block_tokens", "context_tokens", "limit", "sequences")
 
@@ -22,14 +21,14 @@ class PlainSteps:
         self, sequences: tuple[Running, ...], limit: int, block_tokens: int, growth: list[int], early: list[int]
     ) -> None:
         self.sequences = sequences  # in the order of their slices
-        self.limit = limit  # so many steps at most
+        self.limit = limit  # maximum number of steps
         self.block_tokens = block_tokens
-        self.context_tokens = sum([s.token_count for s in sequences])  # that the first step reads, its own included
-        self._growth = growth  # step number, modulo the tokens of a block -> blocks reserved before it
-        self._early = early  # numbers of steps before which a sequence does not need one yet, once for each
+        self.context_tokens = sum([s.token_count for s in sequences])  # that the first step reads, new ones included
+        self._growth = growth  # step number modulo block size -> blocks reserved before that step
+        self._early = early  # step numbers at which a sequence does not need its block yet, once for each such sequence
 
     def growth(self, step: int) -> int:
-        """Blocks that are reserved before this step (counted from 0)."""
+        """Blocks reserved before this step (counted from 0)."""
         block_count = self._growth[step % self.block_tokens]
         if step < 2 and self._early:
             block_count -= self._early.count(step)
@@ -37,11 +36,11 @@ class PlainSteps:
 
 
 def foresee(group_scheduler: GroupScheduler) -> PlainSteps | None:
-    """None: the next step may be another one."""
+    """None if the next step may not be decode-only."""
     scheduler, batches_in_flight = group_scheduler.scheduler, group_scheduler.batches_in_flight
     if not scheduler.decides_nothing or len(batches_in_flight) or batches_in_flight.has_news:
         return None
-    if scheduler.has_limit:  # how many may run is another number after each of them, and is told
+    if scheduler.has_limit:  # a target limits running sequences, and the limit changes with each step
         return None
     block_tokens = scheduler.block_tokens
     limit = scheduler.ceiling_tokens
@@ -71,9 +70,9 @@ def foresee(group_scheduler: GroupScheduler) -> PlainSteps | None:
 
 
 def take(plain: PlainSteps, token_ids: Iterable[Sequence[int]], count: int, group_scheduler: GroupScheduler) -> None:
-    """The first `count` of these steps have been run. `token_ids`: of each sequence, as many as steps."""
+    """Record the first `count` steps as run. `token_ids`: one for each step, by sequence."""
     block_tokens, scheduler, book = plain.block_tokens, group_scheduler.scheduler, group_scheduler.book
-    taken: list[tuple[int, int, Running]] = []  # step, place in the batch: the order in which blocks are taken
+    taken: list[tuple[int, int, Running]] = []  # step, index in the batch: the order in which blocks are reserved
     step_id = group_scheduler.batches_in_flight.record_completed(count)
     for place, (sequence, new_ids) in enumerate(zip(plain.sequences, token_ids, strict=True)):
         before = sequence.token_count

@@ -1,7 +1,6 @@
-"""What a plan is, what it means for one worker, and whose KV it makes travel.
+"""The plan of a transition, one worker's part in it, and which KV has to move.
 
-Who must send which KV to whom follows from one rule: the KV of (sequence, layer) travels if and only if the layer's
-holder changes.
+The KV of (sequence, layer) moves if and only if the layer's holder changes.
 """
 
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ class Plan:
         return self.target.epoch
 
     def target_of(self, worker_id: WorkerId) -> Group:
-        """Its group afterwards. Raises InvariantViolation if it is in none."""
+        """The worker's group in the plan's target. Raises InvariantViolation if it is in none."""
         group = group_of(self.target, worker_id)
         if group is None:
             raise InvariantViolation(f"{worker_id} has no part in epoch {self.epoch}")
@@ -37,26 +36,26 @@ class Victim:
     """A sequence that existed when the layout changed."""
 
     sequence_id: SequenceId
-    computed_tokens: int  # so many have their KV
+    computed_tokens: int  # tokens with KV
     old_leader: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a plan means for one worker."""
+    """One worker's part in a plan."""
 
     old: Group | None
     new: Group
-    peers: tuple[WorkerId, ...]  # it has a link to each
-    handovers_to: tuple[WorkerId, ...]  # new leaders that wait for its word, itself excepted
-    handovers_from: tuple[WorkerId, ...]  # if it is a new leader: whose word it waits for
-    rosters_from: tuple[WorkerId, ...]  # new leaders whose victims' KV it holds or gets, itself included
-    roster_to: tuple[WorkerId, ...]  # if it is a new leader: everybody concerned, itself excepted
-    dissolves: bool  # members become whole workers at once, and the old group comes to its end beside them
+    peers: tuple[WorkerId, ...]  # links needed to each
+    handovers_to: tuple[WorkerId, ...]  # new leaders that wait for its handover, itself excluded
+    handovers_from: tuple[WorkerId, ...]  # at a new leader: members whose handover it waits for
+    rosters_from: tuple[WorkerId, ...]  # new leaders of sequences whose KV it sends or receives, itself included
+    roster_to: tuple[WorkerId, ...]  # at a new leader: members that get its roster, itself excluded
+    dissolves: bool  # restore: members serve alone at once, and the old group drains beside them
 
 
 def part_of(plan: Plan, me: WorkerId) -> Part | None:
-    """None if nothing changes for this worker, or it is not in the coming layout."""
+    """None if nothing changes for this worker, or it is not in the target layout."""
     old, new = group_of(plan.base, me), group_of(plan.target, me)
     if new is None or old == new:
         return None
@@ -75,7 +74,7 @@ def part_of(plan: Plan, me: WorkerId) -> Part | None:
 
 
 def transfers(plan: Plan, victim: Victim, new_leader: WorkerId) -> list[Hop]:
-    """What of the victim's KV has to move."""
+    """The hops over which the victim's KV has to move."""
     old, new = group_of(plan.base, victim.old_leader), group_of(plan.target, new_leader)
     if old is None or new is None or victim.computed_tokens == 0:
         return []

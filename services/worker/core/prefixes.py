@@ -1,12 +1,13 @@
-"""The index of a group's numbered KV blocks: which tokens each holds, which sequences read it, and which go first.
+"""The prefix cache of a group: the tokens of each numbered KV block, the sequences that read it, and the order of
+eviction.
 
-A whole block whose tokens have their KV gets a number from the leader, which is never used again. A number means the
-same tokens behind the same tokens, whatever block each stage has for it. A sequence whose prompt begins with numbered
-blocks takes them and computes only what follows, at least its last token. A number that no sequence holds is
-*retained*: its block counts as free, and is given up when its room is needed, the tail of the least recently used
-first; what only offline sequences have used goes before all else.
+A full block whose tokens have KV gets a number from the leader, never reused. A number stands for the same tokens after
+the same prefix, whichever physical block each stage has for it. A sequence whose prompt begins with numbered blocks
+takes them and computes the rest, at least its last token. A block that no sequence holds is *retained*: it counts as
+free and is evicted when room is needed, the tail of the least recently used first; before all others those used by
+offline sequences only.
 
-Only the leader has this index. Stages hear of numbers in batches (`Batch.named`, `forgotten`, `taken`), so stages of
+Only the leader has this index. Stages learn numbers from batches (`Batch.named`, `forgotten`, `taken`), so stages of
 different capacity cannot disagree.
 """
 
@@ -27,7 +28,7 @@ _KEY_BYTES = 16
 
 
 def runs_of(numbers: Iterable[BlockNumber]) -> NumberRuns:
-    """(first, count) of each run of consecutive numbers."""
+    """(first, count) for each run of consecutive numbers."""
     runs: list[tuple[BlockNumber, int]] = []
     for number in numbers:
         if runs and runs[-1][0] + runs[-1][1] == number:
@@ -38,37 +39,39 @@ def runs_of(numbers: Iterable[BlockNumber]) -> NumberRuns:
 
 
 class PrefixIndex:
-    """Sequences that run, or are being swapped out, hold numbers; the others hold none.
+    """Running sequences, and those being swapped out, hold numbers; others hold none.
 
-    A closed index finds nothing, names nothing and retains nothing.
+    A closed index matches, names and retains nothing.
     """
 
     def __init__(self, limits: WorkerLimits, first_number: BlockNumber, host: HostPrefixes) -> None:
-        """Numbers follow on `first_number`: the leader's own. `host`: where copies of retained blocks are."""
+        """Numbers begin after `first_number`. `host`: copies of retained blocks in host memory."""
         self._host = host
-        self._to_copy = deque[BlockNumber]()  # retained ones that may not be on the host, and others
+        self._to_copy = deque[BlockNumber]()  # retained blocks that may lack a copy on the host, among others
         self._block_tokens = limits.block_tokens
         self._seed = limits.prefix_seed
         self._closed = not limits.prefix_caching
         self._last_number = first_number
         self._numbers: dict[BlockKey, BlockNumber] = {}
         self._keys: dict[BlockNumber, BlockKey] = {}
-        self._holders: dict[BlockNumber, int] = {}  # sequences that hold it, at least 1
-        self._retained: OrderedDict[BlockNumber, float] = OrderedDict()  # held by none, and since when; the first goes
+        self._holders: dict[BlockNumber, int] = {}  # reference counts, at least 1
+        self._retained: OrderedDict[BlockNumber, float] = (
+            OrderedDict()
+        )  # unreferenced -> last use; in order of eviction
         self._offline: OrderedDict[BlockNumber, None] = (
             OrderedDict()
-        )  # likewise, of no use to online sequences: go before
-        self._online: set[BlockNumber] = set()  # online sequences have held them
-        self._marks: dict[BlockNumber, Mark] = {}  # of blocks with which one ends
-        self.new_marks: list[Mark] = []  # computed, or used again, since somebody took them
+        )  # likewise, used by offline sequences only: evicted first
+        self._online: set[BlockNumber] = set()  # have been held by online sequences
+        self._marks: dict[BlockNumber, Mark] = {}  # of the blocks with which a marked prefix ends
+        self.new_marks: list[Mark] = []  # computed or reused since the last report
         self.at_s = 0.0  # of the event that is handled
-        self._kept_since_s = 0.0  # all that has been used since then is still here, or on the host
-        self._held: dict[SequenceId, list[BlockNumber | None]] = {}  # of its first blocks; None: one without a number
+        self._kept_since_s = 0.0  # all blocks used since then are still here or on the host
+        self._held: dict[SequenceId, list[BlockNumber | None]] = {}  # its first blocks; None: not numbered
         self._begun: list[Sequence] = []  # have taken blocks, and are in no plan yet
-        self._displaced: set[SequenceId] = set()  # their KV is not on the stages that there are now
-        self.shared_count = 0  # blocks that would be needed besides, if each sequence had its own
-        self.queried_tokens_total = self.hit_tokens_total = 0  # of online sequences let in for the first time
-        self.host_hit_tokens_total = 0  # of the hits those that came back from the host
+        self._displaced: set[SequenceId] = set()  # sequences without KV on the stages of the new group
+        self.shared_count = 0  # blocks saved: those needed besides if each sequence had its own
+        self.queried_tokens_total = self.hit_tokens_total = 0  # of online sequences at their first admission
+        self.host_hit_tokens_total = 0  # of the hits those from the host
         # For the next batch:
         self._named: list[NamedBlocks] = []
         self._taken: list[TakenBlocks] = []
@@ -92,7 +95,7 @@ class PrefixIndex:
 
     @property
     def must_tell(self) -> bool:
-        """Blocks have been given up, or taken, and no batch says so yet."""
+        """True if stages have not been told of evicted or taken blocks."""
         return bool(self._forgotten or self._taken)
 
     @property
@@ -100,15 +103,15 @@ class PrefixIndex:
         return bool(self._forgotten or self._taken or self._named)
 
     def take_news(self) -> tuple[tuple[NamedBlocks, ...], NumberRuns, tuple[TakenBlocks, ...]]:
-        """What the next batch says: named, forgotten, taken."""
+        """Content of the next batch: named, forgotten, taken."""
         news = tuple(self._named), runs_of(sorted(self._forgotten)), tuple(self._taken)
         self._named, self._forgotten, self._taken = [], [], []
         return news
 
-    # ---------------------------------------------------------------- what a sequence would find
+    # ---------------------------------------------------------------- lookup
 
     def _chain(self, sequence: Sequence, block_count: int) -> list[BlockKey]:
-        """Keys of its first blocks."""
+        """Prefix keys of its first blocks."""
         chain, size = sequence.block_keys, self._block_tokens
         for index in range(len(chain), block_count):
             adapter = sequence.sampling.adapter.encode()
@@ -118,7 +121,7 @@ class PrefixIndex:
         return chain[:block_count]
 
     def match(self, sequence: Sequence) -> list[BlockNumber]:
-        """Numbers of its first blocks, as many as there are. Its last token is always computed: it gives the next."""
+        """Numbers of its longest cached prefix, without its last token, which is always computed: it gives the next."""
         found: list[BlockNumber] = []
         numbers = self._numbers
         if self._closed or not numbers or sequence.scores_prompt:
@@ -131,7 +134,7 @@ class PrefixIndex:
         return found
 
     def on_host(self, sequence: Sequence, first: int) -> tuple[BlockKey, ...]:
-        """Keys of its blocks from `first` on, as many as the host has and the device has not."""
+        """Keys of its blocks from `first` on that the host has and the device has not, until the first gap."""
         keys = list[BlockKey]()
         if self._closed or not len(self._host) or sequence.scores_prompt:
             return ()
@@ -142,7 +145,7 @@ class PrefixIndex:
         return tuple(keys)
 
     def held_count(self, numbers: list[BlockNumber], without: list[Sequence] | None = None) -> int:
-        """How many of these numbers are held by sequences other than those of `without`: their blocks are no cost."""
+        """How many of these numbers sequences outside of `without` hold: their blocks need no room."""
         holders = self._holders
         if not without:
             return sum([number in holders for number in numbers])
@@ -150,7 +153,7 @@ class PrefixIndex:
         return sum([holders.get(number, 0) > leaving[number] for number in numbers])
 
     def freed_count(self, sequences: list[Sequence]) -> int:
-        """Blocks that are free when all of these sequences have left."""
+        """Blocks that become free when all of these sequences leave."""
         block_count = sum([s.reserved_block_count for s in sequences])
         if self.shared_count and sequences:
             holdings, holders = self._holdings(sequences), self._holders
@@ -161,8 +164,8 @@ class PrefixIndex:
         return Counter(n for s in sequences for n in self._held.get(s.sequence_id, ()) if n is not None)
 
     def wanted(self, waiting: Iterable[tuple[Sequence, int]]) -> tuple[int, int]:
-        """Blocks, and tokens to be computed, that sequences want which would need so many blocks alone: what several
-        share counts once, what is here costs no computing, and what is held costs no block.
+        """Blocks, and tokens to compute, needed by sequences with these needs when each is alone: shared blocks and
+        tokens count once, cached tokens cost no computation, held blocks cost no room.
         """
         size, block_count, token_count = self._block_tokens, 0, 0
         keys = set[BlockKey]()
@@ -180,8 +183,8 @@ class PrefixIndex:
         return block_count, token_count
 
     def is_being_computed(self, sequence: Sequence, running: Iterable[Sequence]) -> bool:
-        """Whether at least half of what it would compute is in the prompt of one of those that run, and comes soon: it
-        had better wait for that.
+        """True if a running prompt is soon going to compute at least half of what this sequence would compute: waiting
+        for it saves work.
         """
         if self._closed or sequence.scores_prompt:
             return False
@@ -197,14 +200,14 @@ class PrefixIndex:
                     return True
         return False
 
-    # ---------------------------------------------------------------- coming and going
+    # ---------------------------------------------------------------- references
 
     def take(self, sequence: Sequence, from_host: int = 0) -> int:
-        """It is let in, with the blocks that it finds; so many more come back from the host. Returns how many of them
-        others hold, which cost nothing.
+        """Admit a sequence with its cached blocks; `brought` more are copied back from the host. Returns how many of
+        the blocks are held by others and need no room.
         """
         if not self._closed:
-            self._chain(sequence, (sequence.token_count - 1) // self._block_tokens)  # others may wait for its blocks
+            self._chain(sequence, (sequence.token_count - 1) // self._block_tokens)  # waiting sequences need its keys
         numbers = self.match(sequence)
         hit_tokens = len(numbers) * self._block_tokens
         if sequence.cached_tokens is None:
@@ -230,12 +233,14 @@ class PrefixIndex:
         self._tell_marks(sequence, hit_tokens)
         if numbers:
             self._begun.append(sequence)
-            sequence.dispatched_tokens = hit_tokens  # counted as computed from now on; it is when a batch says so
+            sequence.dispatched_tokens = hit_tokens  # counted as computed; it is once a batch has told the stages
         self.shared_count += shared_count
         return shared_count
 
     def begin(self) -> list[Sequence]:
-        """A batch is being formed: it tells the stages what has been taken since the last one. Returns by whom."""
+        """Tell the stages, with the batch being formed, of blocks taken since the last one. Returns the sequences that
+        took them.
+        """
         for sequence in self._begun:
             held = self._held[sequence.sequence_id]
             sequence.computed_tokens = len(held) * self._block_tokens
@@ -244,7 +249,7 @@ class PrefixIndex:
         return begun
 
     def name(self, sequence: Sequence) -> None:
-        """Its whole blocks with KV get numbers, unless others have the same tokens: then they stay its own."""
+        """Number its full blocks with KV, except where others have the same tokens: those stay its own."""
         if self._closed or sequence.scores_prompt:
             return
         if sequence.snapshot is not None or sequence.sequence_id in self._displaced:
@@ -256,7 +261,7 @@ class PrefixIndex:
         first = len(held)
         if first >= end:
             return
-        begin, count = first, 0  # of the run of blocks that is being named
+        begin, count = first, 0  # of the run of blocks being numbered
         for index, key in enumerate(self._chain(sequence, end)[first:], first):
             if key in self._numbers:
                 self._note_named(sequence, begin, count)
@@ -273,7 +278,7 @@ class PrefixIndex:
         self._tell_marks(sequence, end * self._block_tokens)
 
     def _tell_marks(self, sequence: Sequence, token_count: int) -> None:
-        """So many of its tokens have numbered blocks."""
+        """Report the marks of its first `token_count` tokens as cached."""
         marks = sequence.marks
         first = len(marks)
         for index in range(first, token_count // MARK_TOKENS):
@@ -285,20 +290,20 @@ class PrefixIndex:
         self.new_marks += marks[first:]
 
     def _note_named(self, sequence: Sequence, first: int, count: int) -> None:
-        """So many blocks of its table have got the last numbers."""
+        """`count` blocks of its table have got the last numbers."""
         if count:
             self._named.append(NamedBlocks(sequence.sequence_id, first, self._last_number - count + 1, count))
 
     def leave(self, sequence: Sequence, *, kept: bool) -> int:
-        """It holds nothing any more. Returns how many of its blocks others hold. `kept`: its KV is good on all stages,
-        and stays until its room is needed.
+        """The sequence holds nothing any more. Returns how many of its blocks others hold. `kept`: its KV is valid on
+        all stages and is retained.
         """
         self._displaced.discard(sequence.sequence_id)
         held = self._held.pop(sequence.sequence_id, ())
         if self._begun:
             self._begun = [s for s in self._begun if s is not sequence]
         shared_count = 0
-        for number in reversed(held):  # tail first: what follows on a block is given up before it
+        for number in reversed(held):  # tail first: a block is evicted before those it builds on
             if number is None:
                 continue
             holders = self._holders[number]
@@ -319,18 +324,18 @@ class PrefixIndex:
         return shared_count
 
     def fit(self, free_block_count: int) -> None:
-        """No more blocks are retained than are free."""
+        """Evict retained blocks until they fit into the free ones."""
         for _ in range(self.retained_count - max(0, free_block_count)):
             if self._offline:
                 number, _ = self._offline.popitem(last=False)
                 self._forget(number)
             else:
                 number, used_at_s = self._retained.popitem(last=False)
-                if not self._forget(number, used_at_s) and not len(self._host):  # else most of what is older is there
+                if not self._forget(number, used_at_s) and not len(self._host):  # otherwise most older blocks are there
                     self._kept_since_s = used_at_s
 
     def _forget(self, number: BlockNumber, used_at_s: float = 0.0) -> bool:
-        """Returns whether the host has a copy."""
+        """Evict a block. Returns True if the host has a copy."""
         key, mark = self._keys.pop(number), self._marks.pop(number, None)
         del self._numbers[key]
         self._online.discard(number)
@@ -338,11 +343,11 @@ class PrefixIndex:
         self._forgotten.append(number)
         return stays
 
-    # ---------------------------------------------------------------- to the host
+    # ---------------------------------------------------------------- copies on the host
 
     @property
     def wants_copies(self) -> bool:
-        """Whether the host lacks retained blocks."""
+        """True if the host lacks retained blocks."""
         waiting = self._to_copy
         while waiting and not self._is_to_copy(waiting[0]):
             waiting.popleft()
@@ -352,7 +357,7 @@ class PrefixIndex:
         return number in self._retained and self._host.lacks(number, self._keys[number])
 
     def take_to_copy(self, count: int) -> list[tuple[BlockNumber, BlockKey]]:
-        """So many retained blocks at most that the host lacks, those that are given up first before others."""
+        """Up to `count` retained blocks that the host lacks, those evicted next first."""
         found = list[tuple[BlockNumber, BlockKey]]()
         while len(found) < count and self.wants_copies:
             number = self._to_copy.popleft()
@@ -360,12 +365,12 @@ class PrefixIndex:
         return sorted(set(found))
 
     def keep_no_copies(self) -> None:
-        """The host has no room for any."""
+        """The host has no room: stop copying."""
         self._to_copy.clear()
 
     def forget_all(self, running: list[Sequence]) -> int:
-        """The group changes: stages forget all numbers, each by itself, and what runs gets none until its KV has come
-        to the new stages. Returns how many blocks more count as held.
+        """The group changes: stages drop all numbers, each by itself, and running sequences get none until their KV is
+        on the new stages. Returns how many blocks more count as held.
         """
         shared_count, self.shared_count = self.shared_count, 0
         self._displaced = {s.sequence_id for s in running if s.computed_tokens}
@@ -383,18 +388,18 @@ class PrefixIndex:
         return shared_count
 
     def close(self) -> None:
-        """Nothing is taken, named or retained any more."""
+        """Disable the index: nothing is taken, named or retained any more."""
         self.fit(0)
         self._closed = True
 
     # ---------------------------------------------------------------- inspector
 
     def check(self, stage_numbers: Iterable[BlockNumber] | None, reserved: dict[SequenceId, int]) -> None:
-        """Raise InvariantViolation unless references are the sum over the holders and the leader's own stage has the
-        same numbers, but for what the next batch says.
+        """Raise InvariantViolation unless reference counts equal the holders, and the leader's own stage has the same
+        numbers after the next batch.
 
         Args:
-            stage_numbers: Of the book of this stage. None: it is another group's.
+            stage_numbers: Of this stage's book. None: it is another group's.
             reserved: Blocks of each sequence that may hold numbers.
         """
         holders = Counter(n for held in self._held.values() for n in held if n is not None)

@@ -1,4 +1,4 @@
-"""What a worker says of its load. Counts are those of online work: what offline work holds is free for it."""
+"""A worker's load report. Counts are of online work: what offline work holds counts as free."""
 
 import collections.abc
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from services.worker.core.sequence import Sequence
 
 
 class GroupTotals(NamedTuple):
-    """Of groups that a worker has led, since they began."""
+    """Counters of the groups that a worker has led, since they began."""
 
     preemptions: int = 0
     offline_yields: int = 0
@@ -34,10 +34,10 @@ class ReportTotals(NamedTuple):
     """Since the start of the worker."""
 
     steps: int
-    prompt_tokens: int  # of online prompts
-    generation_tokens: int  # of online answers
+    prompt_tokens: int  # tokens of online prompts
+    generation_tokens: int  # tokens of online answers
     offline_tokens: int
-    closed: GroupTotals  # of groups that are no more
+    closed: GroupTotals  # of groups that have ended
 
 
 class Parks(NamedTuple):
@@ -74,7 +74,7 @@ def load_of(
         waiting_count += one.line.count
         block_count, token_count = one.wanted_by_waiting
         waiting_block_count += block_count
-        waiting_tokens = token_count  # the last group is the one in force
+        waiting_tokens = token_count  # of the last group, which is the one in force
         if len(one.swap):
             away = one.swap.away
             waiting_count += len(away) + one.swap.leaving_count
@@ -88,7 +88,7 @@ def load_of(
     for one in leaving:
         max_running_count += one.running_count
         spare_block_count += max(0, one.free_block_count)
-    # What a group that dissolves beside it still has counts as used, as it is going to be this one's.
+    # Blocks used by a draining group beside it count as used, as they are going to be this group's.
     block_count = scheduler.block_count if scheduler.stage_count > 1 else scheduler.ceiling_block_count
     used_block_count = block_count - scheduler.free_block_count - scheduler.offline_block_count
     longest = max([s for one in groups for s in one.online], key=_token_count, default=None)

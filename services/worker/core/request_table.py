@@ -1,4 +1,4 @@
-"""Every sequence of a worker from its coming to its going, and the dispatcher's stream that hears of it."""
+"""Every sequence of a worker, and the dispatcher's stream that gets its output."""
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.sampling import FinishReason
@@ -23,13 +23,13 @@ class Stream:
 class RequestTable:
     def __init__(self, limits: WorkerLimits) -> None:
         self._limits = limits
-        self.streams: dict[int, Stream] = {}  # stream id -> what came over it
+        self.streams: dict[int, Stream] = {}  # stream id -> its sequences
         self.live: dict[SequenceId, Sequence] = {}
-        self.group_schedulers: dict[SequenceId, GroupScheduler] = {}  # of each of these, unless it waits for its KV
+        self.group_schedulers: dict[SequenceId, GroupScheduler] = {}  # of each sequence, unless it waits for its KV
         self.waiting_for_kv = Waits(limits.handover_timeout_s)  # requests
-        self.kept = Waits(limits.handover_timeout_s)  # KV of requests that are not here yet; not among the live
+        self.kept = Waits(limits.handover_timeout_s)  # KV whose request has not arrived; not in `live`
         self.outbox = Outbox()
-        self.turned: list[Sequence] = []  # let in again, or waiting again, and their dispatchers may not know
+        self.turned: list[Sequence] = []  # preempted or resumed since the last report
         self.endings_total = dict.fromkeys(FinishReason, 0)
         self.refused_total = 0
         self._deadlines = Deadlines()
@@ -44,37 +44,39 @@ class RequestTable:
 
     @property
     def waits(self) -> bool:
-        """Whether something is awaited here that may not come in time."""
+        """True if a request waits for KV, or KV for its request."""
         return bool(self.waiting_for_kv or self.kept)
 
-    # ---------------------------------------------------------------- coming
+    # ---------------------------------------------------------------- insertion
 
     def enter(self, sequence: Sequence) -> None:
-        """A sequence of a stream comes. In a group it is not yet."""
+        """Add a sequence of a stream, not yet in a group."""
         self.live[sequence.sequence_id] = sequence
         self.streams[sequence.key.stream_id].live[sequence.key.handle] = sequence
         self._watch(sequence)
 
     def rename(self, sequence: Sequence, sequence_id: SequenceId) -> None:
-        """The stages know its KV by that id."""
+        """Give it the id by which the stages know its KV."""
         del self.live[sequence.sequence_id]
         sequence.sequence_id = sequence_id
         self.live[sequence_id] = sequence
         self._watch(sequence)
 
     def place(self, sequence: Sequence, group_scheduler: GroupScheduler, at_s: float, *, waits: bool = False) -> None:
-        """Into the group that is to run it."""
+        """Assign it to the group that is to run it."""
         self.group_schedulers[sequence.sequence_id] = group_scheduler
         group_scheduler.enter(sequence, at_s, waits=waits)
 
     def _watch(self, sequence: Sequence) -> None:
-        """Its deadline is new."""
+        """Watch its deadline."""
         if sequence.deadline_at_s is not None:
             self._deadlines.add(sequence.deadline_at_s, sequence.sequence_id)
             self._deadlines.tidy(self.live)
 
     def tell_turned(self) -> None:
-        """Whether each of `turned` waits or has been let in, if that is news. A newcomer that waits is none."""
+        """Report each of `turned` as preempted or resumed, if its dispatcher does not know. New waiting sequences are
+        not reported.
+        """
         for sequence in self.turned:
             if sequence.sequence_id not in self.live:
                 continue
@@ -90,18 +92,20 @@ class RequestTable:
             self.refused_total += 1
         self.outbox.turned_away(key, why, invalid)
 
-    # ---------------------------------------------------------------- going
+    # ---------------------------------------------------------------- removal
 
     def end(
         self, sequence: Sequence, at_s: float, reason: FinishReason, error: str = "", *, invalid: bool = False
     ) -> None:
-        """The one place where a dispatcher learns of an ending."""
+        """End a sequence and report it: the only place that emits its `Ending`."""
         self.outbox.text(sequence, sequence.stop.flush())
         self.remove(sequence, at_s, reason, error)
         self.outbox.ended(sequence, reason, error, invalid)
 
     def end_too_big(self, sequence: Sequence, at_s: float) -> None:
-        """Not the request's fault: it may have begun in a larger group, and there may be another one."""
+        """End a sequence that does not fit the cache, even alone. Not `invalid`: it may have begun in a larger group,
+        and another one may run it.
+        """
         block_count = self.group_schedulers[sequence.sequence_id].scheduler.block_count
         error = (
             f"{sequence.token_count} tokens do not fit into the KV cache of this worker"
@@ -110,14 +114,14 @@ class RequestTable:
         self.end(sequence, at_s, FinishReason.ERROR, error)
 
     def remove(self, sequence: Sequence, at_s: float, reason: FinishReason, why: str = "") -> None:
-        """Without a word."""
+        """End a sequence without reporting it."""
         if (group_scheduler := self.group_schedulers.pop(sequence.sequence_id, None)) is not None:
             group_scheduler.end(sequence)
         self._leave(sequence, at_s, f"{reason.value} {why}".rstrip())
         self.endings_total[reason] += 1
 
     def move_out(self, sequence: Sequence, at_s: float, why: str) -> None:
-        """Another leader has it now, or is to get it."""
+        """Remove a sequence that another leader has, or is to get."""
         if (group_scheduler := self.group_schedulers.pop(sequence.sequence_id, None)) is not None:
             group_scheduler.give_away(sequence)
         self._leave(sequence, at_s, why)
@@ -135,7 +139,7 @@ class RequestTable:
         self.outbox.close(stream_id)
 
     def abandon(self, at_s: float) -> None:
-        """The group is lost, and with it all streams: nobody is left to be told."""
+        """The group is lost, and all streams with it: end all sequences without reporting them."""
         for sequence in list(self.live.values()):
             self.remove(sequence, at_s, FinishReason.CANCELLED, "the group is lost")
         for kept in self.kept.sequences:
@@ -152,7 +156,9 @@ class RequestTable:
     # ---------------------------------------------------------------- inspector
 
     def check(self) -> None:
-        """Raise InvariantViolation unless every live sequence is known where it has to be, and nothing else is."""
+        """Raise InvariantViolation unless every live sequence is in all tables where it belongs,
+        and nothing else is.
+        """
         for sequence_id, sequence in self.live.items():
             self._check_live(sequence_id, sequence)
             if (sequence_id in self.group_schedulers) == (sequence.state is SequenceState.WAITING_FOR_KV):

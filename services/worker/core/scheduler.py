@@ -4,14 +4,14 @@ It knows how many blocks there are (in a pipeline the minimum over the stages) a
 reserved, and no block id: every stage keeps its own tables (`core.blocks.BlockBook`) and can cover whatever the counts
 allow.
 
-Order of service is (class, arrival). Classes decide who is admitted first and who gives way when the cache is full. A
-running online sequence is preempted for a waiting one only if its caller holds much more than the other's, and never
-for one of a worse class (`policy.preemption`). Offline ones give way to all online ones, and what they hold counts as
-free for these (`core.offline`).
+Order of service is (class, arrival). Classes decide who is admitted first and who is preempted when the cache is full.
+A running online sequence is preempted for a waiting one only if its caller holds much more than the other's, and never
+for one of a worse class (`policy.preemption`). Offline sequences are preempted for all online ones, and their blocks
+count as free for these (`core.offline`).
 
-With several batches in flight, a sequence that is in one of them can be neither scheduled nor preempted. Who needs
-the block of such a one skips a batch; as it comes before its victim in the order of service, it is the first to get
-the block when the victim has landed.
+With several batches in flight, a sequence in one of them can be neither scheduled nor preempted. A sequence that needs
+such a victim's block skips a batch; as it precedes the victim in the order of service, it is the first to get the block
+when the victim's batch has completed.
 """
 
 import bisect
@@ -37,21 +37,21 @@ def _views(sequences: list[Sequence]) -> list[VictimView]:
 class Scheduler(GroupCounts):
     @property
     def offline_wanted_tokens(self) -> int:
-        """Prompt tokens of more offline sequences that it could begin."""
+        """Prompt tokens of further offline sequences that it could admit."""
         if self._offline_head() is not None or not self._takes_offline:
             return 0
         return self.offline_work.wanted_tokens(self.offline)
 
     @property
     def _takes_offline(self) -> bool:
-        """Whether offline sequences may be let in: no online one waits, and the group is not about to change."""
+        """True if offline sequences may be admitted: no online one waits, and the group is not about to change."""
         return not (
             self.line.count or len(self.swap.away) or self.offline_work.paused or self.admission_limit is not None
         )
 
     @property
     def decides_nothing(self) -> bool:
-        """Whether the next plan lets nothing in and puts nothing off, if no block is lacking: everything runs on."""
+        """True if the next plan admits and defers nothing, provided that no block is lacking."""
         if self.stage_count > 1 or not self.running or self.suspended or self.swap.enabled:
             return False
         if self.line.offline_count or self.line.overtakes or len(self.swap) or self.offline or self._keeps_on_host:
@@ -59,12 +59,12 @@ class Scheduler(GroupCounts):
         head = self._head()
         if head is None:
             return self.settled
-        claims = any(s.caller != head.caller for s in self.running)  # perhaps when more is held
+        claims = any(s.caller != head.caller for s in self.running)  # perhaps when others hold more
         return self.settled and not claims and self._who_yields(head, 0) is None
 
     def has_ready(self, completed_step_id: int) -> bool:
-        """Whether the next plan may have something to run. None of it is certain: it may lack blocks, and only some
-        microbatchings let a prompt go on while a part of it is in flight.
+        """True if the next plan may have something to run. Not certain: blocks may be lacking, and only some
+        microbatchings continue a prompt that has a chunk in flight.
         """
         for sequence in self.running:
             if sequence.step_id <= completed_step_id:
@@ -76,11 +76,12 @@ class Scheduler(GroupCounts):
             return True
         return offline is not None and (self.too_big(offline) or self._lets_offline_in(offline))
 
-    # ---------------------------------------------------------------- waiting
+    # ---------------------------------------------------------------- admission
 
     def admit(self, at_s: float, completed_step_id: int, *, offline: bool = True) -> list[Sequence]:
-        """Let the head of the line in while it fits. Nothing overtakes it: it would starve. Returns the sequences that
-        have yielded to it; those in a batch after `completed_step_id` cannot. `offline`: offline ones may be let in.
+        """Admit the head of the line while it fits; nothing overtakes it, so it cannot starve. Returns the sequences
+        preempted for it; those in a batch after `completed_step_id` cannot be. `offline`: offline sequences may be
+        admitted.
         """
         yielded: list[Sequence] = []
         if not self.line.count and not self.line.offline_count and not len(self.swap):
@@ -125,8 +126,8 @@ class Scheduler(GroupCounts):
             self.turned.append(sequence)
 
     def _brought(self, sequence: Sequence) -> tuple[int, tuple[BlockKey, ...]]:
-        """Its first block on the host alone, and the keys of those that come back from there when it is let in: none
-        if they are computed sooner.
+        """Index of its first block that only the host has, and the keys of those copied back at its admission: none if
+        recomputing them is faster.
         """
         if not len(self.swap.prefixes) or sequence.rank == OFFLINE_RANK:
             return 0, ()
@@ -137,14 +138,14 @@ class Scheduler(GroupCounts):
         return first, keys if self.swap.brings_within(len(keys), computing_s) else ()
 
     def _cost(self, sequence: Sequence, without: list[Sequence] | None = None) -> int:
-        """Blocks that it needs and no other sequence holds; those `without` are about to hold none."""
+        """Blocks that it needs and no other sequence holds, once those in `without` are preempted."""
         need = self.need(sequence)
         if sequence.state is SequenceState.SWAPPED or not (numbers := self.prefixes.match(sequence)):
             return need
         return need - self.prefixes.held_count(numbers, without)
 
     def _lets_offline_in(self, sequence: Sequence) -> bool:
-        """Nothing yields to it, and a share of the blocks is left for the growth of what runs."""
+        """Offline sequences are admitted without preemption, and keep a fraction of the blocks free for growth."""
         if not self._takes_offline or self.running_count + self.expected_count >= self.max_running_count:
             return False
         kept = reserved(self.block_count, self.limits.admission_reserve_fraction) if self.running_count else 0
@@ -153,7 +154,9 @@ class Scheduler(GroupCounts):
         return sequence.state is SequenceState.SWAPPED or self.offline_work.wanted_tokens(self.offline) > 0
 
     def why_no_room(self, block_count: int, *, new: bool) -> str:
-        """Why a sequence of another leader cannot come, or (not `new`) go on coming, with so many blocks more."""
+        """Why a sequence of another leader cannot be admitted, or (not `new`) extended, with so many blocks more; empty
+        if it can.
+        """
         offline = self.offline
         free_count = self.free_block_count + self.prefixes.freed_count(offline)
         if self._admits(block_count, offline) if new else block_count <= free_count:
@@ -164,9 +167,9 @@ class Scheduler(GroupCounts):
         )
 
     def _who_yields(self, sequence: Sequence, completed_step_id: int) -> list[Sequence] | None:
-        """Those to preempt, from the last one on, until there is room for it. None: there is none, or its tokens would
-        not be computed soon; one whose KV comes back has few. Room is what is free, and what sequences hold that are in
-        no batch after `completed_step_id`: offline ones, and those of a caller that outweighs this one's.
+        """Sequences to preempt for it, from the last one on; empty if there is room. None: it cannot be admitted, or
+        would not be computed soon. Free are the free blocks, and those of sequences in no batch after
+        `completed_step_id`: offline ones, and ones of a caller that outweighs this one's.
         """
         begins = sequence.state is not SequenceState.SWAPPED
         if begins and self.prompt_tokens >= self.max_prompt_tokens:
@@ -180,7 +183,7 @@ class Scheduler(GroupCounts):
         return None if begins and self.prefixes.is_being_computed(sequence, coming) else yielding
 
     def _claim(self, sequence: Sequence, offline: list[Sequence], completed_step_id: int) -> list[Sequence]:
-        """With online sequences of a caller that holds much more than this one's: as few as it needs, or none."""
+        """Adds online sequences of a caller that holds much more than this one's: as few as are needed, or none."""
         running = self.online
         if self.admission_limit is not None or all(s.caller == sequence.caller for s in running):
             return []
@@ -194,12 +197,12 @@ class Scheduler(GroupCounts):
         return []
 
     def _lacks_room(self) -> bool:
-        """Whether what waits would not fit; else it waits only until prompts that came before it are computed."""
+        """True if the head does not fit; otherwise it only waits for the prompts of earlier sequences."""
         head, offline = self._head() if self.line.count else None, self.offline
         return head is not None and not self._admits(self._cost(head, offline), offline)
 
     def _admits(self, need_block_count: int, yielding: list[Sequence]) -> bool:
-        """What these sequences hold counts as free."""
+        """True if it may be admitted, counting the blocks of the `yielding` as free."""
         block_count = self._limited_block_count
         lent_count = self.prefixes.freed_count(yielding) if yielding else 0
         view = AdmissionView(
@@ -220,8 +223,8 @@ class Scheduler(GroupCounts):
         bisect.insort(self.running, sequence, key=order)
 
     def _head(self) -> Sequence | None:
-        """The online sequence that is let in next, of those that wait and those swapped out: the first in the order of
-        service, or of its class one whose caller is outweighed by the caller of that.
+        """The online sequence to be admitted next, waiting or swapped out: the first in the order of service, or in its
+        class the first whose caller is outweighed by that one's.
         """
         waiting = self.line.online
         if waiting is not None and len(self.line.callers) > 1:
@@ -239,7 +242,7 @@ class Scheduler(GroupCounts):
         return first
 
     def _offline_head(self) -> Sequence | None:
-        """Likewise of the offline ones."""
+        """The offline sequence to be admitted next."""
         waiting, away = self.line.offline, None
         if len(self.swap):
             away = min(self.swap.offline_away, key=order, default=None)
@@ -250,7 +253,7 @@ class Scheduler(GroupCounts):
     # ---------------------------------------------------------------- running
 
     def release(self, sequence: Sequence, *, kept: bool = True) -> None:
-        """The sequence leaves (its state has not changed yet). `kept`: its KV is good, and may be retained."""
+        """Remove a sequence; its state changes afterwards. `kept`: its KV is valid and may be retained."""
         match sequence.state:
             case SequenceState.WAITING:
                 self.line.remove(sequence)
@@ -265,18 +268,20 @@ class Scheduler(GroupCounts):
                 self.suspended.let_go(sequence)
 
     def fit_prefixes(self, wanted_block_count: int = 0) -> None:
-        """No more is retained than there is room for beside `wanted_block_count`; nothing while KV waits for room."""
+        """Evict retained blocks beyond the room left by `wanted_block_count`; all of them while suspended KV waits for
+        room.
+        """
         if self.prefixes.retained_count:
             waits = self.lent_block_count or self.suspended.without_blocks
             self.prefixes.fit(0 if waits else self.free_block_count - wanted_block_count)
 
     def forget_prefixes(self) -> None:
-        """All stages forget all numbers, each by itself. Who shares blocks needs as many of its own elsewhere."""
+        """Drop all prefix numbers, as the stages do. Sequences that share blocks then count each block as their own."""
         self.reserved_block_count += self.prefixes.forget_all(self.running)
 
     def stranded(self) -> list[Sequence]:
-        """Sequences that have outgrown the whole cache, to be ended before the next plan: no victim helps. All that
-        run; of those that wait the offline one that is first, which may have yielded at that very moment.
+        """Sequences that have outgrown the whole cache, to be ended before the next plan, as no preemption helps:
+        running ones, and the first waiting offline one, which may just have been preempted.
         """
         ceiling_tokens = self.ceiling_tokens
         found = [s for s in self.running if s.token_count > ceiling_tokens]
@@ -287,22 +292,22 @@ class Scheduler(GroupCounts):
         return sequence.token_count > self.ceiling_tokens
 
     def reserve_for(self, sequence: Sequence, token_count: int) -> None:
-        """At least as much as so many tokens of a running sequence take."""
+        """Reserve blocks for at least `token_count` tokens of a running sequence."""
         missing = blocks_for(token_count, self.block_tokens) - sequence.reserved_block_count
         if missing > 0:
             self._reserve(sequence, missing)
 
     def plan(self, at_s: float, completed_step_id: int, in_flight_count: int) -> Plan:
-        """The next step, without those that take part in one after `completed_step_id`."""
+        """Plan the next step, without the sequences in a batch after `completed_step_id`."""
         preempted: list[Sequence] = []
         left = self._settle_swaps(at_s) if len(self.swap) else ()
         self._awaited_block_count = 0
         for sequence in [s for s in self.running if s.token_count > s.reserved_tokens]:
-            if sequence.state is SequenceState.RUNNING:  # not a victim of the ones before it
+            if sequence.state is SequenceState.RUNNING:  # not preempted for an earlier one
                 preempted += self._make_room(sequence, at_s, completed_step_id)
         if self.swap.enabled:
             self._leave_ahead(at_s, completed_step_id)
-        # What just gave way does not fit: it needs at least what it had, and a part of that is taken.
+        # A sequence preempted just now does not fit: it needs at least its former blocks, and part of them is taken.
         preempted += self.admit(at_s, completed_step_id, offline=not (preempted and self.running))
         begun = self.prefixes.begin()
         if self.stage_count > 1:
@@ -324,7 +329,7 @@ class Scheduler(GroupCounts):
             plan = replace(plan, safepoint_layers=safepoint_layers) if safepoint_layers else plan
         busy = bool(plan.decodes or plan.chunks)
         swaps = SwapOrders(left) if left else NOTHING
-        if len(self.swap) and (busy or not in_flight_count):  # alone, copies would hold up what is in flight
+        if len(self.swap) and (busy or not in_flight_count):  # without a batch, copies would delay those in flight
             swaps = self.swap.order(left, busy=online_busy)
         if offline and busy:
             swaps = self.swap.mirror(swaps, [s for s in reversed(offline) if s.state is SequenceState.RUNNING])
@@ -334,13 +339,13 @@ class Scheduler(GroupCounts):
 
     @property
     def _keeps_on_host(self) -> bool:
-        """Whether there are retained blocks to be copied, and host memory for them."""
+        """True if retained blocks are to be copied to the host and it has room."""
         return self.swap.has_space and self.prefixes.wants_copies
 
     def _fill(
         self, plan: Plan, offline: list[Sequence], at_s: float, completed_step_id: int, in_flight_count: int
     ) -> int:
-        """Offline sequences go along, as far as the batch has room for them. Returns its safepoints."""
+        """Add offline sequences to the batch, as far as it has room. Returns its safepoints."""
         return self.offline_work.fill(
             plan.decodes,
             plan.chunks,
@@ -360,14 +365,14 @@ class Scheduler(GroupCounts):
         )
 
     def _make_room(self, sequence: Sequence, at_s: float, completed_step_id: int) -> list[Sequence]:
-        """Reserve the block for the next token, if it is not one of a sequence in flight. Returns the victims, the
-        sequence itself perhaps among them.
+        """Reserve the block for its next token, unless only sequences in flight could yield one. Returns the preempted
+        sequences, possibly including itself.
         """
         victims: list[Sequence] = []
         while self.free_block_count < 1:
             victim = self._victim(completed_step_id)
             if victim.rank != OFFLINE_RANK and self._awaited_block_count < self.swap.leaving_block_count:
-                self._awaited_block_count += 1  # one of those that are being copied will do: it skips a step
+                self._awaited_block_count += 1  # a block that is being swapped out will do: it skips a step
                 return victims
             if victim.step_id > completed_step_id:
                 return victims
@@ -383,12 +388,12 @@ class Scheduler(GroupCounts):
 
     @property
     def _candidates(self) -> list[Sequence]:
-        """Sequences that may have to give way."""
+        """Sequences that may be preempted."""
         return [*self.running, *self.suspended.kept] if self.suspended.arrived else self.running
 
     def _victim(self, completed_step_id: int) -> Sequence:
-        """The sequence, of all candidates, that gives way first: of offline ones that run the newest in no batch; one
-        in a batch only if all are.
+        """The candidate to preempt first: among running offline ones the newest that is in no batch; one in a batch
+        only if all are.
         """
         if offline := self.offline:
             return next((s for s in reversed(offline) if s.step_id <= completed_step_id), offline[-1])
@@ -396,8 +401,8 @@ class Scheduler(GroupCounts):
         return candidates[choose_victim(_views(candidates))]
 
     def surplus(self, completed_step_id: int) -> Sequence | None:
-        """Who is to give way as there is less than what is held, or offline work pauses. None: the next is in flight,
-        or nobody is.
+        """The next sequence to preempt when more is held than there is, or offline work is paused. None: it is in
+        flight, or there is no surplus.
         """
         pauses = self.offline_work.paused and bool(self.offline)
         if (self.settled and not pauses) or not (self._candidates or pauses):
@@ -406,7 +411,7 @@ class Scheduler(GroupCounts):
         return None if victim.step_id > completed_step_id else victim
 
     def shed(self, at_s: float, completed_step_id: int) -> list[Sequence]:
-        """Preempt until all is within what there is, or the next victim is in flight."""
+        """Preempt until reservations fit the capacity, or the next victim is in flight."""
         victims: list[Sequence] = []
         while (victim := self.surplus(completed_step_id)) is not None:
             self._preempt(victim, at_s, "the group has become smaller")
@@ -414,7 +419,7 @@ class Scheduler(GroupCounts):
         return victims
 
     def make_way(self, at_s: float, completed_step_id: int, block_count: int) -> list[Sequence]:
-        """Offline sequences in no batch yield until so many blocks are free."""
+        """Preempt offline sequences that are in no batch until `block_count` blocks are free."""
         yielded: list[Sequence] = []
         while self.free_block_count < block_count and self.offline:
             victim = self._victim(completed_step_id)
@@ -425,7 +430,7 @@ class Scheduler(GroupCounts):
         return yielded
 
     def _settle_swaps(self, at_s: float) -> tuple[Sequence, ...]:
-        """What the copies of the last step have brought. Returns those whose blocks on the device are free."""
+        """Account for the copies of the last step. Returns the sequences whose device blocks are free now."""
         left, back = self.swap.settle()
         for sequence in left:
             self._unreserve(sequence, kept=True)
@@ -436,7 +441,7 @@ class Scheduler(GroupCounts):
         return tuple(left)
 
     def _leave_ahead(self, at_s: float, completed_step_id: int) -> None:
-        """What will have to give way within the time that copying its KV takes leaves now, and nothing has to wait."""
+        """Start swapping out sequences that would be preempted before their copy could finish."""
         while len(online := self.online) > 1:
             victim = online[-1]
             if victim.step_id > completed_step_id:
@@ -463,7 +468,7 @@ class Scheduler(GroupCounts):
             self._recompute(lost, at_s, f"host memory is for {victim.name}")
 
     def forget_swapped(self, at_s: float, why: str, who: Container[SequenceId] | None = None) -> list[Sequence]:
-        """They, or those named, are computed anew: the group changes, and with it whose KV is where."""
+        """The group changes: drop swapped KV of all sequences, or those named, and recompute them."""
         self.swap.drop_mirrors(who)
         lost = [s for s in self.swap.sequences if who is None or s.sequence_id in who]
         self.offline_work.lost_tokens_total += sum([s.computed_tokens for s in lost if s.rank == OFFLINE_RANK])
@@ -480,7 +485,7 @@ class Scheduler(GroupCounts):
             self.start_over(victim, at_s, f"preempted, {why}")
 
     def _yield(self, victim: Sequence, at_s: float, why: str) -> None:
-        """Its blocks are free at once. What of its KV is on the host stays there."""
+        """Preempt an offline sequence: its blocks are free at once. Its mirror on the host stays valid."""
         computed_tokens = victim.computed_tokens
         if victim.state is SequenceState.SWAPPED:
             self._unreserve(victim, kept=False)
@@ -507,17 +512,17 @@ class Scheduler(GroupCounts):
         self.line.add(sequence)
 
     def start_over(self, sequence: Sequence, at_s: float, why: str) -> None:
-        """A running sequence, of which nothing is in flight, waits again. What it has computed is retained."""
+        """Preempt a running sequence that is not in flight. Its computed KV is retained."""
         if sequence.snapshot is not None:
             self.suspended.forget_kv(sequence, at_s, why)
             return
         self.running.remove(sequence)
         self._recompute(sequence, at_s, why, kept=True)
 
-    # ---------------------------------------------------------------- KV on its way
+    # ---------------------------------------------------------------- KV transfers
 
     def suspend(self, sequence: Sequence, at_s: float, *, waits: bool = False) -> None:
-        """It runs, or is KV without a request."""
+        """Suspend a running sequence, or add KV without a request."""
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
             self.swap.drop_mirror(sequence)
@@ -525,17 +530,17 @@ class Scheduler(GroupCounts):
         self.suspended.add(sequence, at_s, travels=True, waits=waits)
 
     def resume(self, sequence: Sequence, at_s: float) -> None:
-        """All its KV is here."""
+        """All its KV has arrived: it runs."""
         if self.suspended.complete(sequence, at_s):
             self._run(sequence, 0, at_s, "its KV is complete")
 
     def bind(self, kept: Sequence, request: Sequence, at_s: float) -> None:
-        """The request of that KV is here, under its id. Room is made afterwards, if need be, by `shed`."""
+        """Bind KV to its request, under the request's id. The caller makes room by `shed` afterwards."""
         if self.suspended.bind(kept, request, at_s):
             self.resume(request, at_s)
 
     def lose(self, sequence: Sequence, at_s: float) -> None:
-        """It loses its KV, suspended or running."""
+        """Its KV is lost, suspended or running: it is recomputed."""
         if sequence.snapshot is not None:
             self.suspended.forget_kv(sequence, at_s, "its KV is lost")
             return

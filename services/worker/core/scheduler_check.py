@@ -1,4 +1,4 @@
-"""Whether a scheduler's books balance. For tests and simulation."""
+"""Consistency check of a scheduler. For tests and simulation."""
 
 from ballast.common.errors import InvariantViolation
 from services.worker.core.line import OFFLINE_RANK, order
@@ -6,7 +6,7 @@ from services.worker.core.scheduler import Scheduler
 
 
 def check(scheduler: Scheduler, completed_step_id: int) -> None:
-    """Raise InvariantViolation unless counts equal sums, orders hold and every sequence has what it needs."""
+    """Raise InvariantViolation unless counts equal sums, orders hold and every sequence has the blocks it needs."""
     if scheduler.surplus(completed_step_id) is not None:
         raise InvariantViolation(
             f"{scheduler.reserved_block_count} of {scheduler.block_count} blocks are reserved,"

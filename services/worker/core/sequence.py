@@ -12,15 +12,15 @@ from services.worker.core.stop import StopRule
 STORY_LINES = 32
 
 
-NOBODY = SequenceKey(0, 0)  # the key of a sequence that no dispatcher's stream is attached to
+NOBODY = SequenceKey(0, 0)  # key of a sequence without a dispatcher's stream
 
 
 class SequenceState(Enum):
     WAITING = "waiting"  # accepted; holds no KV
-    RUNNING = "running"  # its KV is reserved; takes part in batches
-    SUSPENDED = "suspended"  # its KV is reserved and on its way from stage to stage
-    SWAPPED = "swapped"  # its KV is in host memory, or on its way there or back
-    WAITING_FOR_KV = "waiting for KV"  # in no line yet: another leader may be handing its KV over
+    RUNNING = "running"  # its KV is reserved; scheduled into batches
+    SUSPENDED = "suspended"  # its KV is reserved and being transferred between stages
+    SWAPPED = "swapped"  # its KV is in host memory, or being copied there or back
+    WAITING_FOR_KV = "waiting for KV"  # in no line yet: another leader may be sending its KV
     ENDED = "ended"
 
 
@@ -30,12 +30,12 @@ _MOVES = frozenset(
         (SequenceState.RUNNING, SequenceState.WAITING),  # preempted
         (SequenceState.RUNNING, SequenceState.SUSPENDED),
         (SequenceState.WAITING, SequenceState.SWAPPED),  # admitted, while KV of its prompt comes from host memory
-        (SequenceState.WAITING, SequenceState.SUSPENDED),  # adopted while its KV travels
+        (SequenceState.WAITING, SequenceState.SUSPENDED),  # adopted while its KV is transferred
         (SequenceState.SUSPENDED, SequenceState.RUNNING),  # its KV is complete
         (SequenceState.SUSPENDED, SequenceState.WAITING),  # its KV is lost
-        (SequenceState.RUNNING, SequenceState.SWAPPED),  # preempted, and its KV is kept
-        (SequenceState.SWAPPED, SequenceState.RUNNING),  # its KV is back
-        (SequenceState.SWAPPED, SequenceState.WAITING),  # what was copied is of no use any more
+        (SequenceState.RUNNING, SequenceState.SWAPPED),  # preempted, its KV swapped out
+        (SequenceState.SWAPPED, SequenceState.RUNNING),  # its KV is swapped in
+        (SequenceState.SWAPPED, SequenceState.WAITING),  # its swapped KV was dropped
         (SequenceState.WAITING, SequenceState.WAITING_FOR_KV),
         (SequenceState.WAITING_FOR_KV, SequenceState.WAITING),
         (SequenceState.WAITING_FOR_KV, SequenceState.SUSPENDED),
@@ -45,7 +45,7 @@ _MOVES = frozenset(
 
 
 class Sequence:
-    """Tokens and bookkeeping of one request. Changed by the scheduler and by the core that own it, by nobody else."""
+    """Tokens and bookkeeping of one request. Changed only by the scheduler and the core that own it."""
 
     __slots__ = (
         "_story",
@@ -94,34 +94,34 @@ class Sequence:
         self.sampling = submitted.sampling
         self.rank = submitted.priority.rank
         self.arrival = (submitted.at_s, sequence_id)
-        self.waits_since_s = submitted.at_s  # of the last time that it began to wait
+        self.waits_since_s = submitted.at_s  # when it last began to wait
         self.deadline_at_s = submitted.deadline_at_s
         self.wants_text = submitted.wants_text
-        self.targets = submitted.targets  # its own, or else those of its class
-        self.cache_salt = submitted.cache_salt  # sequences that have another one do not share its KV
+        self.targets = submitted.targets  # its own, or its class's
+        self.cache_salt = submitted.cache_salt  # KV is shared only among sequences with the same salt
         self.caller = submitted.caller
-        self.block_keys: list[bytes] = []  # of its first whole blocks, as far as they were needed: `core.prefixes`
-        self.marks: list[int] = []  # that dispatchers have been told of: `ballast.common.marks`
-        # Prompt tokens whose KV was there when it was first let in; None: it has not been yet.
+        self.block_keys: list[bytes] = []  # prefix keys of its first full blocks, made on demand: `core.prefixes`
+        self.marks: list[int] = []  # reported to dispatchers: `ballast.common.marks`
+        # Prompt tokens whose KV was cached at its first admission; None: not admitted yet.
         self.cached_tokens: int | None = 0 if self.output_token_ids else None
         self.stop = stop
         self.state = SequenceState.WAITING
-        self.computed_tokens = 0  # so many of the first tokens have their KV in the cache
-        self.dispatched_tokens = 0  # while it is in flight: so many have their KV when it has landed
+        self.computed_tokens = 0  # number of its first tokens with KV in the cache
+        self.dispatched_tokens = 0  # the same once its batches in flight have completed
         self.reserved_block_count = 0
-        self.reserved_tokens = 0  # what the reserved blocks hold
-        self.step_id = 0  # of the last batch that it took part in
+        self.reserved_tokens = 0  # capacity of its reserved blocks
+        self.step_id = 0  # last batch that it was in
         self.in_engine = False  # a batch of this leader has added it and none has removed it
-        self.on_stages = False  # stages hold blocks for it, or know it: they have to be told when it goes
-        self.snapshot: SequenceSnapshot | None = None  # of KV whose request is not here yet
-        self.may_overfill = False  # it had been let in before it came to the waiting line: the bound is for others
+        self.on_stages = False  # stages hold state or blocks for it, and must be told when it leaves
+        self.snapshot: SequenceSnapshot | None = None  # of KV whose request has not arrived
+        self.may_overfill = False  # admitted before it entered the waiting line, so the line's bound does not apply
         self.first_token_at_s: float | None = None  # of this attempt
         self.preempted = False  # its dispatcher has been told that it waits, and not yet that it runs again
         self._story: deque[tuple[float, str]] = deque(maxlen=STORY_LINES)
 
     @property
     def limit_tokens(self) -> int:
-        """Tokens that it may come to."""
+        """Maximum tokens, prompt and output."""
         return len(self.prompt_token_ids) + self.stop.max_output_count
 
     def move(self, to: SequenceState, at_s: float, why: str) -> None:
@@ -134,7 +134,7 @@ class Sequence:
 
     @property
     def waits(self) -> bool:
-        """For memory, with none of it reserved. What is being copied to the host still has its own."""
+        """True if it waits for admission with no blocks; one being swapped out still has blocks."""
         waiting, swapped = self.state is SequenceState.WAITING, self.state is SequenceState.SWAPPED
         return waiting or (swapped and not self.reserved_block_count)
 
@@ -146,20 +146,20 @@ class Sequence:
         return f"sequence {self.sequence_id} (request {self.request_id}, attempt {self.attempt})"
 
     def story(self) -> list[str]:
-        """What has happened to it, the latest STORY_LINES changes."""
+        """Its latest STORY_LINES state changes."""
         now = f"now {self.state.value}: {self.token_count} tokens, {self.computed_tokens} with KV,"
         return [f"{at_s:.6f} {what}" for at_s, what in self._story] + [
             f"{now} {self.reserved_block_count} blocks reserved"
         ]
 
     def append(self, token_id: int) -> int:
-        """A new token, its KV not yet computed. Returns the number of output tokens."""
+        """Append a new token, whose KV is not computed yet. Returns the number of output tokens."""
         self.output_token_ids.append(token_id)
         self.token_count += 1
         return len(self.output_token_ids)
 
     def token_ids(self, first: int, count: int) -> tuple[int, ...]:
-        """The tokens at positions [first, first + count), of prompt and output together."""
+        """Tokens at positions [first, first + count), over prompt and output."""
         prompt_count = len(self.prompt_token_ids)
         end = first + count
         if end <= prompt_count:
@@ -169,11 +169,11 @@ class Sequence:
 
     @property
     def scores_prompt(self) -> bool:
-        """Its prompt's logprobs are wanted and not there yet: one engine computes all of it, from its beginning."""
+        """True if its prompt's logprobs are still to be computed: one engine has to compute the whole prompt."""
         return self.sampling.prompt_logprobs is not None and not self.output_token_ids
 
     def enter_engine(self) -> None:
-        """It comes to an engine that does not know it."""
+        """It enters an engine that does not know it."""
         self.in_engine = False
         if self.scores_prompt and self.state is SequenceState.RUNNING:
             self.computed_tokens = self.dispatched_tokens = 0
@@ -184,7 +184,7 @@ class Sequence:
     # ---------------------------------------------------------------- inspector
 
     def check_running(self, block_tokens: int) -> None:
-        """Raise InvariantViolation unless it has something to compute, and blocks for what is."""
+        """Raise InvariantViolation unless it has tokens to compute, and blocks for the computed ones."""
         if self.state is not SequenceState.RUNNING:
             raise InvariantViolation(f"{self.name} is in the running set", self.story())
         if not 0 <= self.computed_tokens < self.token_count:
@@ -195,6 +195,6 @@ class Sequence:
             raise InvariantViolation(f"{self.name} has KV beyond its reservation", self.story())
 
     def check_waiting(self) -> None:
-        """Raise InvariantViolation if it holds anything."""
+        """Raise InvariantViolation if it holds blocks."""
         if self.state is not SequenceState.WAITING or self.computed_tokens or self.reserved_tokens:
             raise InvariantViolation(f"{self.name} waits and holds something", self.story())

@@ -1,4 +1,4 @@
-"""What a leader tells the next one of a sequence that moves; the request itself comes from its dispatcher."""
+"""State of a moved sequence that its leader sends to the next one; the request itself comes from its dispatcher."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,8 @@ from services.worker.core.batch import SequenceId
 class SequenceSnapshot:
     sequence_id: SequenceId  # the key of its blocks on the stages
     request_id: RequestId
-    computed_tokens: int  # its first tokens, whose KV is on the stages; 0: no KV moves with it
-    checksum: int  # CRC-32 of their token ids: the KV is used for no other tokens
+    computed_tokens: int  # number of its first tokens with KV on the stages; 0: no KV moves
+    checksum: int  # CRC-32 of those token ids, compared before the KV is used
     token_count: int  # prompt and output
     priority: PriorityClass
-    age_s: float  # seconds since its submission: clocks differ
+    age_s: float  # seconds since its submission, as clocks differ

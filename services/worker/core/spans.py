@@ -1,7 +1,7 @@
-"""Which KV goes from where to where when a sequence changes its group (pure).
+"""Which KV goes from which stage to which when a sequence changes its group (pure).
 
-Each stage of the group that it goes to takes, from each stage of the group that it comes from, the layers that both
-execute. What travels at once is a `Span` of the sequence, cut at the borders of stages into one `Piece` for each hop.
+Each stage of the target group receives, from each stage of the source group, the layers that both execute. The unit of
+transfer is a `Span` of the sequence, split at stage boundaries into one `Piece` for each hop.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,11 +11,11 @@ from typing import NamedTuple, Protocol
 from ballast.common.ids import WorkerId
 from services.worker.core.batch import SequenceId
 
-Key = tuple[int, int, WorkerId, int]  # of what comes: move, sequence, giver and first layer
+Key = tuple[int, int, WorkerId, int]  # of incoming KV: move, sequence, sender and first layer
 
 
 class Holder(Protocol):
-    """A stage that has the KV of some layers, or is to have it."""
+    """A stage that has the KV of some layers, or is to receive it."""
 
     @property
     def worker_id(self) -> WorkerId: ...
@@ -44,7 +44,7 @@ class Hop(NamedTuple):
 
 
 def hops(givers: Sequence[Holder], takers: Sequence[Holder]) -> list[Hop]:
-    """Who gives which layers to whom; by taker, then by layer. A worker that is on both sides gives to itself."""
+    """The hops between two sets of holders, by receiver, then by layer. A worker in both sends to itself."""
     found: list[Hop] = []
     for taker in takers:
         for giver in givers:
@@ -57,19 +57,19 @@ def hops(givers: Sequence[Holder], takers: Sequence[Holder]) -> list[Hop]:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """KV of a sequence, in all layers: its blocks `[first_block, last_block)`, in its own order. `last`: nothing
-    follows, and `token_count` tokens have theirs.
+    """KV of a sequence in all layers: its blocks `[first_block, last_block)`. `last`: nothing follows, and
+    `token_count` tokens have KV.
     """
 
     first_block: int
     last_block: int
-    token_count: int  # with KV at the giver when it was sent
+    token_count: int  # tokens with KV at the sender when it was sent
     last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A span in the layers of one hop. `move`: the epoch of a transition, or the number of a migration."""
+    """The part of a span that one hop carries. `move`: the epoch of a transition, or the number of a migration."""
 
     move: int
     sequence_id: SequenceId

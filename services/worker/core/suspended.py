@@ -1,8 +1,8 @@
-"""Sequences whose KV is on its way, or complete before its request.
+"""Sequences whose KV is being transferred, or complete before its request.
 
-A suspended sequence keeps its reservation and is left alone, even if it ends meanwhile: its blocks are being written
-on the stages. One that waits for room on some stage has none until `take_blocks`. KV of a moved request may have
-`arrived` before the request: it gives way like what runs.
+A suspended sequence keeps its reservation and takes part in nothing, even if it ends meanwhile: its blocks are being
+written on the stages. One that waits for room on some stage has no reservation until `take_blocks`. KV that has
+`arrived` before its request may be preempted like a running sequence.
 """
 
 from collections.abc import Callable
@@ -14,24 +14,24 @@ from services.worker.core.sequence import Sequence, SequenceState
 
 
 class Suspended(dict[SequenceId, Sequence]):
-    """By id. Those that have ended meanwhile are still among them."""
+    """The suspended sequences by id, including those that have ended meanwhile."""
 
     def __init__(self, block_tokens: int, reserve: Callable[[Sequence, int], None]) -> None:
-        """`reserve` adds blocks to the reservation of a sequence, or takes them away."""
+        """`reserve` adds blocks to the reservation of a sequence, or removes them."""
         super().__init__()
         self._block_tokens = block_tokens
         self._reserve = reserve
-        self.without_blocks: set[SequenceId] = set()  # they have no reservation yet
-        self.arrived: set[SequenceId] = set()  # they wait for their request alone
+        self.without_blocks: set[SequenceId] = set()  # have no reservation yet
+        self.arrived: set[SequenceId] = set()  # have all KV and no request
 
     @property
     def kept(self) -> list[Sequence]:
-        """Complete KV whose request is not here."""
+        """Complete KV whose request has not arrived."""
         return [self[sequence_id] for sequence_id in sorted(self.arrived)]
 
     def add(self, sequence: Sequence, at_s: float, *, travels: bool, waits: bool) -> None:
-        """It ran here, or comes from another leader. Its KV `travels`, perhaps when there is room (`waits`); or it is
-        here.
+        """Add a sequence of this group or of another leader. Its KV `travels`, if need be once there is room (`waits`);
+        otherwise it is complete.
         """
         why = "its KV waits for room" if waits else "its KV travels" if travels else "its KV is here"
         if sequence.state is SequenceState.SUSPENDED:
@@ -49,13 +49,15 @@ class Suspended(dict[SequenceId, Sequence]):
             self.arrived.add(sequence.sequence_id)
 
     def take_blocks(self, sequence: Sequence, at_s: float) -> None:
-        """There is room for one that has waited for it."""
+        """There is room now for a sequence that waited for it."""
         self.without_blocks.remove(sequence.sequence_id)
         self._reserve(sequence, blocks_for(sequence.token_count, self._block_tokens))
         sequence.note(at_s, "its KV travels")
 
     def bind(self, kept: Sequence, request: Sequence, at_s: float) -> bool:
-        """The request of that KV is here, under its id. Returns whether the KV is complete: then it is to run."""
+        """Bind KV to its request, under the request's id. Returns True if the KV is complete: the
+        sequence is to run.
+        """
         self[kept.sequence_id] = request
         request.move(SequenceState.SUSPENDED, at_s, "its KV is here, or on its way")
         request.computed_tokens, request.on_stages = kept.computed_tokens, kept.on_stages
@@ -63,7 +65,7 @@ class Suspended(dict[SequenceId, Sequence]):
         return kept.sequence_id in self.arrived
 
     def complete(self, sequence: Sequence, at_s: float) -> bool:
-        """All its KV is here. Returns whether it is to run, and then it has left; else its request is missing."""
+        """All its KV has arrived. Returns True if it has left and is to run; otherwise its request is missing."""
         if sequence.sequence_id in self.without_blocks:
             raise InvariantViolation(f"{sequence.name} has its KV in no block", sequence.story())
         if sequence.snapshot is not None:
@@ -79,12 +81,12 @@ class Suspended(dict[SequenceId, Sequence]):
         self.arrived.discard(sequence.sequence_id)
 
     def let_go(self, sequence: Sequence) -> None:
-        """Nothing is written any more into its blocks, and it does not need them."""
+        """No write into its blocks is under way, and it does not need them: release them."""
         self.leave(sequence)
         self._reserve(sequence, -sequence.reserved_block_count)
 
     def forget_kv(self, kept: Sequence, at_s: float, why: str) -> None:
-        """KV whose request is not here is freed. The request will be computed again."""
+        """Free KV whose request has not arrived; the request will be recomputed."""
         self.let_go(kept)
         kept.computed_tokens = 0
         kept.move(SequenceState.WAITING, at_s, why)

@@ -1,21 +1,21 @@
-"""Sequences whose KV is in host memory, or on its way there or back.
+"""Sequences whose KV is in host memory, or being copied there or back.
 
-What gives way when the cache is full leaves the running set and keeps its blocks until they have been copied, some with
-each step (`policy.swapping`); then they are free, and it waits in the line with its place by arrival. When it fits
-again it gets new blocks, and runs on when its KV is back in them: no token is computed twice. A step copies blocks of
-sequences that it does not compute, so both may happen at the same time.
+A sequence preempted when the cache is full leaves the running set and keeps its blocks until they have been copied,
+some with each step (`policy.swapping`); then they are free, and it waits in the line by arrival. When it fits again it
+gets new blocks, and runs when its KV has been copied back: no token is computed twice. A step copies only blocks of
+sequences that it does not compute, so copies and computation overlap.
 
-The device's block ids are those of each stage's own book, the host's are the leader's, and the same on every stage:
-there may be as many as the smallest stage has. Batches carry copies. As every stage takes batches in their order and
-waits for the copies of each, what one batch has copied is there for the next one, even if it has not landed.
+Device block ids are those of each stage's own book; host block ids are the leader's and the same on every stage, so
+there are as many as on the smallest one. Batches carry the copies. As every stage executes batches in order and waits
+for the copies of each, a batch may use what an earlier one has copied, before that one has completed.
 
-An offline sequence is copied while it runs: its full blocks, which nothing writes any more (its mirror, an incremental
-checkpoint). When it yields it is away at once, and what was not copied is computed anew when it is back. Its mirror
-stays good then. Mirrors take what is left of the host: online sequences come first.
+An offline sequence is copied while it runs: its full blocks, which are never written again (its mirror, an incremental
+checkpoint). When it is preempted it is out at once; tokens not copied are recomputed on its return, and the mirror
+stays valid. Mirrors use host blocks left over by online sequences.
 
-What of a prompt is on the host alone (`core.host_prefixes`) comes back the same way, when it is let in.
+Prefix blocks that are only on the host (`core.host_prefixes`) are copied back the same way, at admission.
 
-What is in here when the group changes loses what was copied.
+When the group changes, copied KV is dropped.
 """
 
 from collections.abc import Container, Iterable
@@ -45,18 +45,18 @@ class _Entry:
     def __init__(self, sequence: Sequence, block_count: int, first: int = 0, keys: tuple[BlockKey, ...] = ()) -> None:
         self.sequence = sequence
         self.block_count = block_count  # of its KV
-        self.copied_count = 0  # in this direction
+        self.copied_count = 0  # in the present direction
         self.phase = Phase.LEAVING
-        self.first = first  # block of its table that the first of these is
-        self.keys = keys  # not empty: they are copies of what others have computed, and come back for the first time
+        self.first = first  # index in its table of the first block copied
+        self.keys = keys  # not empty: prefix blocks, copied back at its first admission
 
 
 @dataclass(frozen=True, slots=True)
 class SwapOrders:
-    """What a step does besides computing."""
+    """The copies of a step, and the sequences whose copies have ended."""
 
-    left: tuple[Sequence, ...] = ()  # their KV is on the host: the device's blocks are free before the step
-    back: tuple[Sequence, ...] = ()  # blocks of the device are taken for these
+    left: tuple[Sequence, ...] = ()  # their KV is on the host: their device blocks are free before the step
+    back: tuple[Sequence, ...] = ()  # device blocks are reserved for these
     copies: tuple[SwapCopy, ...] = ()
 
     @property
@@ -68,10 +68,10 @@ NOTHING = SwapOrders()
 
 
 class SwapSpace:
-    """The space on the host, in counts, as in the scheduler. `block_count` 0: there is none, no sequence swaps."""
+    """Host memory in counts of blocks, as in the scheduler. `block_count` 0: no sequence swaps."""
 
     def __init__(self, block_count: int, block_tokens: int, fixed_blocks: int, *, online: bool = True) -> None:
-        """`online`: online sequences that give way swap, too; else it is for offline ones alone."""
+        """`online`: preempted online sequences swap, too; otherwise only offline ones."""
         self._limit = block_count
         self._online = online
         self._block_tokens = block_tokens
@@ -79,7 +79,7 @@ class SwapSpace:
         self._host = BlockBook(block_count, block_tokens)
         self.prefixes = HostPrefixes(self._host, block_tokens)
         self._entries: dict[SequenceId, _Entry] = {}
-        self._mirrors: dict[SequenceId, int] = {}  # of offline sequences that run: full blocks on the host
+        self._mirrors: dict[SequenceId, int] = {}  # offline running sequence -> its full blocks on the host
         self._pace = CopyPace()
         self.swapped_total = 0
 
@@ -88,11 +88,11 @@ class SwapSpace:
 
     @property
     def enabled(self) -> bool:
-        """Whether online sequences swap."""
+        """True if online sequences swap."""
         return self._online and self._limit > 0
 
     def limit(self, block_count: int) -> bool:
-        """There may be so many blocks in use from now on. False: there are more, and those in here lose their KV."""
+        """Set the number of host blocks. False if more are in use, and the swapped sequences lose their KV."""
         self._limit = min(block_count, self._host.block_count)
         self.prefixes.make_room(self._host.used_count - self._limit)
         return self._host.used_count <= self._limit
@@ -103,7 +103,7 @@ class SwapSpace:
 
     @property
     def used_block_count(self) -> int:
-        """Blocks in use on the host, but for copies of what is retained."""
+        """Host blocks in use, without copies of retained blocks."""
         return self._host.used_count - len(self.prefixes)
 
     @property
@@ -120,12 +120,12 @@ class SwapSpace:
 
     @property
     def leaving_block_count(self) -> int:
-        """Blocks on the device, soon to be free."""
+        """Device blocks of sequences being swapped out: free soon."""
         return sum(s.reserved_block_count for s in self._in(Phase.LEAVING))
 
     @property
     def leaving_count(self) -> int:
-        """Online sequences: offline ones are away at once."""
+        """Online sequences being swapped out; offline ones are out at once."""
         return len(self._in(Phase.LEAVING))
 
     @property
@@ -134,12 +134,12 @@ class SwapSpace:
 
     @property
     def holders(self) -> list[Sequence]:
-        """Those that hold blocks of the device."""
+        """Sequences that hold device blocks."""
         return [*self._in(Phase.LEAVING), *self._in(Phase.RETURNING)]
 
     @property
     def away(self) -> list[Sequence]:
-        """Online ones."""
+        """Online sequences that are swapped out."""
         return [s for s in self._in(Phase.AWAY) if s.rank != OFFLINE_RANK]
 
     @property
@@ -149,10 +149,10 @@ class SwapSpace:
     def _in(self, phase: Phase) -> list[Sequence]:
         return [entry.sequence for entry in self._entries.values() if entry.phase is phase]
 
-    # ---------------------------------------------------------------- there and back
+    # ---------------------------------------------------------------- swap out and in
 
     def takes(self, sequence: Sequence) -> bool:
-        """Whether it is one that swaps, has KV and the host has room for it, beside other online ones."""
+        """True if it may be swapped out: it has KV, and the host has room for it beside other online ones."""
         if not self._online or sequence.snapshot is not None:
             return False
         room = self._limit - self._host.used_count + sum(self._mirrors.values())
@@ -161,7 +161,7 @@ class SwapSpace:
         return 0 < blocks_for(sequence.computed_tokens, self._block_tokens) <= room
 
     def leave(self, sequence: Sequence) -> list[Sequence]:
-        """Returns offline sequences that have lost their KV to it: they are in here no more."""
+        """Swap out a sequence. Returns offline sequences that have lost their KV to it."""
         lost = self._free(blocks_for(sequence.computed_tokens, self._block_tokens))
         table = self._host.hold(sequence.sequence_id, sequence.computed_tokens)
         self._entries[sequence.sequence_id] = _Entry(sequence, len(table))
@@ -169,8 +169,8 @@ class SwapSpace:
         return lost
 
     def _free(self, block_count: int) -> list[Sequence]:
-        """Room for an online sequence: copies of what is retained go first, then mirrors, then offline ones that are
-        away, the newest before others.
+        """Make room for an online sequence: evict copies of retained blocks first, then mirrors, then swapped-out
+        offline sequences, newest first.
         """
         self.prefixes.make_room(block_count - self._limit + self._host.used_count)
         for sequence_id, mirrored in list(self._mirrors.items()):
@@ -192,26 +192,30 @@ class SwapSpace:
         entry.phase, entry.copied_count = Phase.RETURNING, 0
 
     def forget(self, sequence: Sequence) -> None:
-        """It has ended, or lost its KV. A copy under way does no harm: nothing uses its blocks before the next step."""
+        """It has ended, or lost its KV. A copy under way is harmless: its blocks are not reused
+        before the next step.
+        """
         entry = self._entries.pop(sequence.sequence_id)
         self._host.release(sequence.sequence_id)
         if entry.keys:
             self.prefixes.done(entry.keys)
 
     def stay_away(self, sequence: Sequence) -> None:
-        """It was coming back. What the host has of it is complete."""
+        """It was being copied back: cancel that. Its KV on the host is complete."""
         entry = self._entries[sequence.sequence_id]
         entry.phase, entry.copied_count = Phase.AWAY, 0
 
     def settle(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Before a step: which are away now, and which are back. All copies that were ordered are made before it."""
+        """Before a step: the sequences that are out now, and those that are back. All copies ordered so far complete
+        before it.
+        """
         complete = [entry for entry in self._entries.values() if entry.copied_count == entry.block_count]
         left = [entry for entry in complete if entry.phase is Phase.LEAVING]
         back = [entry.sequence for entry in complete if entry.phase is Phase.RETURNING]
         for entry in left:
             entry.phase, entry.copied_count = Phase.AWAY, 0
         for sequence in back:
-            if sequence.rank == OFFLINE_RANK:  # what is on the host is good for the next time
+            if sequence.rank == OFFLINE_RANK:  # the copy on the host stays valid as its mirror
                 entry = self._entries.pop(sequence.sequence_id)
                 self._mirrors[sequence.sequence_id] = entry.block_count
             else:
@@ -221,10 +225,10 @@ class SwapSpace:
         return [entry.sequence for entry in left], back
 
     def order(self, left: tuple[Sequence, ...], *, busy: bool) -> SwapOrders:
-        """Copies for the step that is formed: those that leave first, since others wait for their blocks. A step that
-        computes nothing online has nothing to hide online ones' behind, and copies all there is; what comes back of
-        offline ones stays within what these leave of the budget, as whatever comes online waits for the step. `left` is
-        what has left since the last one.
+        """Copies for the step being formed: first those out, since others wait for the blocks. A step without online
+        computation has nothing to overlap with, and copies everything for online sequences; swap-in of offline ones
+        stays within the remaining budget, as a new online sequence would wait for the step. `left`: sequences that have
+        left since the last step.
         """
         budget = self.budget_blocks
         copies: list[SwapCopy] = []
@@ -251,25 +255,25 @@ class SwapSpace:
                 budget -= count
         return SwapOrders(left, tuple(back), tuple(copies))
 
-    # ---------------------------------------------------------------- what is retained
+    # ---------------------------------------------------------------- copies of retained blocks
 
     def brings_within(self, block_count: int, seconds: float) -> bool:
-        """Whether copying so many blocks from the host takes less."""
+        """True if copying so many blocks from the host takes less than that time."""
         return block_count > 0 and bringing_s(self._pace, block_count) < seconds
 
     def bring(self, sequence: Sequence, first: int, keys: tuple[BlockKey, ...]) -> None:
-        """Copies of these blocks come into its table, from block `first` on."""
+        """Order copies of these blocks into its table, from block `first` on."""
         entry = self._entries[sequence.sequence_id] = _Entry(sequence, len(keys), first, keys)
         entry.phase = Phase.RETURNING
         sequence.dispatched_tokens = (first + len(keys)) * self._block_tokens  # counted as computed from now on
         self.prefixes.read(keys)
 
     def brings(self, sequence: Sequence) -> bool:
-        """Whether it is one of those."""
+        """True if it waits for such copies."""
         return bool(self._entries[sequence.sequence_id].keys)
 
     def keep(self, orders: SwapOrders, index: PrefixIndex) -> SwapOrders:
-        """Copies of retained blocks are added to those of a step that computes, as many as hide behind it."""
+        """Add copies of retained blocks to a computing step, as many as overlap with it."""
         budget = self.budget_blocks - orders.block_count
         room = self._limit - self._host.used_count + self.prefixes.removable_count
         if room <= 0:
@@ -283,7 +287,7 @@ class SwapSpace:
         return replace(orders, copies=(*orders.copies, SwapCopy(0, True, 0, 0, host_blocks, numbers)))
 
     def landed(self, orders: SwapOrders, *, good: bool) -> None:
-        """The step has been run on all stages. Not `good`: it failed on one."""
+        """The step has completed on all stages. Not `good`: it failed on one."""
         for copy in orders.copies:
             if copy.numbers:
                 self.prefixes.landed(copy.numbers, good=good)
@@ -295,12 +299,12 @@ class SwapSpace:
         return sum(self._mirrors.values())
 
     def mirror(self, orders: SwapOrders, sequences: Iterable[Sequence]) -> SwapOrders:
-        """Copies of full blocks are added to those of a step that computes, first of who yields first. They take half
-        of what hides behind it, so that what online sequences wait for is never put off.
+        """Add copies of full blocks to a computing step, for sequences in the order of preemption. They use half of the
+        copies that overlap with it, so that those for online sequences are never delayed.
 
         Args:
             orders: Of the step so far.
-            sequences: Offline ones that run, in the order in which they yield.
+            sequences: Running offline ones, in the order of preemption.
         """
         budget, copies = max(1, self.budget_blocks // 2) - orders.block_count, list(orders.copies)
         chosen = list(sequences)
@@ -320,8 +324,8 @@ class SwapSpace:
         return replace(orders, copies=tuple(copies)) if len(copies) > len(orders.copies) else orders
 
     def _room(self, block_count: int, later: list[Sequence]) -> int:
-        """Blocks of the host for a mirror, so many at most. Copies of what is retained, and mirrors of who yields
-        `later`, make room for it.
+        """Up to so many host blocks for a mirror. Copies of retained blocks, and mirrors of sequences preempted
+        `later`, are evicted for it.
         """
         self.prefixes.make_room(block_count - self._limit + self._host.used_count)
         for sequence in reversed(later):
@@ -333,7 +337,7 @@ class SwapSpace:
         return min(block_count, self._limit - self._host.used_count)
 
     def _trim(self, sequence_id: SequenceId, block_count: int) -> None:
-        """A mirror keeps so many blocks."""
+        """Shorten a mirror to `block_count` blocks."""
         self._host.trim(sequence_id, block_count * self._block_tokens)
         if block_count:
             self._mirrors[sequence_id] = block_count
@@ -341,7 +345,9 @@ class SwapSpace:
             del self._mirrors[sequence_id]
 
     def leave_by_mirror(self, sequence: Sequence) -> int:
-        """It yields and is away at once. Returns how many of its tokens have KV on the host; 0: it is not in here."""
+        """Preempt a sequence that has a mirror. Returns how many of its tokens have KV on the host; 0: none, it is not
+        swapped.
+        """
         mirrored = self._mirrors.pop(sequence.sequence_id, 0)
         if mirrored:
             entry = self._entries[sequence.sequence_id] = _Entry(sequence, mirrored)
@@ -349,18 +355,17 @@ class SwapSpace:
         return mirrored * self._block_tokens
 
     def drop_mirror(self, sequence: Sequence) -> None:
-        """If it has one."""
         if self._mirrors.pop(sequence.sequence_id, 0):
             self._host.release(sequence.sequence_id)
 
     def drop_mirrors(self, who: Container[SequenceId] | None) -> None:
-        """Of all, or of those named."""
+        """Drop all mirrors, or those named."""
         for sequence_id in [i for i in self._mirrors if who is None or i in who]:
             self._trim(sequence_id, 0)
 
     def measured(self, step_s: float, block_count: int, copy_s: float) -> None:
-        """A step that copied so many blocks. Where none swaps online, those that copied none may never be asked for one
-        by one (`core.plain`), and are not looked at.
+        """Learn from the duration of a step that copied so many blocks. Steps without copies are ignored where online
+        sequences do not swap, as they may be skipped by fast-forward (`core.plain`).
         """
         if block_count or self.enabled:
             self._pace = self._pace.after(step_s, block_count, copy_s)
@@ -368,8 +373,8 @@ class SwapSpace:
     # ---------------------------------------------------------------- inspector
 
     def check(self, offline: Iterable[Sequence]) -> None:
-        """Raise InvariantViolation unless host blocks belong to exactly those in here, and each holds what it should
-        (I3 for host memory); mirrors to the `offline` sequences that run.
+        """Raise InvariantViolation unless host blocks are exactly those of swapped sequences, and each has what it
+        should (I3 for host memory); mirrors are of the running `offline` sequences.
         """
         self._host.check()
         self.prefixes.check()
@@ -401,7 +406,7 @@ class SwapSpace:
 
 
 def block_copies(batch: Batch, book: BlockBook) -> tuple[BlockCopy, ...]:
-    """The copies beside a batch on a stage whose `book` has applied it. Sequences that return get their blocks."""
+    """The copies beside a batch, on a stage whose `book` has applied it: returning sequences have blocks by then."""
     copies: list[BlockCopy] = []
     for copy in batch.copies:
         if copy.numbers:

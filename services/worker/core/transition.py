@@ -1,7 +1,7 @@
 """One worker's part in a change of the layout: runs from the tables of `core.phases` (pure).
 
-All that decides about a transition is there and in `TransitionState`; the member connects links, moves memory and KV,
-and reports.
+All decisions of a transition are there and in `TransitionState`; the member connects links, moves memory and KV, and
+reports.
 """
 
 from enum import Enum, auto
@@ -18,18 +18,20 @@ AFTER_COMMIT = (Phase.COMMITTING, Phase.EXCHANGING)
 
 
 class Reception(Enum):
-    """What a member does about a plan."""
+    """How a member answers a plan."""
 
-    IGNORE = auto()  # the same once more, an old one, or another one has been committed: the planner asks again
-    LEAVE = auto()  # it begins without this member's group: a member was counted as lost. The group is left
-    CONFIRM = auto()  # it makes this member serve alone, which it does already, perhaps with requests
+    IGNORE = auto()  # a repetition, an outdated plan, or another one is committed: the planner asks again
+    LEAVE = auto()  # the plan's base lacks this member's group, as a member counts as lost: leave the group
+    CONFIRM = auto()  # the plan makes this member serve alone, which it does already, perhaps with requests
     TAKE = auto()
 
 
 def reception(
     plan: Plan, me: WorkerId, newest_epoch: Epoch, transition: "Transition | None", *, in_group: bool, is_whole: bool
 ) -> Reception:
-    """`transition`: the one under way, or the last. `in_group`: of several. `is_whole`: alone, at rest, all layers."""
+    """`transition`: the current or last one. `in_group`: of several members. `is_whole`: alone, at rest, holding all
+    layers.
+    """
     part = part_of(plan, me)
     if plan.epoch <= newest_epoch or part is None:
         return Reception.IGNORE
@@ -42,7 +44,7 @@ def reception(
 
 
 class Transition(TransitionState):
-    """One worker and one plan. `handle` is the only method that changes anything."""
+    """One worker's state machine for one plan. Only `handle` changes its state."""
 
     def __init__(self, me: WorkerId, plan: Plan) -> None:
         super().__init__(me, plan)
@@ -55,38 +57,38 @@ class Transition(TransitionState):
 
     @property
     def takes_checksums(self) -> bool:
-        """Of the layers that are to be given up. They must stay where they are until then."""
+        """True while checksums of the layers to be given up are computed: they must not be moved."""
         return self.state is State.PREPARING and not (self.part.dissolves or self.memory_ready)
 
     @property
     def undoing(self) -> bool:
-        """A restore has failed before its commit: layers that have come are still to be given up again."""
+        """True while layers loaded by a restore that failed before its commit are given up again."""
         failed = self.state is State.FAILED and self.part.dissolves and not self.undone
         return failed or self.state is State.UNDOING
 
     @property
     def drains(self) -> bool:
-        """The group that dissolves still computes here."""
+        """True while the draining group still computes here."""
         return self.state is State.DRAINING
 
     @property
     def limits(self) -> bool:
-        """The leader limits its group, and waits until no request holds a block beyond."""
+        """True while this leader limits its group, until no request holds a block beyond the limit."""
         return self.state is State.LIMITING
 
     @property
     def quiesces(self) -> bool:
-        """No batch is formed, and the last ones of the old layout come back."""
+        """True while no batch is formed and the last ones of the old layout complete."""
         return self.state is State.QUIESCING and self.led_before
 
     @property
     def may_form(self) -> bool:
-        """A leader may form batches."""
+        """True if a leader may form batches."""
         return not self.quiesces and (self.part.dissolves or self.state is not State.GATHERING)
 
     @property
     def awaits_roster(self) -> bool:
-        """Its group's leader has not said yet whose KV stays."""
+        """True until the group's leader has sent which KV is kept."""
         return self.phase is Phase.EXCHANGING and self.part.new.leader.worker_id not in self.waves
 
     def handle(self, event: Event) -> list[Command]:
@@ -111,7 +113,7 @@ class Transition(TransitionState):
         self.state = way.to or self.state
 
     def check(self) -> None:
-        """Raise InvariantViolation if what is done contradicts what is open."""
+        """Raise InvariantViolation if actions under way contradict the state."""
         if self.state is State.DONE:
             self.check_done()
         if self._open_way() is not None:

@@ -1,4 +1,4 @@
-"""What a transition is told and what it asks for: the events and commands of `core.transition`."""
+"""Events and commands of `core.transition`."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from services.worker.core.spans import Hop
 
 @dataclass(frozen=True, slots=True)
 class PrepareRequested:
-    """`room_blocks`: a follower's leader has granted room for this restore already; None: not yet."""
+    """`room_blocks`: room for this restore that a follower's leader has granted before; None: not yet."""
 
     at_s: float
     plan: Plan
@@ -43,7 +43,7 @@ class LinksUp:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReady:
-    """Drop: the plan fits. Restore: the missing layers are here and verified."""
+    """Drop: the plan fits the memory. Restore: the missing layers are loaded and verified."""
 
     at_s: float
     epoch: Epoch
@@ -58,7 +58,7 @@ class PreparationFailed:
 
 @dataclass(frozen=True, slots=True)
 class GroupLimited:
-    """The group that this worker leads is to dissolve: it may have only what its smallest stage keeps meanwhile."""
+    """The group that this worker leads is limited to what its smallest stage keeps until it dissolves."""
 
     at_s: float
     epoch: Epoch
@@ -67,7 +67,7 @@ class GroupLimited:
 
 @dataclass(frozen=True, slots=True)
 class LimitHeld:
-    """No request of the group holds a block beyond the limit, or will take one."""
+    """No request of the group holds a block beyond the limit, or will reserve one."""
 
     at_s: float
     epoch: Epoch
@@ -83,7 +83,7 @@ class LayersGivenUp:
 
 @dataclass(frozen=True, slots=True)
 class BoundaryReached:
-    """No batch of the old layout that this worker leads is under way any more."""
+    """All batches of the old layout that this worker leads have completed."""
 
     at_s: float
     epoch: Epoch
@@ -91,7 +91,7 @@ class BoundaryReached:
 
 @dataclass(frozen=True, slots=True)
 class GroupEnded:
-    """No batch of the group that dissolves is in flight, and this worker has handed over what was left in it."""
+    """No batch of the draining group is in flight, and this worker has handed its remaining sequences over."""
 
     at_s: float
     epoch: Epoch
@@ -99,8 +99,8 @@ class GroupEnded:
 
 @dataclass(frozen=True, slots=True)
 class TakenUp:
-    """Memory and role are those of the new layout. `own_victims`: what this worker has led and goes on leading.
-    `draining`: the group that goes on beside that, in a restore.
+    """Memory and role are those of the new layout. `own_victims`: sequences that this worker has led and goes on
+    leading. `draining`: the old group, in a restore.
     """
 
     at_s: float
@@ -111,8 +111,8 @@ class TakenUp:
 
 @dataclass(frozen=True, slots=True)
 class Led:
-    """Answer to Lead and LeadWave: the KV of these victims is exchanged now. Unless this is the `last` wave others wait
-    for room; who is in none of them is computed anew.
+    """Answer to Lead and LeadWave: the KV of these victims is exchanged now. Unless this is the `last` wave, others
+    wait for room; sequences in no wave are recomputed.
     """
 
     at_s: float
@@ -124,7 +124,7 @@ class Led:
 
 @dataclass(frozen=True, slots=True)
 class KvSent:
-    """The receiver has all of it."""
+    """The receiver has all of the KV."""
 
     at_s: float
     epoch: Epoch
@@ -152,7 +152,7 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class RoomGranted:
-    """From the leader of a group that is to dissolve: it holds no block beyond these, and will take none."""
+    """From the leader of a group that is to dissolve: it uses no block beyond these."""
 
     at_s: float
     epoch: Epoch
@@ -161,7 +161,7 @@ class RoomGranted:
 
 @dataclass(frozen=True, slots=True)
 class EpochEnded:
-    """From the leader that was: every batch of the old group has come by."""
+    """From the old leader: every batch of the old group has been sent."""
 
     at_s: float
     epoch: Epoch
@@ -170,7 +170,7 @@ class EpochEnded:
 
 @dataclass(frozen=True, slots=True)
 class HandoverReceived:
-    """A member is ready for its new role; an old leader's sequences have come with it."""
+    """A member is ready for its new role; an old leader's sequences come with it."""
 
     at_s: float
     epoch: Epoch
@@ -180,7 +180,7 @@ class HandoverReceived:
 
 @dataclass(frozen=True, slots=True)
 class RosterReceived:
-    """From a new leader: victims of its group, whose KV is to be gathered there now. Each wave has one."""
+    """From a new leader: sequences of its group whose KV is to be sent there now. One roster for each wave."""
 
     at_s: float
     epoch: Epoch
@@ -192,7 +192,7 @@ class RosterReceived:
 
 @dataclass(frozen=True, slots=True)
 class WaveDone:
-    """From a stage to its leader, which knows what room it has: the KV of this wave has come and gone there."""
+    """From a stage to its leader, with its capacity: it has sent and received all KV of this wave."""
 
     at_s: float
     epoch: Epoch
@@ -202,7 +202,7 @@ class WaveDone:
 
 @dataclass(frozen=True, slots=True)
 class KvCompleteReceived:
-    """A stage of the group that this worker leads has all KV of a victim."""
+    """A stage of the group that this worker leads has all KV of a sequence."""
 
     at_s: float
     epoch: Epoch
@@ -240,7 +240,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class ConnectLinks:
-    """Answered with LinksUp or PreparationFailed."""
+    """Connect to the peers. Answered with LinksUp or PreparationFailed."""
 
     epoch: Epoch
     peers: tuple[WorkerId, ...]
@@ -248,14 +248,14 @@ class ConnectLinks:
 
 @dataclass(frozen=True, slots=True)
 class PrepareMemory:
-    """Answered with PreparationFailed if this worker cannot take part; in a drop else with MemoryReady."""
+    """Check or prepare memory. Answered with PreparationFailed, or in a drop with MemoryReady."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class GrantRoom:
-    """To the stages that follow, behind all batches."""
+    """Tell the followers, in order with batches, that their room is granted."""
 
     epoch: Epoch
     block_count: int
@@ -263,9 +263,7 @@ class GrantRoom:
 
 @dataclass(frozen=True, slots=True)
 class LoadLayers:
-    """The KV keeps so many blocks, and missing layers come into the rest. Answered with MemoryReady or
-    PreparationFailed.
-    """
+    """Shrink the KV cache and load the missing layers. Answered with MemoryReady or PreparationFailed."""
 
     epoch: Epoch
     block_count: int
@@ -273,7 +271,7 @@ class LoadLayers:
 
 @dataclass(frozen=True, slots=True)
 class ShrinkGroup:
-    """The leader has committed already, and its group needs less."""
+    """Shrink this stage's share of the group: the leader has committed already and its group needs less."""
 
     epoch: Epoch
     block_count: int
@@ -281,21 +279,21 @@ class ShrinkGroup:
 
 @dataclass(frozen=True, slots=True)
 class WithdrawRoom:
-    """A restore has failed before its commit: the group is limited no more. For its leader."""
+    """A restore has failed before its commit: lift the group's limit. For its leader."""
 
     epoch: Epoch
 
 
 @dataclass(frozen=True, slots=True)
 class ReportRoom:
-    """To the leader: what this member has, now that a restore has been undone."""
+    """Report this member's capacity to the leader, after a restore has been undone."""
 
     epoch: Epoch
 
 
 @dataclass(frozen=True, slots=True)
 class Quiesce:
-    """Form no batch any more; answered with BoundaryReached. For a worker that leads, in a drop."""
+    """Stop scheduling; answered with BoundaryReached when batches in flight have completed. For a leader, in a drop."""
 
     epoch: Epoch
 
@@ -308,15 +306,15 @@ class SendEpochEnded:
 
 @dataclass(frozen=True, slots=True)
 class TakeUp:
-    """Move memory, change role; an old leader hands its sequences over. Answered with TakenUp."""
+    """Move memory and change role; an old leader hands its sequences over. Answered with TakenUp."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class Empty:
-    """A stage of the group that dissolves is gone: what is in it goes elsewhere now, by its tokens. Answered with
-    GroupEnded. For the worker that has led it.
+    """A stage of the draining group is lost: hand its sequences over without KV. Answered with GroupEnded. For its
+    leader.
     """
 
     epoch: Epoch
@@ -324,14 +322,14 @@ class Empty:
 
 @dataclass(frozen=True, slots=True)
 class CloseSeat:
-    """The group that dissolves has come to its end here. Its blocks are read until ReleaseLost."""
+    """The draining group has ended here. Its blocks are read until ReleaseLost."""
 
     epoch: Epoch
 
 
 @dataclass(frozen=True, slots=True)
 class SendHandover:
-    """With the sequences that go to this leader's group, if this worker has led any."""
+    """Send the handover, with the sequences that go to this leader's group."""
 
     epoch: Epoch
     to: WorkerId
@@ -339,7 +337,7 @@ class SendHandover:
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """All members are ready: adopt the victims, see which have room, form batches. Answered with Led."""
+    """All members are ready: adopt the sequences, admit those that have room, form batches. Answered with Led."""
 
     epoch: Epoch
     victims: tuple[Victim, ...]
@@ -347,7 +345,7 @@ class Lead:
 
 @dataclass(frozen=True, slots=True)
 class LeadWave:
-    """All members are through with the wave before: see which of those that wait have room now. Answered with Led."""
+    """All members have ended the previous wave: admit waiting sequences that have room now. Answered with Led."""
 
     epoch: Epoch
     wave: int
@@ -355,8 +353,8 @@ class LeadWave:
 
 @dataclass(frozen=True, slots=True)
 class SendRoster:
-    """The roster of wave 0 goes at once. That of a later one goes in order with the batches, which go from stage to
-    stage: its victims take blocks that batches before it have freed.
+    """Send a roster: that of wave 0 at once, later ones in order with batches, as their sequences reserve blocks that
+    earlier batches have freed.
     """
 
     epoch: Epoch
@@ -368,7 +366,7 @@ class SendRoster:
 
 @dataclass(frozen=True, slots=True)
 class SendKv:
-    """The KV of the victim's computed tokens in the layers of that hop. Answered with KvSent."""
+    """Send the KV of the sequence's computed tokens in the layers of that hop. Answered with KvSent."""
 
     epoch: Epoch
     victim: Victim
@@ -377,7 +375,9 @@ class SendKv:
 
 @dataclass(frozen=True, slots=True)
 class ExpectKv:
-    """Have blocks ready for a victim of the new group. What comes by each of these hops is reported with KvReceived."""
+    """Reserve blocks for a sequence of the new group. KV that arrives by each of these hops is reported with
+    KvReceived.
+    """
 
     epoch: Epoch
     victim: Victim
@@ -393,7 +393,7 @@ class SendKvComplete:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Every stage has the victim's KV."""
+    """Every stage has the sequence's KV."""
 
     epoch: Epoch
     sequence_id: SequenceId
@@ -401,8 +401,8 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseSent:
-    """Nobody needs the KV of the layers this worker has given up any more, as far as it is of victims of the waves so
-    far: room for the next ones. The leader is told what there is.
+    """KV of the waves so far, in layers given up, has been sent: reuse its room and report the
+    capacity to the leader.
     """
 
     plan: Plan
@@ -410,7 +410,7 @@ class ReleaseSent:
 
 @dataclass(frozen=True, slots=True)
 class SendWaveDone:
-    """This worker is through with a wave; sent behind what ReleaseSent has told the leader."""
+    """This worker has ended a wave. Sent after the report of ReleaseSent."""
 
     epoch: Epoch
     wave: int
@@ -419,14 +419,14 @@ class SendWaveDone:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseLost:
-    """Nobody needs the KV of the layers this worker has given up: its extents follow the parameters."""
+    """All KV of layers given up has been sent: release their memory."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A member of the group in force is gone: what the group was doing cannot go on."""
+    """A member of the group in force is lost: the group cannot go on."""
 
     peer: WorkerId
     why: str

@@ -1,8 +1,8 @@
-"""What one member knows of a transition, and what it does about an event (pure). `core.phases` says when.
+"""What one member knows of a transition, and its reaction to an event (pure). `core.phases` says which event applies
+when.
 
-A drop and a merge of pipelines are the same thing: they exchange KV at a boundary. In a restore each member is a whole
-worker from the commit on, and the old group comes to its end beside that; the KV of what is left in it then is
-exchanged likewise.
+A drop and a merge of pipelines are handled alike: they exchange KV at a boundary. In a restore each member serves alone
+from the commit on, and the old group drains beside that; the KV of its remaining sequences is then exchanged likewise.
 """
 
 from ballast.common.errors import InvariantViolation
@@ -16,7 +16,7 @@ Commands = list[t.Command]
 
 
 class TransitionState:
-    """Methods that return commands carry an event out; those that return a bool are conditions of the table."""
+    """Methods that return commands handle an event; those that return a bool are conditions of the table."""
 
     def __init__(self, me: WorkerId, plan: Plan) -> None:
         part = part_of(plan, me)
@@ -29,19 +29,19 @@ class TransitionState:
         self.links_up = False
         self.memory_ready = False
         self.room_blocks: int | None = None  # restore: blocks that the group keeps; None: not granted yet
-        self.undone = False  # restore: layers that came before an abort are given up again
-        self.epoch_ended = False  # notice of the old leader, which followers wait for
-        self.draining: Draining | None = None  # the group that dissolves, from the commit on
-        self.lost: set[WorkerId] = set()  # members of the group that dissolves, since the commit
-        self.own_victims: tuple[Victim, ...] = ()  # sequences that this worker has led and goes on leading
-        self.handovers: dict[WorkerId, tuple[Victim, ...]] = {}  # sender -> its victims
-        self.waves: dict[WorkerId, int] = {}  # new leader -> its waves that have been handled
-        self.closed: set[WorkerId] = set()  # new leaders whose last wave is among them
-        self._waves_left: dict[WorkerId, int] = {}  # new leader -> the wave that it was last told to be done
-        self._wave_missing: set[WorkerId] = set()  # leader: stages that are not through with its wave
+        self.undone = False  # restore: layers loaded before an abort are given up again
+        self.epoch_ended = False  # the old leader has announced it; followers wait for it
+        self.draining: Draining | None = None  # the old group, from the commit on
+        self.lost: set[WorkerId] = set()  # members of the draining group lost since the commit
+        self.own_victims: tuple[Victim, ...] = ()  # sequences that this worker goes on leading
+        self.handovers: dict[WorkerId, tuple[Victim, ...]] = {}  # by sender
+        self.waves: dict[WorkerId, int] = {}  # new leader -> number of its waves handled
+        self.closed: set[WorkerId] = set()  # new leaders that have announced their last wave
+        self._waves_left: dict[WorkerId, int] = {}  # new leader -> last wave reported to it as done
+        self._wave_missing: set[WorkerId] = set()  # leader: stages that have not ended its wave
         self._outgoing: set[tuple[SequenceId, WorkerId]] = set()
-        self._incoming: dict[SequenceId, set[WorkerId]] = {}  # victim -> sources not yet done
-        self._stages_missing: dict[SequenceId, set[WorkerId]] = {}  # leader: victim -> stages
+        self._incoming: dict[SequenceId, set[WorkerId]] = {}  # sequence -> members that have not sent its KV
+        self._stages_missing: dict[SequenceId, set[WorkerId]] = {}  # leader: sequence -> stages without all its KV
 
     @property
     def epoch(self) -> Epoch:
@@ -89,7 +89,7 @@ class TransitionState:
     def is_peer(self, event: t.PeerLost) -> bool:
         return event.peer in self.part.peers
 
-    # ------------------------------------------------------------ room and layers of a restore
+    # ------------------------------------------------------------ restore: room and layers
 
     def is_leader(self, _: t.LinksUp) -> bool:
         return self.led_before
@@ -124,7 +124,7 @@ class TransitionState:
         return [*self._epoch_ends(), *self.take_up()]
 
     def may_follow(self) -> bool:
-        """A follower waits for its leader's notice, a newcomer for nothing."""
+        """True if the follower has its leader's notice; a new member needs none."""
         return not self.led_before and (self.epoch_ended or self.part.old is None)
 
     def take_up(self, _: t.CommitRequested | None = None) -> Commands:
@@ -151,23 +151,23 @@ class TransitionState:
     def _handovers(self) -> Commands:
         return [t.SendHandover(self.epoch, to) for to in self.part.handovers_to if to not in self.lost]
 
-    # ------------------------------------------------------------ the end of a group that dissolves
+    # ------------------------------------------------------------ end of a draining group
 
     def give_way(self, _: t.AbortRequested) -> Commands:
-        """What still runs in the group goes to a member now."""
+        """The draining group's running sequences are handed over now."""
         if self.draining is not None:
             self.draining.hurried = True
         return []
 
     def end_group(self, _: t.GroupEnded) -> Commands:
-        """The leader that was has nothing left in it."""
+        """Ends the group once its old leader has handed everything over."""
         self.epoch_ended = True
         if self.draining is not None:
             self.own_victims = self.draining.own_victims
         return self._epoch_ends()
 
     def group_ended(self) -> bool:
-        """A leader that loses a follower empties the group first; a follower may lose its leader."""
+        """When a follower is lost, the leader first hands all sequences over; followers may lose their leader."""
         return self.epoch_ended or (bool(self.lost) and not self.led_before)
 
     def close(self) -> Commands:
@@ -178,13 +178,13 @@ class TransitionState:
         return [t.Empty(self.epoch)] if self.led_before else []
 
     def lose(self, event: t.PeerLost) -> Commands:
-        """What it was to be sent is not waited for."""
+        """KV expected from a lost member is not waited for."""
         self.lost.add(event.peer)
         self._outgoing = {(sequence_id, to) for sequence_id, to in self._outgoing if to != event.peer}
         return []
 
     def awaits_kv_of(self, event: t.PeerLost) -> bool:
-        """Some of a victim's KV is to come from there, and may be being written into its blocks."""
+        """True if KV of a sequence is expected from that member, and may be being written."""
         return any(event.peer in sources for sources in self._incoming.values())
 
     def break_up(self, event: t.PeerLost) -> Commands:
@@ -221,7 +221,7 @@ class TransitionState:
     # ------------------------------------------------------------ exchange
 
     def is_next_roster(self, event: t.RosterReceived) -> bool:
-        """What the others still say of a lost member comes to nothing."""
+        """True for the next roster of that leader. Notices from a lost member are ignored."""
         known = event.source in self.part.rosters_from and event.source not in self.closed | self.lost
         return known and event.wave == self.waves.get(event.source, 0)
 
@@ -278,19 +278,21 @@ class TransitionState:
         del self._stages_missing[sequence_id]
         return [t.Resume(self.epoch, sequence_id)]
 
-    # ------------------------------------------------------------ the end of a wave, and of all
+    # ------------------------------------------------------------ end of a wave and of the transition
 
     @property
     def _rosters_from(self) -> set[WorkerId]:
         return set(self.part.rosters_from) - self.lost
 
     def _nothing_travels(self) -> bool:
-        """As far as is known: each new leader has said of one wave at least whose KV stays."""
+        """True if no transfer is known: every new leader has sent at least one roster, and all of
+        its KV has arrived.
+        """
         on_its_way = self._outgoing or self._incoming or self._stages_missing
         return not on_its_way and self._rosters_from <= self.waves.keys()
 
     def _waves_to_leave(self) -> list[tuple[WorkerId, int]]:
-        """Leaders that have more waves to come, with the one that is over here and was not told of."""
+        """Leaders with further waves, with the wave that has ended here and was not reported."""
         going_on = [leader for leader in self.part.rosters_from if leader not in self.closed]
         waves = [(leader, self.waves[leader] - 1) for leader in going_on if leader in self.waves]
         return [(leader, wave) for leader, wave in waves if self._waves_left.get(leader, -1) != wave]

@@ -1,7 +1,7 @@
-"""The turns of an engine: what has come in goes to the core and to the member of a group, then batches are run.
+"""The engine loop's turn: pending events go to the core and to the group member, then batches are run.
 
-A worker's engine thread and the simulator take the same turns. `take_in` and `step` stop where what has been asked of
-the engine takes its time: for a thread that has passed by then, in a simulation it is let pass.
+A worker's engine thread and the simulator take the same turns. `take_in` and `step` return where the requested work
+takes time: for a thread that time has passed by then, a simulation lets it pass.
 """
 
 from abc import ABC, abstractmethod
@@ -27,19 +27,19 @@ from services.worker.core.worker import WorkerCore
 
 
 class MemberEvent:
-    """Base of what concerns this worker as a member of a group; handled by `Member`, not by the core."""
+    """Base of events for this worker as a member of a group; handled by `Member`, not by the core."""
 
     __slots__ = ()
 
     @property
     def preempts(self) -> bool:
-        """Whether offline work makes way for it within its step."""
+        """True if offline work is to be preempted within its step."""
         return False
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """A batch has come back: its result, or why it could not be run."""
+    """A batch has completed or failed."""
 
     step_id: int
     result: StepResult | None
@@ -47,11 +47,11 @@ class StepOutcome:
 
 
 class Member(Protocol):
-    """This worker's place in its group. All calls come from the engine thread."""
+    """This worker as a member of its group. Called from the engine thread only."""
 
     @property
     def newest_epoch(self) -> int:
-        """The newest epoch of a transition that this worker has heard of."""
+        """Newest epoch of a transition known to this worker."""
         ...
 
     @property
@@ -59,29 +59,31 @@ class Member(Protocol):
 
     @property
     def may_form(self) -> bool:
-        """Whether batches may be formed: not while the layout changes."""
+        """True if batches may be formed: not while the layout changes."""
         ...
 
     @property
     def wakes_at_s(self) -> float | None:
-        """When `poll` wants to be called although nothing has happened."""
+        """Instant at which `poll` is to be called even without an event."""
         ...
 
     @property
     def pipeline_request_count(self) -> int | None:
-        """Requests in the pipeline of which this worker holds a part, or is about to; None: there is none."""
+        """Requests in the pipeline of which this worker is, or is about to become, a stage; None:
+        there is no pipeline.
+        """
         ...
 
     def handle(self, event: MemberEvent) -> list[Command | StepOutcome]:
-        """It has carried out each `Removed` of the answer itself."""
+        """Handle an event. It has executed each `Removed` among the returned commands."""
         ...
 
     def poll(self) -> list[Command | StepOutcome]:
-        """Between two turns: whatever waits for a step boundary or for room."""
+        """Between two turns: continue what waits for a step boundary or for room."""
         ...
 
     def run(self, command: Execute | Removed) -> StepOutcome | None:
-        """Executes a batch. None: it has gone on to the next stage, its outcome follows, or there is none."""
+        """Execute a batch. None: it is on its way through the stages and its outcome follows, or there is none."""
         ...
 
     def check(self) -> None: ...
@@ -90,8 +92,8 @@ class Member(Protocol):
 
 
 class Turns(ABC):
-    """Base of those of a thread and of a simulation, which say how a batch is run. A turn is `take_in`, `step` while
-    `may_step`, and then what is in `commands` is for dispatchers.
+    """Base of the engine thread's and the simulator's turns, which define how a batch is run. A turn is `take_in`, then
+    `step` while `may_step`; `commands` then holds the output for dispatchers.
     """
 
     __slots__ = ("_member", "_now", "commands", "core", "fruitless_count")
@@ -100,21 +102,21 @@ class Turns(ABC):
         self.core = core
         self._member: Member | None = None
         self.commands: list[Command] = []
-        self.fruitless_count = 0  # batches wanted in a row, and none formed
+        self.fruitless_count = 0  # consecutive BatchWanted without a batch
         self._now = now
 
-    # ---------------------------------------------------------------- of a thread, or of a simulation
+    # ---------------------------------------------------------------- for subclasses
 
     @abstractmethod
     def run(self, command: Execute | Removed) -> StepOutcome | None:
-        """Execute a batch, or forget a sequence. None: the outcome follows, or there is none."""
+        """Execute a batch, or a removal. None: the outcome follows, or there is none."""
 
     @abstractmethod
     def texts_of(self, outcome: StepOutcome) -> tuple[str, ...]:
-        """One for each token of a batch that has come back, or has failed or been preempted."""
+        """One text for each token of a batch that has completed, failed or been preempted."""
 
     def note(self, command: Command) -> None:
-        """The core, or the member, has answered with it. What is `Removed` is no news for dispatchers."""
+        """Collect commands of the core or the member. `Removed` is not for dispatchers."""
         if not isinstance(command, Removed):
             self.commands.append(command)
 
@@ -126,7 +128,7 @@ class Turns(ABC):
 
     @property
     def rests(self) -> bool:
-        """Nothing is to be done until something comes. What lacks blocks waits for batches in flight to land."""
+        """True if there is nothing to do until an event: sequences without blocks wait for batches in flight."""
         return not self.may_step or (self.fruitless_count > 0 and self.core.in_flight_count > 0)
 
     def take_in(self, events: Iterable[Event | MemberEvent]) -> Iterator[None]:
@@ -147,7 +149,7 @@ class Turns(ABC):
             yield
 
     def step(self) -> Iterator[None]:
-        """Forms batches while it may; alone, what has come in meanwhile is looked at after each."""
+        """Form batches while allowed; a lone instance handles pending events after each."""
         while True:
             formed = self._form()
             self.fruitless_count = 0 if formed is not None else self.fruitless_count + 1
@@ -162,7 +164,7 @@ class Turns(ABC):
                 return
 
     def _form(self) -> Execute | Removed | None:
-        """A batch, or copies of KV without one."""
+        """Form a batch, or a removal with copies of KV."""
         formed: Execute | Removed | None = None
         for command in self.core.handle(BatchWanted(self._now())):
             if isinstance(command, Execute) or (isinstance(command, Removed) and command.copies):

@@ -1,4 +1,4 @@
-"""Sequences that wait for something for a limited time."""
+"""Sequences that wait with a timeout."""
 
 from collections import deque
 
@@ -7,12 +7,12 @@ from services.worker.core.sequence import Sequence
 
 
 class Waits:
-    """Sequences by request, at most one each. All wait equally long, so the first to come is the first to give up."""
+    """At most one sequence per request. All timeouts are equal, so they expire in order of insertion."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._by_request: dict[RequestId, Sequence] = {}
-        self._queue: deque[tuple[float, Sequence]] = deque()  # with the end of its wait; also of those that have left
+        self._queue: deque[tuple[float, Sequence]] = deque()  # with expiry times; includes sequences that have left
 
     def __len__(self) -> int:
         return len(self._by_request)
@@ -31,7 +31,7 @@ class Waits:
         return self._by_request.get(request_id)
 
     def add(self, sequence: Sequence, at_s: float) -> None:
-        """It takes the place of another one of the same request, if there is one: the caller has dealt with that."""
+        """Replaces another one of the same request, if any: the caller has handled that."""
         self._by_request[sequence.request_id] = sequence
         self._queue.append((at_s + self._timeout_s, sequence))
         if len(self._queue) > 2 * len(self._by_request) + 64:

@@ -1,14 +1,14 @@
-"""Who keeps its KV when a group begins, and when it is exchanged if it does not all find room at once (pure).
+"""Admission of running sequences to a new group, in waves bounded by free blocks (pure).
 
-Until KV has been sent, its holder needs the room: a drop at full memory has room for all KV in the end, but not while
-everything is kept twice. So victims go in waves. Those of the first wave take blocks at once. The others are suspended
-as well, with their KV where it is; on the stages that keep a part of their layers they hold blocks all the while. When
-a wave has been sent and has come, its senders give back the room that it took, and as many of the others as fit make
-the next wave. Between two waves nothing travels, so every count is known.
+Until KV has been sent, its sender needs the room: after a drop at full memory there is room for all KV in the end, but
+not while everything is stored twice. So sequences move in waves. Those of the first wave reserve blocks at once. The
+others are suspended with their KV where it is; on stages that keep some of their layers they hold blocks meanwhile.
+When a wave has been sent and received, its senders free its room, and as many of the others as fit make the next wave.
+No KV is being transferred between two waves, so all counts are exact.
 
-There is always another wave or an end: if nobody fits, the last in the order of service gives up its KV and is
-computed anew, so each wave has at least one victim fewer waiting. Who would not fit in the end is told so at once.
-The order is the one in which `policy.preemption` would have them give way: of the lowest class the latest arrival.
+Every wave makes progress: if no sequence fits, the last in the order of service drops its KV and is recomputed.
+Sequences that would not fit in the end are dropped at once. The order is that of `policy.preemption`: of the lowest
+class the latest arrival first.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -33,18 +33,18 @@ from services.worker.core.group_scheduler import GroupScheduler
 from services.worker.core.plan import Part, Plan, Victim, transfers
 from services.worker.core.snapshot import SequenceSnapshot
 
-_SPARE_BLOCKS = 1  # of each victim of a wave, for what it says while others wait
+_SPARE_BLOCKS = 1  # per sequence of a wave, for tokens that it generates while others wait
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """A victim as its new leader weighs it."""
+    """A sequence to be moved, as its new leader sees it."""
 
     victim: Victim
-    rank: int  # of its priority class; a higher one matters less
+    rank: int  # of its priority class; a higher rank matters less
     arrival: tuple[float, SequenceId]
-    need_blocks: int  # on every stage of the group once it takes blocks
-    held_blocks: int  # on each of `holders` until then
+    need_blocks: int  # on every stage of the group once admitted
+    held_blocks: int  # on each of `holders` before
     holders: frozenset[WorkerId]  # stages of the group on which it has blocks already
 
     @property
@@ -55,7 +55,7 @@ class Standing:
 def standing_of(
     plan: Plan, victim: Victim, members: Collection[WorkerId], rank: int, arrival_s: float, need_blocks: int, size: int
 ) -> Standing:
-    """`members` of the new group; `size`: tokens of a block."""
+    """`members`: of the new group; `size`: tokens of a block."""
     old = members_of(group_of(plan.base, victim.old_leader))
     held_blocks = blocks_for(victim.computed_tokens, size)
     holders = frozenset(old) & frozenset(members)
@@ -63,13 +63,13 @@ def standing_of(
 
 
 def may_wait(plan: Plan, part: Part) -> bool:
-    """Whether there can be a second wave: members give up layers, and all who hold KV are stages of the new group."""
+    """True if there can be a second wave: members give up layers, and all holders of KV are stages of the new group."""
     return plan.kind is TransitionKind.DROP and set(part.roster_to) <= set(members_of(part.new))
 
 
 @dataclass(frozen=True, slots=True)
 class Wave:
-    """Some that waited: which ones take blocks now, and which are computed anew. `last`: none waits after it."""
+    """Waiting sequences admitted now, and those to be recomputed. `last`: none waits afterwards."""
 
     admitted: tuple[Victim, ...]
     lost: tuple[Victim, ...]
@@ -77,7 +77,7 @@ class Wave:
 
 
 class Waves:
-    """The victims of one new group, in the hands of its leader: `first`, then `next` whenever a wave is through."""
+    """The sequences moved to one new group, kept by its leader: `first`, then `next` whenever a wave has ended."""
 
     def __init__(self, stages: Sequence[WorkerId], standings: Iterable[Standing]) -> None:
         self._stages = tuple(stages)
@@ -88,14 +88,14 @@ class Waves:
         return frozenset(standing.victim.sequence_id for standing in self._waiting)
 
     def lent_blocks(self, counts: Mapping[WorkerId, int]) -> tuple[int, int]:
-        """The blocks of the smallest stage, and how many of those the group lacks because of what waits."""
+        """Blocks of the smallest stage, and how many of them the group lacks because of waiting sequences."""
         held = self._held()
         smallest = min(counts[stage] for stage in self._stages)
         return smallest, smallest - min(counts[stage] - held[stage] for stage in self._stages)
 
     def first(self, counts: Mapping[WorkerId, int], in_the_end: int) -> Wave:
-        """`counts`: blocks of each stage; `in_the_end`: of the smallest, when all that is to be sent has been sent. A
-        wave can be a second one only where that is more than `counts` say.
+        """`counts`: blocks of each stage; `in_the_end`: of the smallest, once all KV has been sent. A second wave is
+        possible only where that exceeds `counts`.
         """
         kept: list[Standing] = []
         lost: list[Victim] = []
@@ -113,7 +113,7 @@ class Waves:
         return Wave(admitted, tuple(lost), not self._waiting)
 
     def next(self, counts: Mapping[WorkerId, int], reserved_blocks: int, gone: Collection[SequenceId]) -> Wave:
-        """`reserved_blocks`: by all that runs, on every stage; `gone`: have ended while they waited."""
+        """`reserved_blocks`: of all running sequences, on every stage; `gone`: waiting sequences that have ended."""
         lost = [standing.victim for standing in self._waiting if standing.victim.sequence_id in gone]
         self._waiting = [standing for standing in self._waiting if standing.victim.sequence_id not in gone]
         admitted = self._admit(self._room(counts, reserved_blocks))
@@ -134,7 +134,7 @@ class Waves:
         return {stage: counts[stage] - held[stage] - taken_blocks for stage in self._stages}
 
     def _admit(self, room: Mapping[WorkerId, int]) -> tuple[Victim, ...]:
-        """All, if they fit; else some, with something to spare; else at least one, if any fits."""
+        """All, if they fit; otherwise some, with blocks to spare; otherwise at least one, if any fits."""
         for spare_blocks, enough in ((0, len(self._waiting)), (_SPARE_BLOCKS, 1), (0, 1)):
             found = self._fitting(room, spare_blocks)
             if len(found) >= enough:
@@ -157,7 +157,7 @@ class Waves:
         return found
 
     def check(self, counts: Mapping[WorkerId, int]) -> None:
-        """Raise InvariantViolation if those that wait hold more than there is."""
+        """Raise InvariantViolation if waiting sequences hold more blocks than there are."""
         for stage, held_blocks in self._held().items():
             if held_blocks > counts[stage]:
                 raise InvariantViolation(f"{stage}: {held_blocks} of {counts[stage]} blocks are held by who waits")
@@ -167,14 +167,14 @@ class Waves:
 class Decision:
     wave: Wave
     events: tuple[Event, ...]  # for the core
-    recomputed: tuple[SequenceId, ...]  # KV of these is needed no more: those that start over, and that have ended
+    recomputed: tuple[SequenceId, ...]  # recomputed or ended: their KV is not needed
     victim_count: int
 
 
 class Leading:
-    """The decisions of a new group's leader about victims, as events in the order in which its core has to hear them:
-    which keep KV, which wait for room, which start over. In a drop `lead`, then `lead_on` whenever all members are
-    through with a wave; alone, at the end of a group that dissolves, `lead_alone`. Its group is only read.
+    """Decisions of a new group's leader about moved sequences, as events in the order in which its core must handle
+    them: which keep KV, which wait for room, which are recomputed. In a drop `lead`, then `lead_on` whenever all
+    members have ended a wave; alone, after a draining group, `lead_alone`. Its group is only read.
     """
 
     def __init__(
@@ -201,8 +201,8 @@ class Leading:
         counts: Mapping[WorkerId, int],
         counts_in_the_end: Mapping[WorkerId, int],
     ) -> Decision:
-        """All members are ready. `counts`: blocks of each stage, now and when nothing is left to be sent."""
-        alive = self._group_scheduler.kv_tokens  # own ones may have ended since they were counted
+        """All members are ready. `counts`: blocks of each stage, now and once all KV has been sent."""
+        alive = self._group_scheduler.kv_tokens  # own sequences may have ended since they were counted
         gone_ids = {v.sequence_id for v in victims if v.old_leader == self._me} - alive.keys()
         present = [v for v in victims if v.sequence_id not in gone_ids]
         self._in_the_end = min((counts_in_the_end if self._may_wait else counts).values())
@@ -230,13 +230,13 @@ class Leading:
         return Decision(wave, tuple(events), tuple(sorted(lost_ids | gone_ids)), len(present))
 
     def lead_on(self, now_s: float, counts: Mapping[WorkerId, int]) -> Decision:
-        """The room of the waves so far has been given back; nothing travels."""
+        """All members have freed the room of the waves so far; no KV is being transferred."""
         gone = self._waves.waiting_ids - set(self._group_scheduler.sequence_ids)
         wave = self._waves.next(counts, self._group_scheduler.reserved_block_count, gone)
         lost_ids = sorted(v.sequence_id for v in wave.lost)
         events: list[Event] = [
             *(KvLost(now_s, sequence_id) for sequence_id in lost_ids),
-            self.capacity(now_s, counts),  # and the stages hear what is free
+            self.capacity(now_s, counts),  # the stages then learn what is free
             KvAdmitted(now_s, frozenset(v.sequence_id for v in wave.admitted)),
         ]
         if wave.last:
@@ -246,7 +246,7 @@ class Leading:
     def lead_alone(
         self, now_s: float, victims: Sequence[Victim], coming: Sequence[SequenceSnapshot], free_blocks: int
     ) -> Decision:
-        """All members are ready. What this worker has led itself comes first, then what has been handed over to it."""
+        """All members are ready. Own sequences come first, then those handed over to this worker."""
         mine, alive = (
             {v.sequence_id for v in victims if v.old_leader == self._me},
             set(self._group_scheduler.sequence_ids),
@@ -273,7 +273,7 @@ class Leading:
         return Decision(wave, tuple(events), tuple(sorted(lost_ids)), len(victims))
 
     def capacity(self, now_s: float, counts: Mapping[WorkerId, int]) -> CapacityChanged:
-        """What there is, less what those that wait hold on some stages."""
+        """Blocks available, without those held on some stages by waiting sequences."""
         smallest, held_blocks = self._waves.lent_blocks(counts)
         before = self._in_the_end if self._waves.waiting_ids else 0
         return CapacityChanged(now_s, smallest, held_blocks, before)

@@ -1,13 +1,12 @@
 """The deciding half of a worker: requests in, batches and tokens out.
 
-Owns every sequence from its submission to its one ending, or until another leader takes it over. What runs when is
-decided in its group's scheduler (`core.group_scheduler`). While a group dissolves there are two: the one in force,
-which takes new requests, and the leaving one. Knows no clock, no thread, no tensor.
-Whoever drives it calls `handle` from one thread, asks for a batch when the first stage is free, and reports the steps
-in their order.
+Owns every sequence from its submission until it ends or another leader takes it over. Its group's scheduler
+(`core.group_scheduler`) decides what runs when. While a group dissolves there are two: the one in force, which takes
+new requests, and the draining one. No clock, no threads, no tensors. The caller calls `handle` from one thread, asks
+for a batch when the first stage is free, and reports steps in order.
 
-A sequence that can never run is turned away at once. One that has outgrown the whole KV cache while it ran ends with
-ERROR and not with LENGTH: a cut answer must not look complete, and a larger group may go on with it.
+A request that can never run is refused at once. A sequence that outgrows the whole KV cache ends with ERROR, not
+LENGTH: a truncated answer must not look complete, and a larger group may continue it.
 """
 
 import math
@@ -74,13 +73,13 @@ class Totals:
 
     steps: int
     preemptions: int
-    prompt_tokens: int  # of prompts that got their first token
+    prompt_tokens: int  # of prompts with a first token
     generation_tokens: int
     endings: Mapping[FinishReason, int]
     refused: int
     stale_events: int  # of closed streams, repeated or unknown handles or ids
-    adopted: int  # sequences of other leaders
-    moved: int  # to other leaders
+    adopted: int  # sequences taken over from other leaders
+    moved: int  # sequences handed over to other leaders
 
 
 class WorkerCore:
@@ -95,7 +94,7 @@ class WorkerCore:
         target: TokenTarget | None = None,
         harvest: Harvest | None = None,
     ) -> None:
-        """`block_count`, `book`: see `GroupScheduler`; the policies: see `SchedulingPolicies`. Ids follow on
+        """`block_count`, `book`: see `GroupScheduler`; the policies: see `SchedulingPolicies`. Sequence ids begin after
         `first_sequence_id`.
         """
         self._limits = limits
@@ -106,10 +105,10 @@ class WorkerCore:
         self._first_sequence_id = self._last_sequence_id = first_sequence_id
         self._group_schedulers = [
             self._new_group_scheduler(block_count, book)
-        ]  # the leaving one, if any; the one in force
+        ]  # the draining one, if any; the one in force
         self._last_formed: GroupScheduler | None = None
-        self._closed = GroupTotals()  # groups
-        self._stale_groups_total = 0  # of these
+        self._closed = GroupTotals()  # of groups that have ended
+        self._stale_groups_total = 0  # of groups that have ended
         self._outbox = request_table.outbox
         self._draining = False
         self._progress_at_s = 0.0  # last completed step, or end of the last idle time
@@ -119,10 +118,12 @@ class WorkerCore:
         self._offline_tokens_total = 0  # of prompts and answers
         self._stale_events_total = 0
 
-    # ---------------------------------------------------------------- the one door
+    # ---------------------------------------------------------------- events
 
     def handle(self, event: Event) -> list[Command]:
-        """News for dispatchers comes first in the answer, Execute last. Stale events are counted, nothing else."""
+        """Handle an event. Of the commands, output for dispatchers comes first, Execute last. Stale events are only
+        counted.
+        """
         if not self._is_busy:
             self._progress_at_s = event.at_s
         group_scheduler = self.group_scheduler
@@ -197,7 +198,7 @@ class WorkerCore:
 
     @property
     def group_scheduler(self) -> GroupScheduler:
-        """The scheduler of this worker's group. Newcomers enter it, and an event about a group is about this one."""
+        """The scheduler of the group in force: it gets new requests and the events about a group."""
         return self._group_schedulers[-1]
 
     def _new_group_scheduler(self, block_count: int, book: BlockBook | None) -> GroupScheduler:
@@ -214,7 +215,7 @@ class WorkerCore:
 
     @property
     def leaving(self) -> GroupScheduler | None:
-        """The scheduler of the group that this worker has led, while what is in it comes to its end."""
+        """The scheduler of the draining group that this worker has led."""
         return self._group_schedulers[0] if len(self._group_schedulers) > 1 else None
 
     def _leaving(self) -> GroupScheduler:
@@ -239,7 +240,7 @@ class WorkerCore:
             self._close_leaving()
 
     def _close_leaving(self) -> None:
-        """The counts of a group that is no more go on."""
+        """Add the draining group's counters to those of ended groups."""
         if (group_scheduler := self.leaving) is None:
             return
         in_flight = group_scheduler.batches_in_flight
@@ -253,17 +254,17 @@ class WorkerCore:
 
     @property
     def _is_busy(self) -> bool:
-        """A step runs, or one could."""
+        """True if a step runs, or could."""
         return True in [each.is_busy for each in self._group_schedulers]  # likewise
 
     @property
     def is_drained(self) -> bool:
-        """It takes nothing new, and no request wants anything of it any more."""
+        """True if it takes no new requests, and none depends on it any more."""
         return self._draining and self.is_empty
 
     @property
     def is_empty(self) -> bool:
-        """No request is here, and nothing that one may come for."""
+        """True if it has no request, and no KV that one may still come for."""
         request_table = self._request_table
         return not (
             request_table.live
@@ -271,11 +272,11 @@ class WorkerCore:
             or any(group_scheduler.is_occupied for group_scheduler in self._group_schedulers)
         )
 
-    # ---------------------------------------------------------------- what the outside may look at
+    # ---------------------------------------------------------------- queries
 
     @property
     def has_work(self) -> bool:
-        """Whether a batch may be asked for. While others are in flight there may yet be none to give."""
+        """True if a batch may be requested. With others in flight the answer may still be none."""
         return True in [each.has_work for each in self._group_schedulers]  # a generator would take longer
 
     @property
@@ -284,12 +285,12 @@ class WorkerCore:
 
     @property
     def sequence_ids(self) -> tuple[SequenceId, ...]:
-        """Ids of all sequences that are alive here."""
+        """Ids of all live sequences."""
         return tuple(self._request_table.live)
 
     @property
     def max_running_count(self) -> int:
-        """Of one stage alone."""
+        """Maximum running sequences per pipeline stage."""
         return self._limits.max_running_count
 
     @property
@@ -299,35 +300,35 @@ class WorkerCore:
 
     @property
     def kept_count(self) -> int:
-        """Sequences that were handed over and that no dispatcher has submitted here yet."""
+        """Sequences handed over to this worker whose requests have not been submitted here."""
         return len(self._request_table.kept)
 
     def running_kv_tokens(self, sequence_id: SequenceId) -> int | None:
-        """How many tokens of a sequence that runs have KV; None: it does not run here."""
+        """Tokens of a running sequence that have KV; None: it does not run here."""
         sequence = self._request_table.live.get(sequence_id)
         if sequence is None or sequence.state is not SequenceState.RUNNING:
             return None
         return sequence.computed_tokens
 
     def in_flight(self, sequence_id: SequenceId) -> bool:
-        """Whether a batch has it that has not landed."""
+        """True if a batch containing the sequence has been dispatched and not completed."""
         sequence = self._request_table.live.get(sequence_id)
         return sequence is not None and sequence.step_id > self.group_scheduler.completed_step_id
 
     def why_no_room(self, block_count: int, *, new: bool) -> str:
-        """Why a sequence of another leader that takes so many blocks more cannot come, or (not `new`) not go on coming;
-        empty: it can.
+        """Why a sequence of another leader cannot get so many more blocks, new or (not `new`) already arriving; empty
+        if it can.
         """
         return _DRAINS if self._draining else self.group_scheduler.why_no_room(block_count, new=new)
 
     @property
     def first_sequence_id(self) -> SequenceId:
-        """Where this worker's ids begin: the part of them that no other worker has."""
+        """First id of this worker's range of sequence ids, which no other worker uses."""
         return self._first_sequence_id
 
     @property
     def next_deadline_at_s(self) -> float | None:
-        """When a Tick is due at the latest. May be early: the sequence it belonged to may have ended."""
+        """When the next Tick is due at the latest. May be early: that sequence may have ended."""
         return self._request_table.next_deadline_at_s
 
     @property
@@ -349,7 +350,7 @@ class WorkerCore:
         )
 
     def load(self, at_s: float, memory: MemoryReport, newest_epoch: int = 0, parks: Parks = IN_SERVICE) -> LoadReport:
-        """`newest_epoch`: of a transition that this worker has heard of."""
+        """`newest_epoch`: of a transition known to this worker."""
         totals = ReportTotals(
             self._steps_total,
             self._prompt_tokens_total,
@@ -362,11 +363,11 @@ class WorkerCore:
         return load_of(groups, totals, step_age_s, memory, newest_epoch, parks, draining=self._draining)
 
     def story(self, sequence_id: SequenceId) -> list[str]:
-        """What has happened to a live sequence; nothing about others."""
+        """State changes of a live sequence; empty for others."""
         sequence = self._request_table.live.get(sequence_id)
         return [] if sequence is None else sequence.story()
 
-    # ---------------------------------------------------------------- coming and going
+    # ---------------------------------------------------------------- arrival and end of requests
 
     def _submit(self, group_scheduler: GroupScheduler, event: Submitted) -> None:
         stream = self._request_table.streams.get(event.key.stream_id)
@@ -379,7 +380,7 @@ class WorkerCore:
             return
         kept, waits = self._handovers.kept(event.request_id), self._handovers.may_wait(event)
         moves = kept is not None or waits
-        # What moves may run in a larger group than this one is now.
+        # A moved request may run in a group larger than this one is now.
         if fault := fault_of(
             event, self._limits, sys.maxsize if moves else group_scheduler.scheduler.ceiling_block_count
         ):
@@ -439,7 +440,7 @@ class WorkerCore:
         else:
             self._request_table.place(sequence, group_scheduler, at_s)
             if event.output_token_ids:
-                self._request_table.turned.append(sequence)  # it was let in elsewhere
+                self._request_table.turned.append(sequence)  # it was admitted elsewhere
             group_scheduler.admit_newcomer(sequence, at_s)
 
     def _abort(self, event: Aborted) -> None:
@@ -459,7 +460,9 @@ class WorkerCore:
             self._stale_events_total += 1
 
     def _shed(self, at_s: float) -> None:
-        """Sequences have ended. If the next to give way was among them, in flight, the one after it may be in none."""
+        """Sequences have ended. If the next one to preempt, in flight, was among them, its successor may be in no
+        batch.
+        """
         for group_scheduler in self._group_schedulers:
             group_scheduler.shed(at_s)
 
@@ -471,7 +474,7 @@ class WorkerCore:
     # ---------------------------------------------------------------- steps
 
     def _form(self, at_s: float) -> Execute | Removed | None:
-        """The groups take turns."""
+        """Form a batch; the groups take turns."""
         self._expire(at_s)
         if len(self._group_schedulers) == 1:
             self.group_scheduler.demand_place()
@@ -487,7 +490,7 @@ class WorkerCore:
         in_flight_batch = group_scheduler.complete(result, len(texts))
         self._count_step(event.at_s)
         at_s, token_ids, logprobs, ended = event.at_s, result.token_ids, result.logprobs, SequenceState.ENDED
-        plain: dict[int, tuple[list[int], list[int]]] = {}  # stream -> handles, a token for each
+        plain: dict[int, tuple[list[int], list[int]]] = {}  # stream -> handles and tokens, aligned
         errors, index, offline_count = dict(result.errors), 0, 0
         for sequence, computed_tokens, samples in in_flight_batch.shares:
             if sequence.state is not ended:
@@ -546,12 +549,12 @@ class WorkerCore:
         group_scheduler.shed(event.at_s)
 
     def plain_steps(self) -> PlainSteps | None:
-        """The steps that follow if nothing is told meanwhile and that only give tokens. None: there is none."""
+        """The decode-only steps that follow if no event comes. None: there is none."""
         return None if self._request_table.waits or len(self._group_schedulers) > 1 else foresee(self.group_scheduler)
 
     def take_plain_steps(self, plain: PlainSteps, token_ids: Iterable[Items[int]], count: int, at_s: float) -> None:
-        """The first `count` of them have been run, the last at `at_s`, and their tokens (as many for each sequence)
-        have been told to the dispatchers.
+        """Record the first `count` of them as run, the last at `at_s`, and their tokens (as many for each sequence) as
+        sent to the dispatchers.
         """
         take(plain, token_ids, count, self.group_scheduler)
         self._steps_total += count
@@ -572,7 +575,7 @@ class WorkerCore:
     # ---------------------------------------------------------------- inspector
 
     def check(self) -> None:
-        """Raise InvariantViolation unless the books balance. For tests and simulation: takes time linear in all."""
+        """Raise InvariantViolation unless all tables agree. For tests and simulation: linear in all of them."""
         request_table = self._request_table
         request_table.check()
         placed_count = 0
@@ -592,6 +595,6 @@ class WorkerCore:
             )
 
 
-# Events after which the stages must know what was removed, though no batch may follow for a while.
+# Events after which stages must be told of removals, though no batch may follow soon.
 _TELLS_REMOVED = (CapacityChanged, GroupOpened, HandOver, MovedOver, OfflinePaused, RoleChanged, RoomWanted)
 _DRAINS = "this worker is draining"

@@ -1,1 +1,1 @@
-"""A worker without a model: real control path, memory that is only booked, times from a profile. No torch."""
+"""A worker without a model: real control plane, memory without contents, durations from a profile. No torch."""

@@ -1,8 +1,7 @@
-"""An instance's network cards together: bulk data leaves them one transfer after the other, the more urgent first.
+"""An instance's network cards as one: bulk transfers leave one after the other, by priority.
 
-Nothing is moved but marks; a transfer takes as long as its bytes would. Other instances' cards are not looked at: a
-transfer that its receiver could not take as fast is not slowed down. What comes in meanwhile takes half of the rate,
-as in the simulator, where both directions of a card share it.
+Only marks are moved; a transfer takes the time of its bytes. Receivers' cards are not modelled. Concurrent reception
+halves the rate, as in the simulator, where both directions share a card.
 """
 
 import asyncio
@@ -10,12 +9,12 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
-_QUANTUM_S = 0.02  # after that the next in line may be a more urgent one
+_QUANTUM_S = 0.02  # then a more urgent transfer may go first
 
 
 @dataclass(slots=True)
 class Outgoing:
-    order: tuple[int, int, int]  # traffic class, rank, arrival
+    order: tuple[int, int, int]  # traffic class, rank, sequence number
     left_bytes: float
     sent: Callable[[], None]
     is_over: bool = False  # cancelled or refused, or its link has ended
@@ -25,7 +24,7 @@ class Outgoing:
 
 
 class Card:
-    """Event loop only."""
+    """Used on the event loop only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, bytes_per_s: float) -> None:
         self._loop = loop

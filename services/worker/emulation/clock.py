@@ -1,11 +1,11 @@
-"""When this worker's GPU would have ended its steps, and heard from others', if no host were ever late.
+"""Ideal time of steps and messages of an emulated GPU, without delays of the host.
 
-Several emulated workers share the processors of one machine, and each wakes up some milliseconds late where those are
-busy: after a step, when a message comes. A GPU's host has a processor of its own. So a step begins when it could have:
-when the step before would have ended, or the message that it waited for would have come, which messages say. What is
-late by more than `MOST_S` is not made good; behind a longer gap there may have been nothing to do.
+Several emulated workers share a machine's processors, and wake up some milliseconds late under load: after a step, on a
+message. A GPU's host has a processor of its own. So a step begins when it could have: at the ideal end of the previous
+one, or the ideal arrival of the message it waited for, which messages carry. Delays above `MOST_S` are not compensated;
+after a longer gap there may have been nothing to do.
 
-Instants are those of `time.monotonic`, which all processes of a machine share.
+Instants are those of `time.monotonic`, shared by all processes of a machine.
 """
 
 import time
@@ -17,17 +17,17 @@ MOST_S = 0.03
 
 
 class GpuClock:
-    """Engine thread, but for `heard`."""
+    """For the engine thread, except `heard`."""
 
     def __init__(self) -> None:
         self.ended_s = 0.0  # of the last step
-        self._heard_s = 0.0  # of the last message that brought no activations
-        self.due_s = 0.0  # what steps should have taken together
-        self.late_s = 0.0  # by how much they began too late, which was made good
-        self.lost_s = 0.0  # and ended too late, which was not
+        self._heard_s = 0.0  # of the last message without activations
+        self.due_s = 0.0  # total ideal duration of steps
+        self.late_s = 0.0  # total delay of starts, compensated
+        self.lost_s = 0.0  # total delay of ends, not compensated
 
     def heard(self, at_s: float) -> None:
-        """A message would have come then. Any thread."""
+        """Ideal arrival of a message. Any thread."""
         self._heard_s = max(self._heard_s, at_s)
 
     def run(
@@ -38,10 +38,10 @@ class GpuClock:
         slice_count: int = 1,
         preempted: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Waits until a step is over that has begun at `began_s`. `given_s`: when its activations would have come.
+        """Wait for the end of a step that began at `began_s`. `given_s`: ideal arrival of its activations.
 
         Raises:
-            Preempted: `preempted` said so, which is asked between two slices of the step.
+            Preempted: `preempted` returned True between two slices of the step.
         """
         ready_s = max(self.ended_s, self._heard_s if given_s is None else given_s)
         most_s = min(MOST_S, seconds)

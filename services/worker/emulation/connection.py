@@ -1,8 +1,8 @@
-"""A connection between two emulated workers: one TCP connection, on the event loop of each.
+"""A connection between two emulated workers: one TCP connection, on both event loops.
 
-Messages are the real ones, but for tensors, of which only the size is told. A transfer is announced, takes as long as
-the card says, and then its marks are sent. Otherwise as over channels: a destination is asked for when a transfer
-opens, a receiver may refuse, either end may break it off.
+Messages are real, except tensors, which are only sizes. A transfer is announced, takes the card's time, and then its
+marks are sent. Otherwise as over channels: destinations are requested at the opening, receivers may refuse, either end
+may cancel.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
     import torch
 
 VERSION = 3
-_LEAST_WAIT_S = 0.0005  # shorter waits are left out: the way through two event loops takes as long
+_LEAST_WAIT_S = 0.0005  # shorter waits are skipped: two event loops take as long
 _CLOSE_WITHIN_S = 2.0
 _OPEN_WITHIN_S = 5.0
-_LOOK_S = 10.0  # between two looks whether it is idle
-_WORD_BYTES = 64  # of a word about an epoch
+_LOOK_S = 10.0  # between two idle checks
+_WORD_BYTES = 64  # of a join or leave message
 _Given = TypeVar("_Given")
 
 
 class EmulatedOpener:
-    """Made on the event loop, which carries everything."""
+    """Creates connections on the event loop."""
 
     lanes = ("all",)
 
@@ -72,7 +72,7 @@ class EmulatedOpener:
         await self._loop.create_connection(lambda: made.protocol, sock=connection)
 
     def close(self, timeout_s: float) -> bool:
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and everything with it
+        with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._card.close)
         return True
 
@@ -89,14 +89,14 @@ class _Sending:
 
 
 class _LongMeta:
-    """A stand-in for a tensor of bytes."""
+    """Stand-in for a tensor of bytes."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
 
 
 class EmulatedConnection(Connection):
-    """Sending is safe from any thread; all else happens on the event loop."""
+    """Sending is thread-safe; all else happens on the event loop."""
 
     def __init__(
         self, peer: Hello, receiver: Receiver, loop: asyncio.AbstractEventLoop, card: Card, clock: GpuClock
@@ -111,14 +111,14 @@ class EmulatedConnection(Connection):
         self._incoming: dict[int, tuple[Link, Opening, Sequence[torch.Tensor]]] = {}
         self._numbers = itertools.count(1)
         self._free_at_s = 0.0  # when the last message has left
-        self._unsent: deque[tuple[float, Frame, Future[None]]] = deque()  # with the instants at which they leave
+        self._unsent: deque[tuple[float, Frame, Future[None]]] = deque()  # with their times of departure
         self._call(self._look, None)
 
     # ------------------------------------------------------------ sending: any thread
 
     @property
     def packed_below_bytes(self) -> int:
-        """Nothing goes along with a message: only a transfer takes the time that moving it would take."""
+        """0: only a transfer models the time of moving bytes."""
         return 0
 
     def send(
@@ -183,7 +183,7 @@ class EmulatedConnection(Connection):
         return number in self._sendings
 
     def reprioritise(self, number: int, traffic: TrafficClass, rank: int) -> bool:
-        """Always False: an emulated card leaves transfers in the order that they came with."""
+        """Always False: an emulated card keeps the order."""
         return False
 
     def end_transfers(self, epoch: int, why: str) -> None:
@@ -193,7 +193,7 @@ class EmulatedConnection(Connection):
         self._call(self._break, why)
 
     def check(self) -> None:
-        """There is one queue, and it is the card's."""
+        """There is one queue, the card's."""
 
     def begin_close(self) -> None:
         with self._changed:
@@ -208,14 +208,14 @@ class EmulatedConnection(Connection):
         self.wait_ended(_CLOSE_WITHIN_S if timeout_s is None else timeout_s)
 
     def wait_ended(self, timeout_s: float) -> bool:
-        """Not for long on the event loop itself, which has to end it."""
+        """Returns soon on the event loop, which has to end the connection itself."""
         with contextlib.suppress(RuntimeError):
             if asyncio.get_running_loop() is self._loop:
                 return True
         return self._loop.is_closed() or self._ended.wait(timeout_s)
 
     def _call(self, what: Callable[[_Given], None], given: _Given) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and everything with it
+        with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(what, given)
 
     def _refuse_ended(self) -> None:
@@ -229,7 +229,7 @@ class EmulatedConnection(Connection):
     # ------------------------------------------------------------ event loop: out
 
     def _send(self, what: tuple[Frame, Future[None]]) -> None:
-        """Sends in order, each frame after the time that the one before and its own bytes take."""
+        """Sends in order, each frame after the ideal duration of the previous and its own bytes."""
         frame, done = what
         now_s = self._loop.time()
         self._free_at_s = max(now_s, self._free_at_s) + self._card.message_s(frame.size_bytes)
@@ -350,7 +350,7 @@ class EmulatedConnection(Connection):
 
     def _arrived(self, frame: Frame) -> None:
         if frame.transfer not in self._incoming:
-            return  # it was refused
+            return  # refused
         write_all(self._incoming[frame.transfer][2], frame.body)
         self._end_incoming(frame.transfer, Outcome.DELIVERED)
         self.protocol.write(Frame(Kind.DELIVERED, transfer=frame.transfer))
@@ -379,7 +379,7 @@ class EmulatedConnection(Connection):
         self._finish(LinkState.BROKEN, why)
 
     def _finish(self, how: LinkState, why: str) -> None:
-        """Once. Transfers end after the link, as on a real one."""
+        """Once. Transfers end after the link, as with a real one."""
         with self._changed:
             if self._has_ended:
                 return
@@ -410,7 +410,7 @@ class _Protocol(asyncio.Protocol):
         self._frames = Frames()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
         try:

@@ -1,7 +1,7 @@
-"""KV between an emulated device and host memory: marks are copied, and it takes as long as the bytes would.
+"""Copies between emulated device and host memory: marks are copied, in the time of the bytes.
 
-One thread: the engine's. What is copied beside a step has been copied when the step begins, and the worker waits after
-the step for what would not be over yet.
+Engine thread only. Copies are made when the step begins; the worker waits after the step for the rest of their
+duration.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HostMarks = dict[tuple[int, int], int]  # layer and host block -> mark
 
 
 def copy_marks(copy: BlockCopy, layer: int, area: Area, host: HostMarks) -> None:
-    """What there is of one layer."""
+    """The marks of one layer."""
     for here, there in zip(copy.device_blocks, copy.host_blocks, strict=True):
         if copy.out:
             host[layer, there] = area.cell(here)
@@ -29,7 +29,7 @@ def copy_marks(copy: BlockCopy, layer: int, area: Area, host: HostMarks) -> None
 
 
 def one_way(copies: Sequence[BlockCopy], layer_count: int) -> int:
-    """Blocks of one layer that go the way that more of them go: both are used at once."""
+    """Blocks per layer in the direction with more of them: both run concurrently."""
     counts = [0, 0]
     for copy in copies:
         counts[copy.out] += len(copy.device_blocks) * layer_count
@@ -40,7 +40,7 @@ class EmulatedCopier:
     """A `BlockCopier`."""
 
     def __init__(self, memory: DeviceMemory, block_count: int, host_bytes_per_s: float) -> None:
-        """`host_bytes_per_s`: each way."""
+        """`host_bytes_per_s`: per direction."""
         self.block_count = block_count
         self._memory = memory
         self._block_s = memory.kv.shape.block_bytes / host_bytes_per_s
@@ -60,4 +60,4 @@ class EmulatedCopier:
         return self._took_s
 
     def close(self) -> None:
-        """There is no thread."""
+        """Nothing to close."""

@@ -1,4 +1,4 @@
-"""An engine with a model's outline instead of a model: memory is booked and remapped as ever, and nothing is there."""
+"""An engine with a model's sizes instead of a model: memory is accounted and remapped as usual, without contents."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class EmulatedEngine:
         return self.memory.kv.block_count
 
     def compute_here(self) -> None:
-        """Nothing is computed."""
+        """Nothing to set up."""
 
     def step(self, batch: Batch, block_tables: Sequence[Sequence[int]]) -> StepResult:
         return self.runner.step(batch, block_tables)
 
     def read_layer(self, layer: int) -> None:
-        """From host memory if it was kept there, else from the disk that the machine has."""
+        """From host memory if kept there, otherwise from the emulated disk."""
         if self.host_copy.fill(self.memory.parameters, layer):
             self._wait_for_host()
             return
@@ -68,7 +68,7 @@ class EmulatedEngine:
         self.memory.check()
 
     def close(self) -> None:
-        """Says, for whoever wants to know whether it kept up, by how much its steps were late."""
+        """Logs the delay of steps."""
         clock = self.runner.clock
         if clock.due_s:
             due_s, late_s, lost_s = (round(seconds, 3) for seconds in (clock.due_s, clock.late_s, clock.lost_s))
@@ -92,9 +92,8 @@ def emulate(
     max_model_len: int | None = None,
     name: str | None = None,
 ) -> EmulatedEngine:
-    """
-    Raises:
-        ConfigError: the outline does not fit into the memory.
+    """Raises:
+    ConfigError: the model's sizes exceed the memory.
     """
     model = machine.model
     element, kind = dtype(model.dtype), model.dtype

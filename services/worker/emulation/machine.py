@@ -1,7 +1,7 @@
-"""What an emulated worker has to know: the outline of a model, and what a machine takes for its parts.
+"""The machine of an emulated worker: a model's sizes, and durations of operations.
 
-Either a file that `ballast up --engine emulated` makes of the catalogue, or one from `ballast profile` together with
-the checkpoint's config.json.
+Read from a file that `ballast up --engine emulated` makes from the catalogue, or from one of `ballast profile` with the
+checkpoint's config.json.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class _Strict(BaseModel):
 
 
 class Outline(_Strict):
-    """A model's sizes. Layers are all alike."""
+    """A model's sizes. All layers are equal."""
 
     name: str
     architecture: str
@@ -42,13 +42,13 @@ class Roofline(_Strict):
 
     kind: Literal["roofline"] = "roofline"
     costs: RooflineCosts
-    balance: CostModel  # of the whole model, fitted to that: what microbatches are formed by
+    balance: CostModel  # cost model of the whole model fitted to it, for microbatches
 
     def stage_s(self, parts: Sequence[Part], layer_count: int, *, is_first: bool, is_last: bool) -> float:
         return self.costs.work(parts).on(layer_count, is_last=is_last)
 
     def cost_of(self, layer_count: int, *, is_first: bool, is_last: bool) -> CostModel:
-        """Balance asks for ratios, so it serves for stages of any size."""
+        """Balancing needs ratios only, so it also serves for stages."""
         return self.balance
 
 
@@ -73,24 +73,23 @@ class Measured(_Strict):
 
 
 class Machine(_Strict):
-    """One instance's devices, together."""
+    """All devices of one instance."""
 
     kind: Literal["ballast-emulated-machine"] = "ballast-emulated-machine"
     version: Literal[1] = VERSION
     name: str  # for people
     model: Outline
-    memory_bytes: int = Field(ge=1)  # for parameters and KV, unless the worker is told otherwise
+    memory_bytes: int = Field(ge=1)  # for parameters and KV, unless configured otherwise
     execution: Roofline | Measured = Field(discriminator="kind")
-    link_bytes_per_s: float = Field(gt=0)  # of the network cards, for what comes and goes together
+    link_bytes_per_s: float = Field(gt=0)  # of the network cards, both directions together
     disk_bytes_per_s: float = Field(gt=0)
     host_bytes_per_s: float = Field(default=24e9, gt=0)  # between host memory and the devices
     remap_s_per_byte: float = Field(ge=0)
 
 
 def read_machine(path: Path) -> Machine:
-    """
-    Raises:
-        ConfigError: naming the file, and the first field that does not fit.
+    """Raises:
+    ConfigError: names the file, and the first invalid field.
     """
     try:
         return Machine.model_validate_json(path.read_text(encoding="utf-8"))

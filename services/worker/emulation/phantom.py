@@ -1,7 +1,7 @@
-"""Tensors over memory that is not there. Each cell keeps a mark of four bytes in the place of its contents.
+"""Tensors without memory. Each cell has a mark of four bytes instead of contents.
 
-A cell is a KV block of a layer, or a whole parameter. Marks travel where the contents would, and are gone when memory
-is unmapped; so whoever reads a block that was never copied, or another one's, finds that out.
+A cell is a KV block of a layer, or a whole parameter. Marks are copied like contents and lost on unmapping, so reading
+a block that was never copied, or a wrong one, is detected.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 
-NOTHING = 0  # the mark of what has not been written
+NOTHING = 0  # mark of an unwritten cell
 _MARK = "I"
 _SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 
@@ -46,8 +46,8 @@ _BYTE = Dtype("uint8", 1)
 
 
 class Area:
-    """A reserved range. With `cell_bytes` it is two arrays of such cells, the second of which begins at the cell
-    `second`, far behind the end of the first; without, a cell is what a tensor begins at.
+    """A reserved range. With `cell_bytes` it has two arrays of such cells, the second beginning at cell `second`, far
+    after the end of the first; without, each tensor has its own cell.
     """
 
     def __init__(self, cell_bytes: int = 0) -> None:
@@ -58,7 +58,7 @@ class Area:
         self._starts: dict[int, int] = {}
 
     def divide(self, cell_bytes: int, second: int) -> None:
-        """What the cells are, before the first has been written."""
+        """Set the cell size, before the first write."""
         self.cell_bytes, self._second = cell_bytes, second
 
     def read(self, offset: int, size: int) -> list[int]:
@@ -120,7 +120,7 @@ def _reach(cells: array[int], count: int) -> None:
 
 
 class Phantom:
-    """What of a torch.Tensor is asked of memory that only changes hands: sizes, slices, views."""
+    """The part of torch.Tensor's interface that remapped memory needs: sizes, slices, views."""
 
     __slots__ = ("area", "dtype", "offset", "shape")
 
@@ -161,12 +161,12 @@ class Phantom:
 
 
 def phantom(tensor: torch.Tensor) -> Phantom:
-    """What the memory of an emulated worker gives as a tensor is one of these."""
+    """Cast of an emulated worker's tensor."""
     return cast("Phantom", tensor)
 
 
 def read_all(tensors: Sequence[torch.Tensor]) -> bytes:
-    """The marks of several, one after the other."""
+    """The marks of several, concatenated."""
     marks = array(_MARK)
     for tensor in tensors:
         marks.extend(phantom(tensor).read())
@@ -174,9 +174,8 @@ def read_all(tensors: Sequence[torch.Tensor]) -> bytes:
 
 
 def write_all(tensors: Sequence[torch.Tensor], contents: bytes) -> None:
-    """
-    Raises:
-        ValueError: the contents are those of more or of fewer cells.
+    """Raises:
+    ValueError: the number of cells differs.
     """
     marks, at = array(_MARK, contents), 0
     for each in map(phantom, tensors):
@@ -188,7 +187,7 @@ def write_all(tensors: Sequence[torch.Tensor], contents: bytes) -> None:
 
 
 class PhantomBackend:
-    """A `MemoryBackend`: addresses are handed out and books kept by others, as ever; there is only nothing there."""
+    """A `MemoryBackend` without memory; addresses and mappings are accounted as usual."""
 
     granularity_bytes = 4096
 
@@ -196,7 +195,7 @@ class PhantomBackend:
         self._block_bytes = block_bytes
         self._remap_s_per_byte = remap_s_per_byte
         self._extent_bytes = 0
-        self.takes_time = False  # to map something: not while the worker starts
+        self.takes_time = False  # mapping takes time, except at the start
         self._bases: list[int] = []
         self._areas: list[Area] = []
         self._next = 1 << 30
@@ -212,10 +211,10 @@ class PhantomBackend:
         self._created, self._extent_bytes = True, extent_bytes
 
     def give_up(self, runs: Sequence[ExtentRun]) -> None:
-        """There is nothing to be had."""
+        """Nothing to release."""
 
     def take_back(self, runs: Sequence[ExtentRun]) -> None:
-        """As `give_up`."""
+        """Nothing to allocate."""
 
     def export(self, first: int, count: int) -> list[int]:
         raise InvariantViolation("an emulated instance has one rank")
@@ -235,7 +234,7 @@ class PhantomBackend:
         area.forget_all()
 
     def map(self, address: int, runs: Sequence[ExtentRun]) -> None:
-        """Fresh memory carries no mark."""
+        """Fresh memory has no marks."""
         if self.takes_time:
             time.sleep(sum(run.count for run in runs) * self._extent_bytes * self._remap_s_per_byte)
 
@@ -267,10 +266,10 @@ class PhantomBackend:
         yield memoryview(read_all([tensor]))
 
     def synchronise(self) -> None:
-        """Nothing is under way."""
+        """Nothing is asynchronous."""
 
     def close(self) -> None:
-        """Nothing is there."""
+        """Nothing to close."""
 
     def _at(self, address: int) -> tuple[Area, int]:
         index = bisect_right(self._bases, address) - 1

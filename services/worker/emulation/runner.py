@@ -1,7 +1,6 @@
-"""Executes batches by waiting as long as the machine would take, and answers with tokens that follow from the prompt.
+"""Executes batches by waiting, and samples tokens that are a function of the prompt.
 
-What the engine would read is looked at, too: the marks of a sequence's KV and of the layers (see `phantom`). A sequence
-whose KV is not its own, or has never come, gets wrong tokens from then on.
+Marks of KV and layers are verified (see `phantom`). A sequence with wrong or missing KV gets wrong tokens from then on.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ if TYPE_CHECKING:
 
 
 class Activation:
-    """Hidden states on their way: how many bytes they would be, and for which slices something was wrong before."""
+    """Stand-in for hidden states: their size, and the slices with errors in earlier stages."""
 
     __slots__ = ("at_s", "nbytes", "wrong")
 
     def __init__(self, nbytes: int, wrong: bytes, at_s: float = 0.0) -> None:
         self.nbytes = nbytes
-        self.wrong = wrong  # a byte for each slice
-        self.at_s = at_s  # when they would have come: see `clock`
+        self.wrong = wrong  # one byte per slice
+        self.at_s = at_s  # ideal arrival: see `clock`
 
 
 class _Known:
-    """A sequence here: a hash of its first `position` tokens. `before` its last slice, in case that is run once more:
-    position, hash, and the mark that the slice has left in a block which was not full yet.
+    """A sequence: hash of its first `position` tokens. `before`: position, hash and mark of a partial block before its
+    last slice, in case that is repeated.
     """
 
     __slots__ = ("before", "hash", "is_wrong", "logprobs", "position", "scored", "start")
@@ -52,9 +51,7 @@ class _Known:
 
 
 class Marks:
-    """What a batch would read and write, as marks in the place of KV and parameters (see `phantom`). Engine thread
-    only.
-    """
+    """Verifies and writes a batch's marks of KV and parameters (see `phantom`). Engine thread only."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         self._memory = memory
@@ -68,10 +65,10 @@ class Marks:
         self._checked_layers: set[int] = set()
         self._wrong_layers: set[int] = set()
         self._layers_are_wrong = False
-        self.wrong_total = 0  # slices that read what they should not have
+        self.wrong_total = 0  # slices with a wrong read
 
     def take_in(self, batch: Batch) -> None:
-        """Sequences that leave, and that are new here."""
+        """Update for removed and added sequences."""
         for sequence_id in batch.removed:
             self.known.pop(sequence_id, None)
         for new in batch.added:
@@ -80,7 +77,7 @@ class Marks:
             self.known[new.sequence_id] = _Known(new)
 
     def compute(self, batch: Batch, tables: Sequence[Sequence[int]], before: bytes, layers: range) -> bytes:
-        """Returns for which slices something was wrong here or, as `before` says, in the stages before."""
+        """Returns the slices with errors here or, by `before`, in earlier stages."""
         self._memory.kv.guard(max(max(table) for table in tables) + 1, layers)
         self._check_layers(layers)
         wrong = bytearray(before)
@@ -89,18 +86,18 @@ class Marks:
         return bytes(wrong)
 
     def forget_all(self) -> None:
-        """Another leader's batches follow: they bring every sequence anew."""
+        """Another leader's batches follow: they add every sequence anew."""
         self.known.clear()
         self._checked_layers.clear()
         self._wrong_layers.clear()
 
     def _compute(self, part: Slice, table: Sequence[int], layers: range) -> bool:
-        """False: the KV before it is not that of this sequence."""
+        """False: the KV before it is not this sequence's."""
         known = self.known.get(part.sequence_id)
         if known is None:
             raise InvariantViolation(f"sequence {part.sequence_id} has not been added")
         first, size, left = part.first_position, self._block_tokens, 0
-        if first and first != known.position and first == known.before[0]:  # a stage behind this one was preempted
+        if first and first != known.position and first == known.before[0]:  # a later stage was preempted
             known.position, known.hash, left = known.before
         if first != known.position:
             known.is_wrong |= not self._read_all(known, first, table, layers)
@@ -114,7 +111,7 @@ class Marks:
         return not known.is_wrong
 
     def _read_all(self, known: _Known, first: int, table: Sequence[int], layers: range) -> bool:
-        """Every block of the prefix in every layer. It was computed elsewhere, or before the layout changed."""
+        """Verify every block of the prefix in every layer, computed elsewhere or in an earlier layout."""
         if first > len(known.start):
             raise InvariantViolation(f"a sequence of {len(known.start)} tokens goes on at position {first}")
         marks, size, so_far = list[int](), self._block_tokens, 0
@@ -143,7 +140,7 @@ class Marks:
         known.hash, known.position, known.before = mark, end, (*before, left)
 
     def _check_layers(self, layers: range) -> None:
-        """Each layer's parameters are its own. Once in a layout: nobody writes into them meanwhile."""
+        """Verify each layer's parameters, once per layout: nothing writes to them meanwhile."""
         if not self._checked_layers.issuperset(layers):
             parameters = self._memory.parameters
             fresh = [i for i in layers if i not in self._checked_layers]
@@ -168,7 +165,7 @@ class EmulatedRunner:
 
     @property
     def wrong_total(self) -> int:
-        """Slices that read what they should not have."""
+        """Slices with a wrong read."""
         return self._marks.wrong_total
 
     @property
@@ -203,7 +200,7 @@ class EmulatedRunner:
         is_first, is_last = first_layer == 0, last_layer == self._layer_count
         seconds = self._machine.execution.stage_s(batch.slices, len(layers), is_first=is_first, is_last=is_last)
         given_s, step = hidden.at_s if hidden is not None else None, batch.safepoint_layers
-        if step:  # first its time: what gives way has written nothing that counts
+        if step:  # first the time: a preempted step has written nothing
             self.clock.run(seconds, began_s, given_s, -(-len(layers) // step), preempted)
         wrong = self._marks.compute(batch, block_tables, before, layers)
         out = self._sample(batch, wrong, seconds) if is_last else self._hidden(batch, wrong)
@@ -215,7 +212,7 @@ class EmulatedRunner:
         """See `Marks.forget_all`."""
         self._marks.forget_all()
 
-    # ------------------------------------------------------------ what comes out
+    # ------------------------------------------------------------ output
 
     def _hidden(self, batch: Batch, wrong: bytes) -> Activation:
         rows = sum(len(part.token_ids) for part in batch.slices)
@@ -236,9 +233,9 @@ class EmulatedRunner:
         return StepResult(batch.step_id, tuple(tokens), tuple(logprobs), seconds)
 
 
-WEIGHTS = "weights"  # the one parameter of a layer
+WEIGHTS = "weights"  # name of a layer's only parameter
 
 
 def layer_mark(layer: int) -> int:
-    """What the parameters of a layer are."""
+    """The mark of a layer's parameters."""
     return layer + 1

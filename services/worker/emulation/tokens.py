@@ -1,7 +1,6 @@
-"""The answers of an emulated model: each token follows from all tokens before it, and from nothing else.
+"""Answers of an emulated model: each token is a function of all tokens before it.
 
-So an answer can be checked by whoever has the prompt, and a token that was lost, repeated or taken from somebody else
-on the way changes all that follow.
+So an answer can be verified from its prompt, and a lost, repeated or foreign token changes all that follow.
 """
 
 import sys
@@ -10,12 +9,12 @@ from array import array
 from collections.abc import Sequence
 
 _WORD = "i" if array("i").itemsize == 4 else "l"
-_SPREAD = 2654435761  # neighbours far from each other: 2 ** 32 by the golden ratio
+_SPREAD = 2654435761  # spreads neighbouring numbers: 2 ** 32 by the golden ratio
 _WRONG = 0x5BD1E995
 
 
 def prefix_hash(token_ids: Sequence[int], before: int = 0) -> int:
-    """32 bits over all tokens so far; `before` is that of those in front, wherever the cut lies."""
+    """32 bits over all tokens so far; `before`: the hash of the earlier ones, for any split."""
     words = array(_WORD, token_ids)
     if sys.byteorder == "big":
         words.byteswap()
@@ -29,12 +28,12 @@ def next_token(before: int, position: int, vocab_size: int) -> int:
 
 
 def wrong_token(right: int, vocab_size: int) -> int:
-    """What is said instead when the KV or the layers were not what they should have been: another one."""
+    """The token sampled when KV or layers were wrong: a different one."""
     return (right + 1 + _WRONG % (vocab_size - 1)) % vocab_size
 
 
 def answer(prompt: Sequence[int], count: int, vocab_size: int) -> list[int]:
-    """The right answer of `count` tokens."""
+    """The correct answer of `count` tokens."""
     before, tokens = prefix_hash(prompt), list[int]()
     for position in range(len(prompt), len(prompt) + count):
         tokens.append(next_token(before, position, vocab_size))

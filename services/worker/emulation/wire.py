@@ -1,4 +1,4 @@
-"""What emulated links send over TCP: a head of fixed size, then meta, then the marks of what would have been sent."""
+"""Frames of emulated links over TCP: a head of fixed size, meta, and the marks of the payload."""
 
 import struct
 from enum import IntEnum
@@ -12,12 +12,12 @@ MAX_BYTES = 64 << 20  # of meta or of marks
 class Kind(IntEnum):
     MESSAGE = 2
     OPENING = 3
-    CONTENT = 4  # all of a transfer has been sent by now
+    CONTENT = 4  # all of a transfer has been sent
     CANCEL = 5
-    REFUSED = 6  # meta: why
+    REFUSED = 6  # meta: the reason
     DELIVERED = 7
     CLOSE = 8
-    JOIN = 9  # the sender takes part in this epoch
+    JOIN = 9  # the sender joins this epoch
     LEAVE = 10
 
 
@@ -28,10 +28,10 @@ class Frame(NamedTuple):
     transfer: int = 0
     epoch: int = 0
     stream: int = 0
-    size_bytes: int = 0  # that a real link would have sent
+    size_bytes: int = 0  # of the real payload
     meta: bytes = b""
     body: bytes = b""
-    at_s: float = 0.0  # a message: when it would have come, see `clock`
+    at_s: float = 0.0  # ideal arrival of a message, see `clock`
 
     def encode(self) -> bytes:
         head = _HEAD.pack(
@@ -50,15 +50,14 @@ class Frame(NamedTuple):
 
 
 class Frames:
-    """Cuts what comes in into frames."""
+    """Splits the byte stream into frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Frame]:
-        """
-        Raises:
-            ValueError: this is no link of ours.
+        """Raises:
+        ValueError: not this protocol.
         """
         buffer, frames = self._buffer, list[Frame]()
         buffer += data

@@ -46,15 +46,15 @@ class _Bucket:
     first: int
     last: int
     block_count: int  # of each, after padding
-    planes: torch.Tensor  # rows of the cache seen as [2B, T*K*H]: all keys' planes, then all values'
+    planes: torch.Tensor  # the cache viewed as rows [2B, T*K*H]: planes of all keys, then of all values
     mask_S11C: torch.Tensor | None
-    unowned: torch.Tensor | None  # gathered tokens, of keys and of values, that are no part of a sequence
+    unowned: torch.Tensor | None  # gathered tokens, of keys and of values, outside of the sequences
 
 
 @dataclass(frozen=True, slots=True)
 class _PreparedChunk:
     chunk: Chunk
-    planes: torch.Tensor | None  # None: there is nothing before the chunk, its own K and V are all
+    planes: torch.Tensor | None  # None: the chunk has no prefix, its own K and V are all
     mask_TC: torch.Tensor | None
 
 
@@ -158,7 +158,7 @@ class CpuAttentionStep:
 
     def _decode(self, bucket: _Bucket, planes: torch.Tensor, q_TNH: torch.Tensor, out_TNH: torch.Tensor) -> None:
         kv_2SCKH = self._gather(planes, bucket.planes, bucket.last - bucket.first, q_TNH.shape[-1])
-        if bucket.unowned is not None:  # a weight of zero does not silence a NaN that somebody left there
+        if bucket.unowned is not None:  # a weight of zero does not mask a NaN in an unowned slot
             kv_2SCKH.view(-1, kv_2SCKH.shape[-2] * kv_2SCKH.shape[-1]).index_fill_(0, bucket.unowned, 0.0)
         grouped = (self.kv_head_count, self.groups)
         attended_SKGH = F.scaled_dot_product_attention(
@@ -186,7 +186,7 @@ class CpuAttentionStep:
         else:
             kv_CKH = self._gather(planes, prepared.planes, 1, q_TNH.shape[-1])[:, 0, : chunk.context_tokens]
             k_CKH, v_CKH = kv_CKH[0], kv_CKH[1]
-        # KV heads take the place of the batch, and each is seen by its G query heads without being copied.
+        # KV heads take the place of the batch, each broadcast to its G query heads.
         attended_KGTH = F.scaled_dot_product_attention(
             q_TNH[rows].unflatten(1, grouped).permute(1, 2, 0, 3),
             k_CKH.transpose(0, 1)[:, None].expand(-1, self.groups, -1, -1),

@@ -43,8 +43,8 @@ def tiling(dtype: torch.dtype, head_dim: int) -> Tiling:
 
 
 class CudaAttention:
-    """One kernel in two variants, for decodes and for chunks: a row gives the same bits whatever stands beside it.
-    Products in float32 are computed in full precision, not in TF32.
+    """One kernel in two variants, for decodes and for chunks: a row's bits do not depend on the batch. Products in
+    float32 are computed in full precision, not in TF32.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class CudaAttention:
         )
 
     def parts(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory for what so many parts of contexts give, and for their weights."""
+        """Scratch memory for the results of split contexts and their weights."""
         head_count = self._groups * self._kv_head_count
         return (
             torch.empty(count, head_count, self._head_dim, device=self._device),
@@ -251,14 +251,14 @@ class StagedDecodes:
         shape, tokens, positions, k_rows, joins = self._sections(self._there)
         self._shape, self._joins = shape, joins.view(rows, 4)
         self._k_rows_T = k_rows.view(torch.int64)
-        self._k_rows_T.fill_(-1)  # until it is filled it does nothing
+        self._k_rows_T.fill_(-1)  # until filled it has no effect
         self.token_ids_T, self.positions_T = tokens.view(torch.int64), positions.view(torch.int64)
 
     def _sections(self, head: torch.Tensor) -> list[torch.Tensor]:
         return [head[start:end] for start, end in zip([0, *self._ends], self._ends, strict=False)]
 
     def fill(self, step: PackedStep) -> bool:
-        """With decodes alone. False: they have too many parts."""
+        """With decodes only. Returns False if they have too many parts."""
         rows, (tiles, joins, _) = step.row_count, _decode_tiles(step.decode_contexts_S)
         if len(tiles) > self._tile_count:
             return False
@@ -305,8 +305,8 @@ def join_constants(head_count: int, head_dim: int) -> dict[str, int]:
 
 
 def part_tokens(contexts_S: np.ndarray) -> np.ndarray:
-    """How long the parts are into which contexts are split. It follows from each one alone, not from how full the GPU
-    is: a row gives the same bits whatever else is in the batch.
+    """Length of the parts of a split context. A function of the context alone, not of the GPU's load: a row's bits do
+    not depend on the batch.
     """
     least = np.maximum(_LEAST_PART, -(-contexts_S // _MOST_PARTS))
     return 1 << np.ceil(np.log2(least)).astype(np.int64)

@@ -30,8 +30,8 @@ _LEAST_VERSION = (0, 7, 2)  # before it the workspace that a plan takes grows wi
 
 
 class PlanCopy:
-    """A plan is copied to the device from host memory into which the next plan is written: that one has to wait, or
-    layers that are still to run follow a plan that is not theirs. The copy is over when the step before it is.
+    """Plans are copied to the device from a host buffer that the next plan overwrites: that one has to wait, or layers
+    still to be executed would use the wrong plan. The copy has ended when the previous step has.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,8 +49,8 @@ class PlanCopy:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Which blocks sequences have, as FlashInfer wants it: all of them in a row, and for each sequence where its own
-    begin and how many tokens are in the last one.
+    """FlashInfer's page table: all blocks in a row, and for each sequence the begin of its own and the tokens in its
+    last one.
     """
 
     blocks: np.ndarray  # int32, as the other two

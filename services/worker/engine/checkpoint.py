@@ -25,7 +25,7 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
 _BAND_ELEMENTS = 4 << 20
 _SAMPLES, _SAMPLE_BYTES = 32, 4096  # of a file, for its revision
-_SAYS_NOTHING = ("transformers_version", "torch_dtype", "dtype")  # about what the tokens are, or said elsewhere
+_SAYS_NOTHING = ("transformers_version", "torch_dtype", "dtype")  # keys irrelevant for the tokens, or given elsewhere
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 
 
@@ -33,7 +33,7 @@ class Checkpoint:
     """An open checkpoint. Files are memory-mapped; a tensor is read when it is copied to its place."""
 
     def __init__(self, model_dir: Path, kernels: Kernels | None = None) -> None:
-        """`kernels` are needed to fill parameters that are packed for them."""
+        """`kernels` are needed for packed parameters."""
         self._kernels = kernels
         self._files: dict[Path, Any] = {}  # safetensors has no types for its handle
         self._places = tensor_places(model_dir)  # tensor -> file
@@ -75,9 +75,9 @@ class Checkpoint:
             band.result()
 
     def require_only(self, config: ModelConfig) -> None:
-        """Raise ConfigError if the checkpoint holds a tensor the architecture has no use for.
+        """Raise ConfigError if the checkpoint has a tensor that the architecture does not use.
 
-        A silently ignored tensor (a bias, an adapter) would mean wrong tokens.
+        Ignoring a tensor (a bias, an adapter) would mean wrong tokens.
         """
         expected = {source.tensor for part in _all_parameters(replace(config, rank=0)) for source in part.sources}
         if config.tied_embeddings:

@@ -1,4 +1,4 @@
-"""Which implementation computes a model, decided by its config.json alone, before any tensor is read."""
+"""Chooses a model's implementation from its config.json, before any tensor is read."""
 
 from pathlib import Path
 

@@ -21,19 +21,19 @@ from services.worker.memory.parameters import lay_out
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    served_by: str  # ballast or transformers
+    served_by: str  # the implementation: ballast or transformers
     architecture: str
     dtype: str
     layer_count: int
     max_model_len: int
     parameter_count: int
-    quantised: str | None  # what the numbers of parameters are that stay quantised
+    quantised: str | None  # number format of quantised parameters
     layer_bytes: int  # of all layers
     other_bytes: int  # embedding, head
-    kv_bytes_per_token: int  # in all layers, as it is kept
-    kv_needed_bytes_per_token: int  # without what slots of one size for all layers lose
+    kv_bytes_per_token: int  # in all layers, as stored
+    kv_needed_bytes_per_token: int  # without the padding of equal slots for all layers
     windowed_layers: int
-    attention: tuple[str, ...]  # what is not plain attention, in any layer
+    attention: tuple[str, ...]  # deviations from plain attention, in any layer
 
 
 def describe_model(model_dir: Path, *, model_impl: str = "auto", dtype: str = "auto", ranks: int = 1) -> Description:

@@ -1,4 +1,4 @@
-"""Keeps a sequence within its grammar: what may not follow is made impossible before a token is drawn."""
+"""Constrains a sequence to its grammar: tokens that may not follow are masked before sampling."""
 
 import math
 
@@ -11,8 +11,8 @@ from services.worker.core.batch import NewSequence
 
 
 class GrammarState:
-    """Where one sequence stands in its grammar. A grammar that cannot be followed, or no further, leaves its reason in
-    `error`: tokens that are drawn from then on are of no grammar, and must not reach the client.
+    """State of one sequence in its grammar. A grammar that is invalid, or fails later, leaves its reason in `error`:
+    tokens sampled afterwards are unconstrained, and must not reach the client.
     """
 
     def __init__(self, grammars: Grammars | None, new: NewSequence) -> None:
@@ -30,7 +30,7 @@ class GrammarState:
             self.error = why_given_up(self._matcher)
 
     def allowed(self) -> np.ndarray | None:
-        """A bit for each token, as bytes, lowest first. None: no more is known of what may follow."""
+        """A bit for each token, as bytes, lowest first. None: the mask is unknown."""
         if self._matcher is None or self.error:
             return None
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
@@ -38,14 +38,14 @@ class GrammarState:
         return bits
 
     def restrict(self, logits_V: torch.Tensor) -> None:
-        """Changes them in place. Where the grammar has come to its end only tokens that end the sequence are left."""
+        """Mask logits in place. At the grammar's end only end-of-sequence tokens are left."""
         if (bits := self.allowed()) is None:
             return
         allowed_V = np.unpackbits(bits, bitorder="little", count=len(logits_V)).view(np.bool_)
         logits_V.masked_fill_(torch.from_numpy(~allowed_V).to(logits_V.device), -math.inf)
 
     def add(self, token_id: int) -> None:
-        """Take in a token that was generated."""
+        """Advance by a generated token."""
         if self._matcher is not None and not self.error:
             self._matcher.consume_token(token_id)
             self.error = why_given_up(self._matcher)

@@ -1,4 +1,4 @@
-"""What computes a model: our own classes, or the modelling code of `transformers`. The engine knows one contract."""
+"""Interface of model implementations: Ballast's own classes, or the modelling code of `transformers`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +40,7 @@ class StageModel(Protocol):
     def layer_count(self) -> int: ...
 
     def reserve(self, rows: int) -> None:
-        """Buffers stay where they are unless a step has more rows than these."""
+        """Buffers keep their addresses unless a step has more rows than these."""
         ...
 
     def embed(self, token_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ class StageModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """What a model has in a device's memory."""
+    """Memory needs of a model on a device."""
 
     layers: Sequence[PartSpec]
     others: Mapping[str, PartSpec]
@@ -116,22 +116,22 @@ class Implementation(Protocol):
 
     @property
     def parameter_count(self) -> int:
-        """Of the whole model, whatever this rank has of it."""
+        """Of the whole model, over all ranks."""
         ...
 
     @property
     def linears(self) -> Linears:
-        """What LoRA adapters may add to."""
+        """Linear modules for LoRA adapters."""
         ...
 
     @property
     def quantised(self) -> str | None:
-        """What the numbers of those parameters are that stay quantised in memory, if any do."""
+        """Number format of parameters that stay quantised in memory, if any."""
         ...
 
     @property
     def pipelines(self) -> bool:
-        """Whether ranges of layers may run on several workers. Known once the self-test of `load` has run."""
+        """True if ranges of layers may run on several workers. Known after the self-test of `load`."""
         ...
 
     def needs(self, block_tokens: int) -> MemoryNeeds: ...
@@ -155,10 +155,10 @@ class Implementation(Protocol):
         ...
 
     def check(self, model: StageModel, attention: AttentionBackend, kv: KvCache) -> None:
-        """Look whether the loaded model is the one of the checkpoint; its cache is not in use yet.
+        """Verify that the loaded model matches the checkpoint; its cache is not in use yet.
 
         Raises:
-            ConfigError: it is another one.
+            ConfigError: it does not.
         """
         ...
 
@@ -223,7 +223,7 @@ class BallastModel:
         return model, own_attention(memory.pool.backend.device, self.config, self.dtype, self.attention_backend)
 
     def check(self, model: StageModel, attention: AttentionBackend, kv: KvCache) -> None:
-        """Nothing to do: our classes are tested against `transformers` beforehand."""
+        """Nothing to do: these classes are tested against `transformers`."""
 
     @property
     def _layout(self) -> Layout:

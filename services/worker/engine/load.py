@@ -60,7 +60,7 @@ class Engine:
     sampler: AnySampler
     runner: ModelRunner
     grammars: Grammars | None  # None: there is no tokenizer
-    compute_here: Callable[[], None]  # to be called by a thread that steps it from now on; who has loaded it has
+    compute_here: Callable[[], None]  # to be called by a thread before it steps; the loading thread has done so
     host_copy: HostCopy = field(default_factory=lambda: HostCopy(_to_host, _from_host))
 
     @property

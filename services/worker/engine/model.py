@@ -53,7 +53,7 @@ class _AdaptedLayer:
 
 @dataclass(frozen=True, slots=True)
 class _Buffers:
-    """Memory for as many rows as the largest step so far had."""
+    """Memory for as many rows as the largest step so far."""
 
     qkv: torch.Tensor
     attended: torch.Tensor
@@ -76,7 +76,7 @@ class Model:
         max_model_len: int,
         sum_over_ranks: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
-        """`sum_over_ranks` puts the sum over the ranks of one instance in place of each one's part of it."""
+        """`sum_over_ranks` replaces a tensor by its all-reduce over the instance's ranks."""
         self._config = config
         self._sum_over_ranks = sum_over_ranks
         self._embedding_VD = parameters.part(EMBEDDING)["weight"]
@@ -92,7 +92,7 @@ class Model:
         self._adapted: list[_AdaptedLayer] = []
 
     def adapt(self, lora: Lora) -> None:
-        """Whose rows are those of each step from now on."""
+        """Set the adapters, whose rows are laid out for each step."""
         config, self._lora = self._config, lora
         for index in range(config.layer_count):
             attention, mlp = f"model.layers.{index}.self_attn.", f"model.layers.{index}.mlp."
@@ -171,7 +171,7 @@ class Model:
         return logits[: hidden_RD.shape[0], : self._config.vocab_size]
 
     def _project(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Back to the hidden size."""
+        """Output projection to the hidden size."""
         projected = _linear(x, weight, bias, self._buffers.added[: x.shape[0]])
         if self._sum_over_ranks is not None:
             self._sum_over_ranks(projected)
@@ -216,7 +216,7 @@ def _layer(config: ModelConfig, parameters: ParameterStore, kv: KvCache, index: 
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """x @ weight.T + bias, in `out` where that is the fast way."""
+    """x @ weight.T + bias, written to `out` where that is faster."""
     if _onednn_suits(x):
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     if bias is None:

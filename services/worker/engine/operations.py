@@ -1,4 +1,4 @@
-"""What stands between the matrix products of a layer: norms, residuals, rotation, the KV cache, the activation.
+"""Operations between the matrix products of a layer: norms, residuals, rotary embedding, KV cache, activation.
 
 Shapes as in `model`. Both implementations round alike; their sums may differ in the last bit.
 """
@@ -33,7 +33,7 @@ class Operations(Protocol):
         ...
 
     def rotation(self, positions_T: torch.Tensor) -> torch.Tensor:
-        """What `attend` wants to know of a step's positions; made once for all layers."""
+        """Position data for `attend`, computed once for all layers."""
         ...
 
     def attend(

@@ -7,7 +7,7 @@ import torch
 
 
 class Peers(Protocol):
-    """All ranks call the same in the same order. A rank that is gone or silent is an error that ends the process."""
+    """Collectives: all ranks call the same in the same order. A lost or silent rank raises, and ends the process."""
 
     @property
     def rank(self) -> int: ...
@@ -18,11 +18,11 @@ class Peers(Protocol):
         ...
 
     def sum(self, tensor: torch.Tensor) -> None:
-        """Puts the sum of all ranks' tensors in place of each."""
+        """All-reduce (sum), in place."""
         ...
 
     def least(self, number: int) -> int:
-        """The smallest of what the ranks give."""
+        """All-reduce (minimum)."""
         ...
 
 

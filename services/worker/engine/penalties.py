@@ -1,4 +1,4 @@
-"""Changes to logits that depend on the tokens a sequence has had so far, or on how many it has generated."""
+"""Changes of logits that depend on a sequence's tokens so far."""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from services.worker.core.batch import NewSequence
 
 
 class TokenHistory:
-    """Which tokens a penalised sequence has seen. Lives as long as the sequence runs; as large as what it has seen."""
+    """Tokens of a penalised sequence. Lives as long as the sequence runs."""
 
     def __init__(self, new: NewSequence, device: torch.device) -> None:
         self._sampling = new.sampling
@@ -19,7 +19,7 @@ class TokenHistory:
             self.add(token_id)
 
     def add(self, token_id: int) -> None:
-        """Take in a token that was generated."""
+        """Add a generated token."""
         self._counts[token_id] = self._counts.get(token_id, 0) + 1
 
     def apply(self, logits_V: torch.Tensor) -> None:
@@ -38,17 +38,17 @@ class TokenHistory:
 
 
 class Bias:
-    """What a request adds to the logits of some tokens."""
+    """A request's logit bias."""
 
     def __init__(self, bias: Mapping[int, float], device: torch.device) -> None:
         self._token_ids = torch.tensor(list(bias), dtype=torch.int64, device=device)
         self._values = torch.tensor(list(bias.values()), dtype=torch.float64, device=device)
 
     def apply(self, logits_V: torch.Tensor) -> None:
-        """Adds in place."""
+        """Add in place."""
         logits_V.index_add_(0, self._token_ids, self._values.to(logits_V.dtype))
 
 
 def forbid(logits_V: torch.Tensor, token_ids: tuple[int, ...]) -> None:
-    """Make these tokens impossible, in place."""
+    """Mask these tokens, in place."""
     logits_V.index_fill_(0, torch.tensor(token_ids, device=logits_V.device), -math.inf)

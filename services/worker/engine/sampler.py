@@ -28,7 +28,7 @@ from services.worker.engine.random_numbers import uniforms
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """Whose token a row of logits gives, and at which position of the sequence it will stand."""
+    """A row of logits: its sequence, and the position of the sampled token."""
 
     sequence_id: SequenceId
     position: int
@@ -73,7 +73,7 @@ def forbidden_ends(sampling: SamplingParams, eos_token_ids: tuple[int, ...], voc
 
 
 class _Ranked(NamedTuple):
-    """What was most probable in a row, and what it takes to tell any other token's probability."""
+    """Top tokens of a row, and the normalisation for the log-probability of any other token."""
 
     top: tuple[tuple[int, float], ...]
     values_V: torch.Tensor  # log-probabilities plus the two below
@@ -85,15 +85,15 @@ class _Ranked(NamedTuple):
 
 
 class Choosing(Protocol):
-    """Tokens that are about to be chosen."""
+    """Tokens being sampled."""
 
     def collect(self) -> Sampled:
-        """Waits for them."""
+        """Wait for them."""
         ...
 
 
 class PreparedRows(Protocol):
-    """What is known of a step's rows before it is executed."""
+    """Host-side data of a step's rows, made before its execution."""
 
     @property
     def arrays(self) -> Sequence[np.ndarray]:
@@ -106,7 +106,7 @@ class PreparedRows(Protocol):
 
 
 class AnySampler(Protocol):
-    """Keeps what sampling needs to know of each running sequence."""
+    """Per-sequence state of sampling."""
 
     @property
     def sequence_ids(self) -> tuple[SequenceId, ...]: ...
@@ -139,7 +139,7 @@ class _HostRows:
 
 
 class Sampler:
-    """Chooses on the host."""
+    """Samples on the host."""
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class Sampler:
         return Sampled(tuple(token_ids), tuple(logprobs), tuple(errors))
 
     def _raw_logprobs(self, logits_V: torch.Tensor, count: int) -> "_Ranked":
-        """Before anything is changed: `logits_V` is about to be."""
+        """Before any change of `logits_V`."""
         count = min(count, len(logits_V))
         if self._kernels is None:
             logprobs_V = torch.log_softmax(logits_V.double(), -1)

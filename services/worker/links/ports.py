@@ -1,4 +1,5 @@
 """Interfaces of links, above and below. No torch needed: emulated workers have none.
+
 DataPlane   all links of a worker: see `plane`
 Connection  between two incarnations of workers, kept while both may need it: see `connection`
 Link        one epoch of a connection that both take part in: see `connection`

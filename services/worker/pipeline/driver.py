@@ -330,7 +330,7 @@ class TransitionDriver:
         match command:
             case t.ConnectLinks(epoch=epoch, peers=peers):
                 received = self._plan_received()
-                self._links.connect(epoch, peers, received.data_addresses, received.lives)
+                return self._links.connect(epoch, peers, received.data_addresses, received.lives)
             case t.PrepareMemory():
                 return self._prepare_memory()
             case t.GrantRoom(epoch=epoch, block_count=block_count):

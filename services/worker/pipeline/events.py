@@ -186,6 +186,13 @@ class RoomGranted(MemberEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class PartnersNamed(MemberEvent):
+    """From the planner: workers that this one may soon share a group with, and where links to them are made."""
+
+    partners: Mapping[WorkerId, str]
+
+
+@dataclass(frozen=True, slots=True)
 class ParkOrdered(MemberEvent):
     """From the planner: release the device memory unless the worker is in use; or (not `park`) serve again."""
 

@@ -27,6 +27,7 @@ from services.worker.memory.parameters import ParameterStore
 from services.worker.pipeline.context import Background, MemberContext
 from services.worker.pipeline.events import LayerArrived, LayerAsked, LayerChecked, Woken
 from services.worker.pipeline.hub import Hub, layer_key, whole
+from services.worker.pipeline.links import LAYERS
 from services.worker.pipeline.progress import Progress
 from services.worker.pipeline.wire import Topic
 
@@ -90,12 +91,14 @@ class LayerServer:
 
     def send(self, link: Link, epoch: Epoch, layer: int) -> None:
         pieces = self.parameters.pieces(layer)
-        self._start(self._send, link, epoch, layer, pieces)
+        future = self._start(self._send, link, epoch, layer, pieces)
+        future.add_done_callback(lambda f: self.refuse(link, layer) if f.cancelled() else None)
 
-    def _start(self, job: Callable[[*_Given], None], *given: *_Given) -> None:
+    def _start(self, job: Callable[[*_Given], None], *given: *_Given) -> Future[None]:
         future = self.workers.submit(job, *given)
         self._jobs = [f for f in self._jobs if not f.done()] + [future]
         future.add_done_callback(lambda _: self.post(Woken()))
+        return future
 
     def serve(self, event: LayerAsked, executed: range) -> None:
         """Send a layer that is executed here: others may be mapped and not loaded yet."""
@@ -250,6 +253,12 @@ class LayerPull:
         self.progress.parameter_bytes_pulled += sum(t.nbytes for t in self._parameters.pieces(event.layer))
         self.go_on()
 
+    def peer_lost(self, peer: WorkerId) -> None:
+        """What it was asked for is asked for elsewhere; what it has begun to send ends by itself."""
+        for layer, source in list(self._under_way.items()):
+            if source == peer and self._hub.places.forget(layer_key(self.epoch, layer, peer)):
+                self._again(layer, f"{peer} is gone")
+
     def _again(self, layer: int, why: str) -> None:
         source = self._under_way.pop(layer)
         if source is not None:
@@ -372,6 +381,10 @@ class LayerLoading:
         self._note_end(pull)
         return True
 
+    def peer_lost(self, peer: WorkerId) -> None:
+        if self._pull is not None:
+            self._pull.peer_lost(peer)
+
     def _note_end(self, pull: LayerPull) -> None:
         if pull.finished:
             pull.progress.layers_s = self._now() - pull.progress.began_s
@@ -380,17 +393,19 @@ class LayerLoading:
         """Commit: keep the loaded layers."""
         self._pull = None
 
-    def undo(self, kept: range) -> int | None:
-        """Give up all layers except `kept` again. None: something still writes into them, call again later.
+    def undo(self, kept: range, *, serves: bool = False) -> int | None:
+        """Give up all layers except `kept` again. None: something still writes into them, call again later. `serves`:
+        transfers of `kept` layers to peers go on.
 
         Returns the present number of blocks.
         """
-        self.server.cancel()
+        if not serves:
+            self.server.cancel()
         if self._pull is not None:
             self._pull.cancel()
             if not self._pull.idle:
                 return None
-        if not self.server.idle:
+        if not (serves or self.server.idle):
             return None
         self._pull = None
         if self._memory.leaving is not None:
@@ -404,7 +419,8 @@ class LayerLoading:
 
 @dataclass(slots=True)
 class Rescue:
-    """Recovery of a member whose group is lost: the missing layers are loaded from the checkpoint.
+    """Recovery of a member whose group is lost: the missing layers come from peers that hold them, else from the
+    checkpoint.
 
     Its requests have been dropped and are replayed by dispatchers. All reads and writes of this worker's memory must
     have ended before the KV is discarded.
@@ -414,6 +430,7 @@ class Rescue:
     progress: Progress
     layer_loading: LayerLoading
     quiet: Callable[[], bool]  # nothing is sent from or written into the KV cache
+    sources: Callable[[], Mapping[int, Sequence[WorkerId]]]  # peers to ask for each layer, in order
     kept: range  # layers that this worker executes
     began_s: float
     under_way: bool = False
@@ -421,7 +438,7 @@ class Rescue:
     def poll(self, now_s: float, grow: Callable[[int], None]) -> bool:
         """True once all layers are loaded. `grow` is called with the new number of blocks."""
         if not self.under_way:
-            block_count = self.layer_loading.undo(self.kept) if self.quiet() else None
+            block_count = self.layer_loading.undo(self.kept, serves=True) if self.quiet() else None
             if block_count is None:
                 limit_s = deadline_s(Phase.FAILED)
                 if now_s - self.began_s > limit_s:
@@ -429,5 +446,5 @@ class Rescue:
                 return False
             grow(block_count)
             self.under_way = True
-            self.layer_loading.load(self.epoch, {}, self.progress, 0)
+            self.layer_loading.load(LAYERS, self.sources(), self.progress, 0)
         return self.layer_loading.all_here()

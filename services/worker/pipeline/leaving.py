@@ -58,6 +58,7 @@ class Leaving:
         if not self.role.leads:
             return False
         draining, group_scheduler, now_s = self._draining, self._context.group_scheduler, self._context.now()
+        draining.is_short = self._context.core.group_scheduler.memory_is_awaited
         self._carry_out(draining.place_waiting(now_s, group_scheduler))
         self._progress.victims_waiting = len(group_scheduler.sequences)
         if draining.is_news(now_s, group_scheduler) and self._context.published.counted is self._progress:

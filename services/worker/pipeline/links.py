@@ -13,7 +13,7 @@ from services.worker.core.batch import Batch, StepResult
 from services.worker.core.transition_messages import LinksUp, PreparationFailed
 from services.worker.core.turns import MemberEvent
 from services.worker.links.traffic import TrafficClass
-from services.worker.pipeline.events import LinkMade, Told, Woken
+from services.worker.pipeline.events import LinkMade, PlanReceived, Woken
 from services.worker.pipeline.role import Role
 from services.worker.pipeline.wire import Topic, batch_to_bytes, failure_to_bytes, result_to_bytes
 
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from services.worker.links.connection import Link
     from services.worker.links.member_side import Plane
 
+# Of the links over which workers that may soon share a group give each other layers, whatever the layout.
+LAYERS = Epoch(1 << 62)
 _LINK_TIMEOUT_S = 5.0
+_KEPT_S = 60.0
 _MEETING_TIMEOUT_S = 1.0  # the other side may not connect
 _SEND_TIMEOUT_S = 5.0
 _HEAD_BYTES = 2048  # a longer batch head (prompts are in it) is sent before its hidden states
@@ -39,6 +42,7 @@ class Links:
         self._now = now
         self._post = post
         self.missing: set[WorkerId] = set()  # requested peers whose links are not up yet
+        self._partners: dict[WorkerId, float] = {}  # when the planner has named each last
         self._meeting: set[tuple[WorkerId, Epoch]] = set()  # being connected: they share threads with plans' links
 
     def to(self, peer: WorkerId, epoch: Epoch | None = None) -> Link | None:
@@ -120,18 +124,44 @@ class Links:
         peers: Sequence[WorkerId],
         addresses: Mapping[WorkerId, str],
         lives: Mapping[WorkerId, int],
-    ) -> None:
-        """`LinkMade` follows for each peer; without peers the transition is notified at once."""
-        self.missing = set(peers)
-        for peer in peers:
+    ) -> Sequence[LinksUp]:
+        """Returns the transition's event if all links are up; else `LinkMade` follows for each that is missing."""
+        self.missing = {peer for peer in peers if self.to(peer, epoch) is None}
+        for peer in sorted(self.missing):
             future = self._plane.warm(peer, addresses[peer], epoch, _LINK_TIMEOUT_S, lives.get(peer, 0))
             future.add_done_callback(lambda f, p=peer: self._post(LinkMade(epoch, p, f)))
-        if not peers:
-            self._post(Told(epoch, LinksUp(self._now(), epoch)))
+        return () if self.missing else (LinksUp(self._now(), epoch),)
+
+    def join(self, event: PlanReceived, peers: Sequence[WorkerId]) -> None:
+        """Take part in the plan's epoch while the engine runs a step: `connect` then finds the links up. Any thread."""
+        for peer in peers:
+            address, life = event.data_addresses[peer], event.lives.get(peer, 0)
+            self._plane.warm(peer, address, event.plan.epoch, _LINK_TIMEOUT_S, life)
 
     def meet(self, peer: WorkerId, address: str, epoch: Epoch) -> None:
         """Open a best-effort link to a worker of another group for this epoch; failure is not reported."""
         self._plane.retire(epoch, (peer,))
+        self._make(peer, address, epoch)
+
+    def keep(self, partners: Mapping[WorkerId, str]) -> None:
+        """Keep links of `LAYERS` to these, so that a later layout finds their connections made, and for a minute to
+        those named before: a worker that is not in the layout may be loading its layers. The peers have been told
+        likewise; a link that does not come up is tried again when the peer is named again.
+        """
+        now_s = self._now()
+        self._partners |= dict.fromkeys(partners, now_s)
+        for peer in [peer for peer, named_s in self._partners.items() if now_s - named_s > _KEPT_S]:
+            del self._partners[peer]
+            if (link := self.to(peer, LAYERS)) is not None:
+                link.retire()
+        for peer, address in partners.items():
+            self._make(peer, address, LAYERS)
+
+    def givers(self) -> list[WorkerId]:
+        """Peers that can be asked for layers, whatever the layout."""
+        return [peer for peer in sorted(self._partners) if self.to(peer, LAYERS) is not None]
+
+    def _make(self, peer: WorkerId, address: str, epoch: Epoch) -> None:
         key = (peer, epoch)
         if key in self._meeting or self.to(peer, epoch) is not None:
             return

@@ -7,11 +7,13 @@ Decisions are pure (`core.transition`, `core.worker`); the parts execute them. `
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
+from ballast.common.layout import Member as LayoutMember
 from ballast.common.layout import Place
 from ballast.common.transition import Phase
 from ballast.service.logs import get_logger
@@ -42,6 +44,7 @@ from services.worker.pipeline.events import (
     MigrationOrdered,
     MigrationTold,
     ParkOrdered,
+    PartnersNamed,
     PlanReceived,
     ResultArrived,
     RoomGranted,
@@ -52,6 +55,7 @@ from services.worker.pipeline.events import (
 )
 from services.worker.pipeline.grammars import GrammarsAhead
 from services.worker.pipeline.layers import LayerLoading, Rescue
+from services.worker.pipeline.links import LAYERS, Links
 from services.worker.pipeline.migrations import Migrations
 from services.worker.pipeline.mover import KvMover
 from services.worker.pipeline.parking import Parking
@@ -198,6 +202,10 @@ class GroupMember:
     def progress(self) -> dict[Epoch, Progress]:
         return self.published.progress
 
+    @property
+    def links(self) -> Links:
+        return self._links
+
     def handle(self, event: MemberEvent) -> list[Answer]:
         self._is_awake = self._is_awake or not isinstance(event, BatchArrived | ResultArrived)
         driver = self._driver
@@ -238,12 +246,16 @@ class GroupMember:
                 driver.room_granted(epoch, block_count)
             case RoomWithdrawn(epoch=epoch):
                 driver.room_withdrawn(epoch)
+            case LayerAsked() if event.epoch == LAYERS:
+                self._layer_asked(event)
             case LayerAsked():
                 driver.layer_asked(event)
             case LayerArrived() | LayerChecked():
                 driver.layer_news(event)
             case ParkOrdered():
                 self._parking.ordered(event)
+            case PartnersNamed(partners=partners):
+                self._links.keep(partners)
             case MigrationOrdered() | MigrationTold() | KvLeft():
                 self._migrations.handle(event)
             case Woken():
@@ -324,6 +336,13 @@ class GroupMember:
             progress.block_count_after = self._context.book.block_count
             self.published.publish_as(epoch, Phase.DONE)
 
+    def _layer_asked(self, event: LayerAsked) -> None:
+        """By a worker outside of any transition. Layers that are about to be given up are not read any more."""
+        if self._parking.under_way or not self._driver.at_rest:
+            self._layer_loading.server.refuse(event.link, event.layer)
+        else:
+            self._layer_loading.server.serve(event, self._role.layers)
+
     def _capacity_told(self, event: CapacityTold) -> None:
         if self._rescue is None:
             self._context.room_told(event)
@@ -334,6 +353,9 @@ class GroupMember:
 
     def _peer_lost(self, epoch: Epoch, event: PeerLost) -> None:
         """Before a commit it fails the preparation; the loss of a member of the group in force fails the group."""
+        if epoch == LAYERS:
+            self._layer_loading.peer_lost(event.peer)
+            return
         self._migrations.peer_lost(epoch, event.peer, event.why)
         if self._rescue is not None:
             return
@@ -348,6 +370,7 @@ class GroupMember:
         """End all requests, for dispatchers to replay, then load the missing layers."""
         get_logger().error("the group is left", peer=peer, why=why, epoch=epoch)
         now_s, role = self._now(), self._role
+        survivors = [stage for stage in role.stages if stage.worker_id not in (self.me, peer)]
         self.published.fail_open(f"{peer}: {why}")
         self._migrations.abandon(f"{peer}: {why}")
         self._mover.abandon()
@@ -366,10 +389,24 @@ class GroupMember:
             progress,
             self._layer_loading,
             quiet=lambda: not self._hub.receives and self._migrations.idle,
+            sources=lambda: self._holders(survivors),
             kept=role.layers,
             began_s=now_s,
         )
         self.published.publish_as(epoch, Phase.FAILED)
+
+    def _holders(self, survivors: Sequence[LayoutMember]) -> dict[int, list[WorkerId]]:
+        """Of each layer: those of the lost group that have it, then all others that can be asked, who may."""
+        givers = self._links.givers()
+        of_group = [stage for stage in survivors if stage.worker_id in givers]
+        others = [peer for peer in givers if all(stage.worker_id != peer for stage in survivors)]
+        if others:  # each worker begins with another one
+            turn = sorted([*others, self.me]).index(self.me) % len(others)
+            others = others[turn:] + others[:turn]
+        return {
+            layer: [*(s.worker_id for s in of_group if s.first_layer <= layer < s.last_layer), *others]
+            for layer in range(self._role.layer_count)
+        }
 
     def _be_whole(self, rescue: Rescue) -> None:
         """All layers are loaded: this worker leads a group of itself."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
@@ -16,7 +17,7 @@ from services.worker.core.phases import BEFORE_COMMIT, deadline_s
 from services.worker.core.plan import Plan, part_of
 from services.worker.core.transition_messages import AbortRequested, CommitRequested, PreparationFailed
 from services.worker.core.turns import MemberEvent
-from services.worker.pipeline.events import MigrationOrdered, ParkOrdered, PlanReceived, Told
+from services.worker.pipeline.events import MigrationOrdered, ParkOrdered, PartnersNamed, PlanReceived, Told
 from services.worker.pipeline.member import GroupMember
 from services.worker.pipeline.progress import Progress
 
@@ -24,6 +25,7 @@ HOLD_S = 0.05
 NOT_PREPARED: tuple[Phase | None, ...] = (None, Phase.PREPARING)
 NOT_TAKEN_UP: tuple[Phase | None, ...] = (Phase.PREPARED, Phase.COMMITTING)
 _SILENCE_S = 3.0  # a planner asks several times a second about a transition in progress
+_MOST_PARTNERS = 16  # bound of the links that are kept to partners
 _LONGEST_ORDER_S = 60.0  # of migrations
 
 
@@ -58,6 +60,7 @@ class Transitions:
         self._now = now
         self._later = later
         self._aborted: dict[Epoch, str] = {}  # epochs aborted before their Prepare arrived, which is then stale
+        self._joined = Epoch(0)  # the newest epoch whose links are made
         self._heard_at_s = 0.0  # last call about a transition
         self._published = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -95,7 +98,11 @@ class Transitions:
         holders: dict[int, tuple[WorkerId, ...]] = {}
         for layer, holder in sources:
             holders[layer] = holders.get(layer, ()) + ((holder,) if holder else ())
-        self._post(PlanReceived(plan, addresses, holders))
+        event = PlanReceived(plan, addresses, holders)
+        if part.peers and plan.epoch > max(newest, self._joined):
+            self._joined = plan.epoch
+            self._member.links.join(event, part.peers)
+        self._post(event)
         self._watch(plan.epoch)
 
     def _watch(self, epoch: Epoch) -> None:
@@ -181,6 +188,9 @@ class Transitions:
         self._post(ParkOrdered(park))
 
     def name_partners(self, request: pb.NamePartnersRequest) -> Epoch:
+        me = self._member.me
+        partners = {WorkerId(one.worker_id): one.data_address for one in request.partners if one.worker_id != me}
+        self._post(PartnersNamed(dict(itertools.islice(partners.items(), _MOST_PARTNERS))))
         self._take_back(Epoch(request.settled_epoch))
         return self._member.newest_epoch
 

@@ -3,23 +3,27 @@
 from collections.abc import Sequence
 
 LEAVES_WITHIN_S = 10.0  # after the commit; sequences still running then go to a member with their KV
-_PATIENCE = 12  # times as long without any ending, if there is no room for the KV: then they are recomputed
-_ROOM_SHARE = 0.75  # of a member's memory: the rest is for its own new sequences
-_STEPS = 8  # in which the group releases its blocks: each step makes every stage move some
+# Times as long without any ending, if there is no room for the KV: then they are recomputed. Long, unless requests wait
+# for memory at the member that has led the group.
+_PATIENCE, _PATIENCE_IF_SHORT = 60, 12
+ROOM_SHARE = 0.75  # of a member's memory: the rest is for its own new sequences
+STEPS = 8  # in which the group releases its blocks: each step makes every stage move some
 # Blocks kept for each running sequence to grow into, as one without is recomputed. A long sequence is likely to go on
 # for long, so a fraction of its length is kept if that is more.
-_AHEAD_TOKENS, _AHEAD_SHARE = 256, 0.5
+_AHEAD_TOKENS, AHEAD_SHARE = 256, 0.5
 
 
 def tightened(limit_blocks: int, first_blocks: int, reserved_blocks: int, running_count: int, block_tokens: int) -> int:
     """The blocks that the group keeps, given its `first_blocks` at the commit and its present `limit_blocks`."""
-    step_blocks = max(1, first_blocks // _STEPS)
-    ahead_blocks = max(-(-_AHEAD_TOKENS // block_tokens) * running_count, int(_AHEAD_SHARE * reserved_blocks))
+    step_blocks = max(1, first_blocks // STEPS)
+    ahead_blocks = max(-(-_AHEAD_TOKENS // block_tokens) * running_count, int(AHEAD_SHARE * reserved_blocks))
     needed_blocks = reserved_blocks + ahead_blocks
     return min(limit_blocks, -(-needed_blocks // step_blocks) * step_blocks)
 
 
-def over_at_s(began_s: float, left_s: float, reserved_blocks: int, stages: Sequence[tuple[float, int]]) -> float:
+def over_at_s(
+    began_s: float, left_s: float, reserved_blocks: int, stages: Sequence[tuple[float, int]], *, is_short: bool
+) -> float:
     """When running sequences are handed over to the members. A stage then holds its layers of the KV of all of them
     and, for those it gets, all layers; until there is room for both, the group goes on while requests keep ending.
 
@@ -28,10 +32,13 @@ def over_at_s(began_s: float, left_s: float, reserved_blocks: int, stages: Seque
         left_s: When the last request ended.
         reserved_blocks: Of the group, in the layers of any stage.
         stages: For each: its fraction of the layers, and its member's blocks with all layers.
+        is_short: Requests wait for memory beside the group.
     """
     all_blocks = sum(home_blocks for _, home_blocks in stages)
     fits = all(
-        reserved_blocks * (share + home_blocks / all_blocks) <= _ROOM_SHARE * home_blocks
+        reserved_blocks * (share + home_blocks / all_blocks) <= ROOM_SHARE * home_blocks
         for share, home_blocks in stages
     )
-    return began_s + LEAVES_WITHIN_S if fits else left_s + LEAVES_WITHIN_S * _PATIENCE
+    if fits:
+        return began_s if is_short else began_s + LEAVES_WITHIN_S
+    return left_s + LEAVES_WITHIN_S * (_PATIENCE_IF_SHORT if is_short else _PATIENCE)

@@ -1,4 +1,4 @@
-"""Who gives way when the KV cache is full."""
+"""Preemption (eviction) policy: which running sequence loses its KV blocks when the cache is full."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,1 +1,1 @@
-"""Measures what batches, links and memory cost on this machine, with the parts that serve."""
+"""Measures the cost of batches, links and memory operations on this machine, with the serving code."""

@@ -18,7 +18,7 @@ from services.worker.profiling.build import build_profile
 from services.worker.profiling.measure import Options, measure
 
 _WRONG = 2
-_SLACK = 1.2  # extents are rounded up, sequence by sequence blocks are
+_SLACK = 1.2  # allows for rounding of extents and of blocks per sequence
 _LEAST_BYTES = 64 << 20
 
 
@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _load(arguments: argparse.Namespace, options: Options) -> Engine:
-    """With as much memory as the largest batch needs."""
+    """Load with enough memory for the largest batch."""
     served, _ = choose_model(
         arguments.model,
         model_impl="auto",

@@ -1,4 +1,4 @@
-"""Puts a profile together, and what its figures hold for."""
+"""Assembles a profile and its key."""
 
 import platform
 from pathlib import Path
@@ -34,7 +34,7 @@ def key_of(engine: Engine) -> ProfileKey:
 
 
 def build_profile(engine: Engine, measured: Measured) -> CostProfile:
-    """Also measures link, copies and remapping; the last of these leaves the engine without parameters."""
+    """Also measures link, copies and remapping; the last leaves the engine without parameters."""
     fits = {form: measured.fit(form) for form in Form}
     held_out = {
         form: HeldOut(
@@ -58,7 +58,7 @@ def build_profile(engine: Engine, measured: Measured) -> CostProfile:
 
 
 def _link() -> Link | None:
-    """None if it fails: all else has been measured by then, for minutes perhaps."""
+    """None if it fails, as the other measurements took minutes."""
     try:
         return measure_link()
     except BallastError as error:

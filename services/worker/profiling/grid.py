@@ -1,4 +1,4 @@
-"""Which batches are measured: a grid that the cost model is fitted on, and others that show how well it does."""
+"""The measured batches: a grid for fitting the cost model, and held-out ones for its errors."""
 
 import itertools
 import random
@@ -11,13 +11,13 @@ Batch = tuple[Chunk, ...]
 _LEAST_CHUNK = 8
 _PREFIXES = (64, 256, 1024, 4096, 16_384)
 _CONTEXTS = (16, *_PREFIXES)
-_MIXED_SHARE = 3  # one mixed batch for each so many others
+_MIXED_SHARE = 3  # one mixed batch per so many others
 _MAX_CHUNKS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a batch may have at most; `kv_tokens` counts those of all its sequences, prefixes included."""
+    """Maxima of a batch; `kv_tokens` counts all its sequences, prefixes included."""
 
     batch_tokens: int
     sequences: int
@@ -35,7 +35,7 @@ class Limits:
 
 
 def grid(limits: Limits, rng: random.Random) -> list[Batch]:
-    """Prefills, chunks behind a prefix, decodes, and all together; in random order, so that any part is a sample."""
+    """Prefills, chunks after a prefix, decodes, and mixtures; in random order, so that any part is a sample."""
     batches = [*_chunks(limits), *_decodes(limits)]
     batches = [batch for batch in batches if limits.allow(batch)]
     batches += [_mixed(limits, rng) for _ in range(len(batches) // _MIXED_SHARE)]
@@ -44,7 +44,7 @@ def grid(limits: Limits, rng: random.Random) -> list[Batch]:
 
 
 def held_out(limits: Limits, rng: random.Random, *, prefix: bool, count: int) -> list[Batch]:
-    """Batches of random sizes, none of which the grid has on purpose. With a prefix: chunks and decodes."""
+    """Batches of random sizes, independent of the grid. With a prefix: chunks and decodes."""
     batches: list[Batch] = []
     while len(batches) < count:
         batches.append(_mixed(limits, rng) if prefix else _prefills(limits, rng))
@@ -66,7 +66,7 @@ def _decodes(limits: Limits) -> Iterator[Batch]:
 
 
 def _mixed(limits: Limits, rng: random.Random) -> Batch:
-    """Decodes of various lengths with chunks beside them; at least one has a prefix."""
+    """Decodes of various lengths with chunks; at least one has a prefix."""
     while True:
         decodes = _log_uniform(rng, 1, limits.sequences) if rng.random() < 0.8 else 0
         batch = tuple(Chunk(_log_uniform(rng, 8, limits.model_len - 1), 1) for _ in range(decodes))

@@ -1,6 +1,6 @@
-"""Bandwidth and latency of a link between two processes on this machine, over the loopback device.
+"""Bandwidth and latency of a link between two processes over the loopback device.
 
-Run as a module it is the other end: `python -m services.worker.profiling.loopback STORE_ADDRESS`.
+As a program it is the other end: `python -m services.worker.profiling.loopback STORE_ADDRESS`.
 """
 
 import queue
@@ -80,7 +80,7 @@ def _bandwidth(link: Link) -> float:
 
 
 class _Ends:
-    """Takes everything in; one end sends small messages back."""
+    """Receives everything; one end echoes small messages."""
 
     def __init__(self, *, echoes: bool = False) -> None:
         self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -111,7 +111,7 @@ def main() -> None:
     plane = open_plane(_THERE, _Ends(echoes=True), TransportConfig(), _HOST)
     print(plane.store_address, flush=True)
     plane.connect(_HERE, sys.argv[1], _EPOCH, _WAIT_S)
-    sys.stdin.read()  # until the first process has done, or died
+    sys.stdin.read()  # until the first process has closed it
     plane.close()
 
 

@@ -1,4 +1,4 @@
-"""Measures an engine over the grid, fits the cost model, and says how far off it is on batches held out."""
+"""Measures an engine over the grid, fits the cost model, and reports its errors on held-out batches."""
 
 import itertools
 import random
@@ -24,19 +24,19 @@ from services.worker.policy.cost_fit import (
 from services.worker.profiling.grid import Batch, Limits, grid, held_out
 from services.worker.profiling.stage_timer import StageTimer
 
-_LEAST_SAMPLES = 24  # fewer do not fix eleven coefficients
+_LEAST_SAMPLES = 24  # minimum for eleven coefficients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     batch_tokens: int = 512  # largest batch measured
     sequences: int = 64
-    kv_tokens: int = 32_768  # of one batch, prefixes included
-    visits: int = 3  # to each batch, in rounds over all of them; the least time counts
-    repetitions: int = 1  # on each visit, and one to warm up
-    held_out_count: int = 20  # batches without prefix, and as many with
-    layer_counts: tuple[int, ...] = ()  # of stages measured beside the whole model; default: half of the layers
-    seconds: float | None = None  # end after so long; None: when all is done
+    kv_tokens: int = 32_768  # per batch, prefixes included
+    visits: int = 3  # of each batch, in rounds over all of them; the minimum counts
+    repetitions: int = 1  # per visit, after one for warming up
+    held_out_count: int = 20  # batches without prefix, and the same number with
+    layer_counts: tuple[int, ...] = ()  # stages measured besides the whole model; default: half of the layers
+    seconds: float | None = None  # time limit; None: until done
     seed: int = 0
 
 
@@ -46,7 +46,7 @@ class Measured:
     whole: StageShape
     samples: list[Sample]
     held_out: list[Sample]
-    others: list[Sample]  # on the whole model; neither fitted on nor counted among the errors
+    others: list[Sample]  # on the whole model; not fitted, not in the errors
 
     def fit(self, form: Form = Form.EXTENDED) -> StageCosts:
         return fit_stages(self.samples, form)
@@ -55,7 +55,7 @@ class Measured:
         return summarise(errors_of(costs, [s for s in self.held_out if has_prefix(s.chunks) == prefix]))
 
 
-Report = Callable[[int, int, str], None]  # done, of how many, what
+Report = Callable[[int, int, str], None]  # done, total, description
 
 
 def quiet(done: int, total: int, what: str) -> None:
@@ -63,7 +63,7 @@ def quiet(done: int, total: int, what: str) -> None:
 
 
 def limits_of(engine: Engine, options: Options) -> Limits:
-    """What the engine's memory and model leave of what was asked for."""
+    """The requested maxima, reduced to the engine's memory and model."""
     # Every sequence may leave a block partly empty.
     room = (engine.block_count - options.sequences) * engine.block_tokens
     limits = Limits(
@@ -94,17 +94,16 @@ class _Task(NamedTuple):
 
 
 def measure(engine: Engine, options: Options, report: Report = quiet, others: Sequence[Batch] = ()) -> Measured:
-    """Takes the engine for itself. Measures as much as a fit needs, whatever `options.seconds`.
+    """Uses the engine exclusively. Measures as much as a fit needs, whatever `options.seconds`.
 
-    Batches are visited in rounds, and those held out among the others: load on the machine that comes and goes then
-    neither hits one batch only nor one of the two kinds.
+    Batches are visited in rounds, mixed with held-out ones, so that temporary load on the machine affects all alike.
     """
     limits = limits_of(engine, options)
     timer = StageTimer(engine, seed=options.seed)
     timer.fill_kv(min(engine.block_count, limits.kv_tokens // engine.block_tokens + options.sequences))
     whole, parts = _shapes(engine.info.layer_count, options.layer_counts)
     tasks = _tasks(limits, whole, parts, options, others)
-    least_s: dict[int, float] = {}  # index of the task -> the least time of it so far
+    least_s: dict[int, float] = {}  # index of the task -> minimum so far
     began_s, total = time.perf_counter(), options.visits * len(tasks)
     enough = _index_of_last_needed(tasks)
     for visit, (index, task) in itertools.product(range(options.visits), enumerate(tasks)):
@@ -145,7 +144,7 @@ def _index_of_last_needed(tasks: Sequence[_Task]) -> int:
 
 
 def _shapes(layer_count: int, wanted: Sequence[int]) -> tuple[StageShape, list[StageShape]]:
-    """The whole model, and stages of pipelines."""
+    """The whole model, and stages."""
     if wrong := [count for count in wanted if not 1 <= count < layer_count]:
         raise ConfigError("layers", f"stages of {wrong[0]} layers: must be from 1 to {layer_count - 1}")
     counts = wanted or ([layer_count // 2] if layer_count > 1 else [])
@@ -157,7 +156,7 @@ def _shapes(layer_count: int, wanted: Sequence[int]) -> tuple[StageShape, list[S
 def _with_shapes(
     batches: Sequence[Batch], whole: StageShape, parts: Sequence[StageShape]
 ) -> list[tuple[Batch, StageShape]]:
-    """Every batch on the whole model, and every second one on a stage, each stage in turn."""
+    """Every batch on the whole model, and every second one on a stage, in turn."""
     pairs: list[tuple[Batch, StageShape]] = []
     for i, batch in enumerate(batches):
         pairs.append((batch, whole))

@@ -1,4 +1,4 @@
-"""What moving memory costs: between parameters and KV by remapping, between host and device by copying."""
+"""Cost of moving memory: remapping between parameters and KV, copying between host and device."""
 
 import statistics
 import time
@@ -15,9 +15,9 @@ _GB = 1e9
 
 
 def remap_s_per_gb(engine: Engine) -> float | None:
-    """Seconds to give parameters to the KV cache, by the bytes moved; None if the model has one layer.
+    """Seconds to give parameters to the KV cache, per GB; None if the model has one layer.
 
-    Half of the layers go and come back, empty: the engine can execute nothing any more.
+    Half of the layers are dropped and restored empty: the engine cannot execute afterwards.
     """
     memory = engine.memory
     layer_count = engine.info.layer_count
@@ -40,12 +40,12 @@ def remap_s_per_gb(engine: Engine) -> float | None:
         memory.kv.window.shrink(per_layer, used_blocks_end=kept_end)
         for layer in dropped:
             for tensor in memory.parameters.restore(layer).values():
-                tensor.zero_()  # as a load fills them: what is remapped next time is in use
+                tensor.zero_()  # touch the pages, as loading does
     return statistics.median(times_s) / (moved_extents * memory.pool.extent_bytes / _GB)
 
 
 def copies(engine: Engine) -> Copies:
-    """Between pinned host memory and the device; on a CPU from memory to memory. The fastest of some rounds."""
+    """Between pinned host memory and the device; on a CPU from memory to memory. The fastest of several rounds."""
     device = engine.memory.kv.layer(0).device
     on_host = torch.ones(_COPY_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
     on_device = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)

@@ -18,10 +18,10 @@ _VOCABULARY = 256
 
 
 class StageTimer:
-    """Runs batches of random tokens on random blocks. The engine serves nobody meanwhile.
+    """Runs batches of random tokens on random blocks of an idle engine.
 
-    What a batch takes is the least of several repetitions: what else the machine does only adds. With one thread on a
-    CPU it is the thread's processor time; otherwise, where others do the work, the time on the wall.
+    The duration of a batch is the minimum of several repetitions, as other load only adds. With one thread on a CPU it
+    is the thread's processor time, otherwise wall-clock time.
     """
 
     def __init__(self, engine: Engine, *, seed: int = 0) -> None:
@@ -34,12 +34,12 @@ class StageTimer:
         self._synchronise = engine.memory.pool.backend.synchronise
 
     def fill_kv(self, block_count: int) -> None:
-        """Values as attention meets them; KV that is all zeros might be faster."""
+        """Realistic values; zeros might be faster."""
         for layer in range(self._engine.info.layer_count):
             self._engine.memory.kv.layer(layer)[:block_count].normal_()
 
     def least_s(self, chunks: Sequence[Chunk], shape: StageShape, *, repetitions: int) -> float:
-        """One more repetition is made before these, which brings code and data into the caches."""
+        """The repetitions follow a warm-up run."""
         layer_count = self._engine.info.layer_count
         first_layer = layer_count - shape.layer_count if shape.is_last else 0
         last_layer = first_layer + shape.layer_count

@@ -1,5 +1,5 @@
-"""`python -m services.worker.ranks SOCKET`: another rank than the first, which has started this process and ends it.
-SOCKET is the number of an open file.
+"""`python -m services.worker.ranks SOCKET`: a rank other than 0, started and ended by rank 0. SOCKET is an inherited
+file descriptor.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _ANSWER_S = 30.0
 
 
 def _end_with(connection: socket.socket) -> None:
-    """Whatever this process is doing when the first rank is gone, it ends: nothing could be left undone."""
+    """Exit when rank 0 is gone, whatever this process is doing."""
     poll = select.poll()
-    poll.register(connection, 0)  # a hang-up is told even so
+    poll.register(connection, 0)  # hang-ups are reported anyway
     poll.poll()
     os._exit(0)
 
 
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the first rank, which drains
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which drains
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     channel = Channel(connection, "the first rank")
     start = cast(Start, channel.receive(_ANSWER_S))
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def _serve(channel: Channel, start: Start) -> None:
-    # Here and not above: torch comes with them, and the first rank's end is to be heard meanwhile.
+    # Imported late: torch is slow to load, and rank 0's end must be noticed meanwhile.
     import torch
 
     from services.worker.ranks.group import meet

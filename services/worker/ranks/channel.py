@@ -1,4 +1,4 @@
-"""What the first rank of an instance says to another one, over a pair of sockets that nobody else has."""
+"""Messages between rank 0 and another rank, over a private pair of sockets."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
     from services.worker.engine.packing import PackedStep
 
 _LENGTH = struct.Struct("<Q")
-_FILES = b"f"  # a byte of the stream, with which files go
+_FILES = b"f"  # byte of the stream that carries file descriptors
 
-# What a driver or the system may say to a change of memory; all else is an error of ours, and ends the process.
+# Exceptions of drivers and the system for refused memory changes; others are bugs and end the process.
 REFUSALS = (RuntimeError, OSError, ConfigError)
 
 
 class RankLost(Exception):
-    """A rank is gone, silent, or not where the others are: its instance ends."""
+    """A rank has ended, does not answer, or is out of step: the instance ends."""
 
 
 class Ended(RankLost):
-    """The other side has."""
+    """The other side has ended."""
 
 
 class RemapRefused(RuntimeError):
-    """The driver of another rank has refused a change of memory. All ranks have what they had before."""
+    """The driver of another rank has refused a memory change. All ranks have undone it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankLog:
-    """How a rank tells what happens to it."""
+    """A rank's log record."""
 
     instance: str = "worker"
     level: LogLevel = "info"
@@ -47,18 +47,18 @@ class RankLog:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a rank is to be."""
+    """Configuration of a rank."""
 
     rank: int
     devices: Sequence[str]  # of all ranks
-    meeting: str  # a file, by which the ranks find each other
+    meeting: str  # a file for their rendezvous
     log: RankLog
-    load_one: Callable[..., Engine]  # `load_engine`, but for the device and the ranks
+    load_one: Callable[..., Engine]  # `load_engine` without device and ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """It has loaded its share."""
+    """It has loaded its shard."""
 
     block_count: int
     checksums: Mapping[int, bytes]  # of its layers
@@ -66,7 +66,9 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """The files of these extents, as of `MemoryBackend.export`: answered by their number, and then they come."""
+    """Request for the files of these extents, as `MemoryBackend.export`: answered by their number, followed by the
+    files.
+    """
 
     first: int
     count: int
@@ -74,10 +76,10 @@ class Export:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A step through the layers `[first_layer, last_layer)`. Not answered: the sums are the answer."""
+    """A step through the layers `[first_layer, last_layer)`. Not answered: its all-reduces are the answer."""
 
     packed: PackedStep
-    hidden_shape: tuple[int, ...] | None  # of the hidden states that follow to all ranks; None: it embeds the tokens
+    hidden_shape: tuple[int, ...] | None  # of the hidden states broadcast next; None: it embeds the tokens
     first_layer: int
     last_layer: int
 
@@ -98,7 +100,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A change of memory was, and has been taken back."""
+    """A memory change was refused, and has been undone."""
 
     why: str
 
@@ -117,7 +119,7 @@ class Channel:
     """One side. Messages are pickled: both processes are of one program, and one has started the other."""
 
     def __init__(self, connection: socket.socket, name: str) -> None:
-        """`name`: of who is on the other side."""
+        """`name`: of the other side."""
         self._socket = connection
         self._name = name
 
@@ -129,7 +131,7 @@ class Channel:
         self.send_body(body_of(message), within_s)
 
     def send_body(self, body: bytes, within_s: float) -> None:
-        """As `send`, of a message that goes to several."""
+        """`send` of a message that goes to several."""
         try:
             self._socket.settimeout(within_s)
             self._socket.sendall(_LENGTH.pack(len(body)) + body)
@@ -137,9 +139,8 @@ class Channel:
             raise RankLost(f"{self._name}: {error or type(error).__name__}") from error
 
     def receive(self, within_s: float | None) -> object:
-        """
-        Raises:
-            RankLost: the other side is gone, or has said nothing.
+        """Raises:
+        RankLost: the other side is gone, or silent.
         """
         try:
             self._socket.settimeout(within_s)
@@ -149,7 +150,7 @@ class Channel:
             raise RankLost(f"{self._name}: {error or type(error).__name__}") from error
 
     def send_files(self, files: Sequence[int], within_s: float) -> None:
-        """At most 253, and one at least; they are closed then.
+        """Sends 1 to 253 files, and closes them.
 
         Raises:
             RankLost: the other side is gone, or does not read.
@@ -164,9 +165,8 @@ class Channel:
                 os.close(file)
 
     def receive_files(self, count: int, within_s: float) -> list[int]:
-        """
-        Raises:
-            RankLost: the other side is gone, or they have not come.
+        """Raises:
+        RankLost: the other side is gone, or the files have not arrived.
         """
         try:
             self._socket.settimeout(within_s)

@@ -1,4 +1,4 @@
-"""The processes of the other ranks, as the first one has them. They end when it does, however it ends."""
+"""The processes of the other ranks, as seen by rank 0. They end when it does, for any reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from services.worker.engine.load import Engine
 
 _START_S = 120.0  # until a process has loaded torch
-_LOAD_S = 1800.0  # until it has loaded its share of the model
+_LOAD_S = 1800.0  # until it has loaded its shard
 _ANSWER_S = 30.0  # of a rank between two steps
 _END_S = 5.0
 _FILES = 64  # sent at once: each is open on both sides meanwhile
@@ -32,7 +32,7 @@ class _Rank:
         self.channel = Channel(ours, self.name)
         command = [sys.executable, "-m", "services.worker.ranks", str(theirs.fileno())]
         try:
-            # What it prints is for people: on standard output this process says when it is ready.
+            # Its output goes to standard error: standard output has this process's ready message.
             self.process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=sys.__stderr__
             )
@@ -44,7 +44,7 @@ class Crew:
     """Used by one thread at a time, but for `lost`."""
 
     def __init__(self, count: int) -> None:
-        """Starts a process for each rank but the first; `count`: of all ranks."""
+        """Starts a process for each rank but 0; `count`: of all ranks."""
         self._ranks: list[_Rank] = []
         self._closing = False
         try:
@@ -55,36 +55,36 @@ class Crew:
             raise
 
     def start(self, devices: Sequence[str], meeting: Path, log: RankLog, load_one: Callable[..., Engine]) -> None:
-        """Returns when all are about to meet. `devices`: of all ranks, the first one included."""
+        """Returns when all are about to join the group. `devices`: of all ranks."""
         for number, rank in enumerate(self._ranks, start=1):
             rank.channel.send(Start(number, devices, str(meeting), log, load_one), _ANSWER_S)
         for rank in self._ranks:
             self._answer(rank, _START_S)
 
     def loaded(self) -> list[Ready]:
-        """Waits until each has its share.
+        """Wait until each has its shard.
 
         Raises:
-            ConfigError: one cannot have it.
+            ConfigError: one could not load it.
         """
         answers = [self._answer(rank, _LOAD_S) for rank in self._ranks]
         return [answer for answer in answers if isinstance(answer, Ready)]
 
     def complain(self) -> None:
-        """One has ended, and others may wait for it, in vain: raises what it has said.
+        """A rank has ended while others may wait for it: raise its error.
 
         Raises:
-            ConfigError: it cannot have its share.
+            ConfigError: it could not load its shard.
         """
         for rank in sorted(self._ranks, key=lambda rank: rank.process.poll() is None):
             with contextlib.suppress(RankLost):
                 self._answer(rank, _END_S)
 
     def files(self, rank: int) -> Iterator[int]:
-        """Those by which this process has the memory of a rank, each the caller's to close.
+        """Files that map a rank's memory; the caller closes them.
 
         Raises:
-            ConfigError: that is not allowed.
+            ConfigError: sharing is not permitted.
         """
         of, first = self._ranks[rank - 1], 0
         while True:
@@ -107,18 +107,18 @@ class Crew:
             rank.channel.send_body(body, _ANSWER_S)
 
     def answers(self) -> dict[str, object]:
-        """Waits for everybody's to a change. By the names of the ranks."""
+        """Wait for all answers to a change, by rank name."""
         return {rank.name: self._answer(rank, _ANSWER_S) for rank in self._ranks}
 
     def lost(self) -> str | None:
-        """Who has ended, and how. From any thread."""
+        """Which rank has ended, and how. From any thread."""
         for rank in self._ranks:
             if not self._closing and (status := rank.process.poll()) is not None:
                 return f"{rank.name} has ended with status {status}"
         return None
 
     def close(self) -> None:
-        """May be called again."""
+        """Idempotent."""
         self._closing = True
         for rank in self._ranks:
             rank.channel.close()  # which ends it

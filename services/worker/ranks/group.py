@@ -1,4 +1,4 @@
-"""The ranks of one instance as a group of torch's, made once: gloo, or NCCL where each has a GPU of its own."""
+"""The process group of one instance's ranks: gloo, or NCCL if each has a GPU of its own."""
 
 import os
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from torch.distributed import AllreduceOptions, BroadcastOptions, FileStore, Pro
 from services.worker.links.channels.nccl import UNWATCHED
 from services.worker.ranks.channel import RankLost
 
-_MEET_S = 60.0  # all are there and have loaded torch
-_TOGETHER_S = 30.0  # between the first that comes to a sum and the last: a kernel may be compiled in between
+_MEET_S = 60.0  # for all to load torch and join
+_TOGETHER_S = 30.0  # between the first and the last rank at an all-reduce: a kernel may be compiled in between
 
 
 class _Group(Protocol):
-    """The part of a process group that is used here; torch's stubs leave it out."""
+    """The methods of a process group used here; torch's stubs lack them."""
 
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: AllreduceOptions) -> Work: ...
 
@@ -27,7 +27,7 @@ class _Group(Protocol):
 
 
 class RankGroup:
-    """`Peers`, and hidden states from the first rank to all."""
+    """`Peers`, and the broadcast of hidden states."""
 
     def __init__(self, group: _Group, rank: int, count: int, device: torch.device) -> None:
         self._group = group
@@ -53,24 +53,24 @@ class RankGroup:
         return int(told.item())
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Fills everybody's tensor with the first rank's."""
+        """Fill each rank's tensor with rank 0's."""
         try:
             self._group.broadcast([tensor], BroadcastOptions()).wait()
         except RuntimeError as error:
             raise self._lost(error) from error
 
     def abort(self) -> None:
-        """Ends what waits for a rank on a GPU; on the host it has ended by itself."""
+        """End collectives that wait for a rank on a GPU; on the host they end by themselves."""
         if self._device.type == "cuda":
-            self._aborted = True  # before anything computed from such a sum can be seen
+            self._aborted = True  # before a result of such a sum is visible
             self._group.abort()
 
     def require_whole(self) -> None:
-        """What the device has computed by now is made of all that the ranks have given: on a GPU a sum that is aborted
-        ends like any other.
+        """Raise unless all ranks have contributed to the results so far: on a GPU an aborted all-reduce completes like
+        any other.
 
         Raises:
-            RankLost: it may not be.
+            RankLost: a rank may be missing.
         """
         if self._aborted:
             raise RankLost(f"rank {self._rank} of {self._count} was left alone in a step")
@@ -81,12 +81,12 @@ class RankGroup:
         try:
             self._group.allreduce([tensor], options).wait()
         except RuntimeError as error:
-            if self._is_recorded():  # which waits for nobody
+            if self._is_recorded():  # does not wait
                 raise
             raise self._lost(error) from error
 
     def _is_recorded(self) -> bool:
-        """What is launched now is to be replayed later."""
+        """True during CUDA graph capture."""
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _lost(self, error: RuntimeError) -> RankLost:
@@ -95,10 +95,10 @@ class RankGroup:
 
 
 def meet(file: Path, rank: int, devices: Sequence[torch.device]) -> RankGroup:
-    """All ranks are there, and call this.
+    """Called by all ranks.
 
     Raises:
-        RankLost: one has not come.
+        RankLost: one has not joined.
     """
     store, device, count = FileStore(str(file), len(devices)), devices[rank], len(devices)
     store.set_timeout(timedelta(seconds=_MEET_S))

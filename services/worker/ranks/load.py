@@ -29,30 +29,30 @@ _WATCH_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """The first rank's engine, which stands for all of them, and the processes of the others."""
+    """Rank 0's engine, which represents all ranks, and the processes of the others."""
 
     engine: Engine
     crew: Crew
     group: RankGroup
 
     def lost(self) -> str | None:
-        """Who of the others has ended, and how; nobody waits for it any more then. From any thread."""
+        """Which other rank has ended, and how; waits for it are aborted then. From any thread."""
         if (who := self.crew.lost()) is not None:
             self.group.abort()
         return who
 
     @property
     def exchanges(self) -> bool:
-        """Whether KV and layers of all ranks can travel: where the first one has their memory mapped."""
+        """True if KV and layers of all ranks can be moved: rank 0 has their memory mapped."""
         return bool(self.engine.memory.kv.mirrors)
 
 
 def load_ranked(load_one: functools.partial[Engine], devices: Sequence[str], log: RankLog) -> Ranked:
-    """One rank on each of the devices, which are all of one kind; on CPUs they say how many ranks there are.
-    `load_one`: `load_engine` with what is the same for all; sizes of memory are of each rank.
+    """Load one rank on each of the devices, which are of one kind; for CPUs their number is the number of ranks.
+    `load_one`: `load_engine` with the common arguments; memory sizes are per rank.
 
     Raises:
-        ConfigError: as `load_engine`; or heads or the MLP do not divide by the number of ranks.
+        ConfigError: as `load_engine`; or heads or MLP are not divisible by the number of ranks.
         RankLost: one of their processes has ended.
     """
     model_dir: Path = load_one.args[0]
@@ -88,7 +88,7 @@ def load_ranked(load_one: functools.partial[Engine], devices: Sequence[str], log
 
 
 def _load_first(load_one: functools.partial[Engine], device: str, crew: Crew, group: RankGroup) -> Engine:
-    """The first rank's share. It may compute with the others before it is there, and waits for none that has ended."""
+    """Load rank 0's shard; waits for no rank that has ended."""
     over = threading.Event()
 
     def watch() -> None:
@@ -111,8 +111,8 @@ def _load_first(load_one: functools.partial[Engine], device: str, crew: Crew, gr
 
 
 def open_mirrors(engine: Engine, files_of: Iterable[Iterator[int]]) -> list[Mirror]:
-    """The memory of the other ranks, by the files that they have exported. None, where the device of the first one does
-    not reach it: the instance serves then, and takes part in no drop.
+    """The memory of the other ranks, by their exported files. None if rank 0's device cannot access it: the instance
+    then takes part in no drop.
     """
     kv, pool = engine.memory.kv, engine.memory.pool
     needs = engine.implementation.needs(kv.shape.block_tokens)

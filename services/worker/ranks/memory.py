@@ -1,12 +1,11 @@
-"""The device memory of all ranks as one: they have the same extents, and whatever happens to one happens to all.
+"""Device memory of all ranks as one: equal extents, changed together or not at all.
 
-The first rank has the memory of every other one mapped as well, in a mirror that follows all mappings. So KV and layers
-of all ranks travel over the first one's links, from where they are to where they belong, without a copy in between:
-both sides name the same pieces, rank by rank.
+Rank 0 also maps the memory of every other rank, in a mirror that follows all mappings. So KV and layers of all ranks
+travel over rank 0's links directly to their destination: both sides name the same pieces, rank by rank.
 
-On GPUs the first one's copies write into memory of the others and read it, and no order of streams holds between
-processes. A step is ordered by its sums: the first rank has the last one when the others have written their KV. A
-change begins when the first one's device has done what it was given, and is over when those of the others have.
+On GPUs rank 0's copies access memory of other processes, between which streams are not ordered. A step is ordered by
+its all-reduces: rank 0 has the last one when the others have written their KV. A change begins after all work of rank
+0's device, and ends after that of the others'.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,25 +21,25 @@ _Moves = Sequence[tuple[int, int]]
 
 
 class Mirror(DeviceMemory):
-    """Another rank's memory, mapped here: what is copied inside of it, that rank copies."""
+    """Another rank's memory, mapped here; copies within it are executed by that rank."""
 
     def shrink_retired(self, block_count: int, moves: _Moves = ()) -> int:
         return super().shrink_retired(block_count)
 
     def move(self, moves: _Moves) -> None:
-        """Nothing to do here."""
+        """Executed by the other rank."""
 
     def move_leaving(self, moves: _Moves) -> None:
-        """Nothing to do here."""
+        """Executed by the other rank."""
 
 
 class RankedMemory(DeviceMemory):
-    """Each change is over when it is on all ranks, and has come to the same on each; or on none, if one refuses it."""
+    """Each change is executed on all ranks with the same result; or undone on all, if one refuses it."""
 
     can_park = False
 
     def __init__(self, own: DeviceMemory, mirrors: Sequence[Mirror], crew: Crew, rank_count: int) -> None:
-        """Memory and mirrors belong to it from here on. No layer has been dropped yet."""
+        """Takes over memory and mirrors. No layer has been dropped yet."""
         super().__init__(own.pool, own.parameters, own.kv)
         self._home_extents = own._home_extents
         self._mirrors = mirrors
@@ -114,7 +113,7 @@ class RankedMemory(DeviceMemory):
             for mirror in self._mirrors:
                 getattr(mirror, name)(*arguments, **named)
             result = getattr(super(), name)(*arguments, **named)
-        except REFUSALS as error:  # the others have been told of the change, and take it back
+        except REFUSALS as error:  # the others have executed the change, and undo it
             failed = error
         answers = self._crew.answers()
         refused = [f"{who}: {answer.why}" for who, answer in answers.items() if isinstance(answer, Refused)]

@@ -1,4 +1,4 @@
-"""Steps in lockstep: the first rank lays a batch out and samples, all compute it."""
+"""Lockstep execution: rank 0 lays the batch out and samples, all ranks compute it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ from services.worker.ranks.group import RankGroup
 
 
 class RankedRunner(ModelRunner):
-    """The first rank's."""
+    """The runner of rank 0."""
 
     def __init__(self, engine: Engine, crew: Crew, group: RankGroup) -> None:
         graphs = engine.runner.graphs
@@ -34,7 +34,7 @@ class RankedRunner(ModelRunner):
         last_layer: int,
         preempted: Callable[[], bool] | None = None,
     ) -> StepResult | torch.Tensor:
-        """Waits for the device, also where another stage follows: what an aborted sum has left goes nowhere."""
+        """Waits for the device, so that results of an aborted all-reduce are never used."""
         result = super().run_stage(
             batch, block_tables, hidden_TD, first_layer=first_layer, last_layer=last_layer, preempted=preempted
         )
@@ -61,14 +61,14 @@ class RankedRunner(ModelRunner):
 
 
 def run_of(packed: PackedStep, hidden_shape: tuple[int, ...] | None, first_layer: int, last_layer: int) -> Run:
-    """As it travels: block tables are nearly all of it, and half as large in 32 bits."""
+    """The message: mostly block tables, sent as 32-bit numbers."""
     narrow = replace(packed, decode_blocks_SW=packed.decode_blocks_SW.astype(np.int32))
     return Run(narrow, hidden_shape, first_layer, last_layer)
 
 
 @torch.inference_mode()
 def follow(engine: Engine, group: RankGroup, run: Run) -> None:
-    """Another rank's part in it."""
+    """Another rank's part in a step."""
     hidden_TD = None
     if run.hidden_shape is not None:
         kv_B2TKH = engine.memory.kv.layer(0)

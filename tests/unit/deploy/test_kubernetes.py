@@ -4,6 +4,7 @@ import copy
 import math
 import shutil
 import subprocess
+from itertools import pairwise
 from typing import Any
 
 import kubernetes_validate
@@ -14,7 +15,11 @@ import ballast
 from ballast.service.metrics import REGISTRY
 from deploy.kubernetes_check import FOLDER
 from deploy.kubernetes_file import of_kind, read_kubernetes, read_manifests
+from services.planner.core.sizing import SizingRules
 from services.planner.metrics import PlannerMetrics
+from tests.support.planner_core import Planner
+from tests.unit.planner.test_sizing import CALM, COMPUTING, IDLE, away, go_on
+from tests.unit.planner.test_standings import says
 
 # Any: manifests are plain YAML.
 MANIFESTS: list[dict[str, Any]] = read_manifests(FOLDER)
@@ -125,17 +130,67 @@ def test_only_those_who_have_to_come_in_can() -> None:
     assert open_to_all == {("gateway", 8000)}
 
 
+class Keda:
+    """KEDA and the autoscaler that it makes, as far as the file says: replicas from what the query gives."""
+
+    def __init__(self) -> None:
+        scaled = yaml.safe_load((FOLDER / "autoscaling.yaml").read_text())["spec"]
+        [self.trigger] = scaled["triggers"]
+        self.target, self.every_s = scaled["scaleTargetRef"], scaled["pollingInterval"]
+        self.least, self.most = scaled["minReplicaCount"], scaled["maxReplicaCount"]
+        self.down = scaled["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]["scaleDown"]
+        self._desired: list[tuple[float, int]] = []
+        self._down_at_s = -math.inf
+
+    def desired(self) -> int:
+        """`max(METRIC)` over what the planner exposes, by the type AverageValue."""
+        metric = self.trigger["metadata"]["query"].removeprefix("max(").removesuffix(")")
+        value = REGISTRY.get_sample_value(metric)
+        assert value is not None
+        assert self.trigger["metricType"] == "AverageValue"
+        wanted = math.ceil(value / float(self.trigger["metadata"]["threshold"]))
+        return min(self.most, max(self.least, wanted))
+
+    def replicas(self, count: int, at_s: float) -> int:
+        """Up at once; down to the most of the window, so many in a period."""
+        self._desired.append((at_s, self.desired()))
+        window_s, [policy] = self.down["stabilizationWindowSeconds"], self.down["policies"]
+        recent = [wanted for since_s, wanted in self._desired if since_s >= at_s - window_s]
+        if recent[-1] >= count or max(recent) >= count or at_s < window_s:
+            return max(recent[-1], count)
+        if at_s < self._down_at_s + policy["periodSeconds"]:
+            return count
+        self._down_at_s = at_s
+        return max(max(recent), count - policy["value"])
+
+
 def test_workers_are_scaled_by_what_the_planner_wants() -> None:
-    scaled = yaml.safe_load((FOLDER / "autoscaling.yaml").read_text())
-    [trigger] = scaled["spec"]["triggers"]
-    metric = trigger["metadata"]["query"].removeprefix("max(").removesuffix(")")
-    PlannerMetrics().wanted(5)
-    value = REGISTRY.get_sample_value(metric)
-    assert value is not None
-    assert (trigger["metricType"], math.ceil(value / float(trigger["metadata"]["threshold"]))) == ("AverageValue", 5)
-    target = scaled["spec"]["scaleTargetRef"]
-    assert (PODS[target["name"]]["kind"], target["name"]) == (target["kind"], "worker")
-    assert scaled["spec"]["minReplicaCount"] >= 2, "alone nobody can drop anything"
+    """Computing is short, then nobody comes: pods come at once, and the last by number goes late, when it is parked."""
+    keda, metrics = Keda(), PlannerMetrics()
+    assert (PODS[keda.target["name"]]["kind"], keda.target["name"]) == (keda.target["kind"], "worker")
+    assert keda.least >= 2, "alone nobody can drop anything"
+    planner = Planner(sizing=SizingRules(parks=True, last_name=True, dwell_s=10.0))
+    planner.load, planner.traffic = IDLE, COMPUTING
+    pods = [f"worker-{number}" for number in range(keda.least)]
+    planner.start(*pods)
+    counts = list[int]()
+    for turn in range(105):
+        planner.traffic = COMPUTING if turn < 8 else CALM
+        go_on(planner, keda.every_s)
+        for worker in away(planner):
+            says(planner, worker, parked=True)
+        metrics.wanted(planner.core.conductor.sizing.wanted(planner.core.layout).wanted)
+        wanted = keda.replicas(len(pods), planner.now_s)
+        while len(pods) < wanted:
+            pods.append(f"worker-{len(pods)}")
+            planner.up(pods[-1])
+        while len(pods) > wanted:
+            assert pods[-1] in away(planner), "who ends holds nothing"
+            planner.lose(pods.pop())
+        counts.append(len(pods))
+    assert max(counts) > keda.least, "computing was short"
+    assert counts[-1] < max(counts)
+    assert max(before - after for before, after in pairwise(counts)) <= 1
 
 
 def test_who_is_parked_is_whom_kubernetes_ends() -> None:

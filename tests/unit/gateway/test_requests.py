@@ -113,3 +113,25 @@ def test_a_prompt_that_is_too_long_is_told_in_the_words_that_gateways_look_for()
     failure = failure_of(InvalidRequest("sampling.max_tokens", why))
     assert failure.code == "context_length_exceeded"
     assert "This model's maximum context length is 4096 tokens" in str(failure.body()["error"])
+
+
+def test_calls_of_openais_older_form_in_a_history_go_on_as_calls_of_tools() -> None:
+    named = {"name": "weather", "arguments": '{"city": "Ulm"}'}
+    asked, called, answered = messages_for_template(
+        [
+            {"role": "user", "content": "Rain?"},
+            {"role": "assistant", "content": None, "function_call": named},
+            {"role": "function", "name": "weather", "content": None},
+        ]
+    )
+    assert asked == {"role": "user", "content": "Rain?"}
+    function = {"name": "weather", "arguments": {"city": "Ulm"}}
+    assert called == {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    assert answered == {"role": "tool", "name": "weather", "content": ""}, "a tool may say nothing"
+
+
+@pytest.mark.parametrize("given", [{}, {"type": None}, {"type": "xml"}, {"schema": {}}])
+def test_a_form_without_a_type_that_is_known_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(Failure) as refused:
+        form_of(given, None)
+    assert refused.value.param == "response_format"

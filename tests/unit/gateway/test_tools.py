@@ -117,3 +117,26 @@ def test_malformed_tools_are_refused_by_name(tools: Any, choice: Any, template: 
     with pytest.raises(Failure) as caught:
         tool_use_of(tools, choice, parallel=True, template=template, kind=None)
     assert caught.value.param == param
+
+
+def allowed(mode: object, *names: str) -> dict[str, Any]:
+    return {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": mode, "tools": [{"type": "function", "function": {"name": n}} for n in names]},
+    }
+
+
+def test_only_tools_that_are_allowed_are_shown_and_may_be_called() -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in ("sail", "row", "drift")]
+    given: dict[str, Any] = {"parallel": True, "template": "tools <tool_call>", "kind": None}
+    use = tool_use_of(tools, allowed("auto", "row", "sail"), **given)
+    assert use is not None
+    assert list(use.tools) == tools[:2]
+    assert use.grammar is None
+    demanded = tool_use_of(tools, allowed("required", "row"), **given)
+    assert demanded is not None
+    assert demanded.grammar == tool_use_of(tools[1:2], "required", **given).grammar  # pyright: ignore[reportOptionalMemberAccess]
+    for choice in (allowed("auto", "fly"), allowed("auto"), allowed("none", "row"), {"type": "allowed_tools"}):
+        with pytest.raises(Failure) as refused:
+            tool_use_of(tools, choice, **given)
+        assert refused.value.param == "tool_choice"

@@ -33,6 +33,7 @@ def test_an_overload_groups_workers_of_one_protocol_only() -> None:
     [(name, why)] = planner.core.kept_out.why(planner.now_s).items()
     assert name == "old"
     assert "protocol 0, and most workers protocol 1" in why
+    assert planner.core.kept_out.why(planner.now_s + 40.0)[WorkerId("old")] == f"{why} (for 40 s)"
 
 
 def test_an_operator_cannot_group_unequal_ones_and_can_group_equal_old_ones() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from ballast.common.layout import Standing
 from ballast.common.load import LoadReport
 from ballast.common.traffic import Traffic
-from services.planner.core.messages import OverloadRaised, Sized
+from services.planner.core.messages import OverloadRaised, ReliefRaised, Sized
 from services.planner.core.sizing import SizingRules
 from services.planner.core.stages import Stage
 from tests.support.planner_core import EXTENT, LOAD, Planner
@@ -16,6 +16,7 @@ FULL = replace(IDLE, used_block_count=30, running_count=6)
 CALM = Traffic(
     recent_count=4, minute_count=20, minute_tokens=200, calm_per_s=0.3, ended_count=90, ended_tokens=900, known_s=300.0
 )
+COMPUTING = replace(CALM, recent_count=1500, minute_count=9000, minute_tokens=900_000, calm_per_s=150.0)
 NAMES = ("w0", "w1", "w2", "w10")
 
 
@@ -37,13 +38,29 @@ def go_on(planner: Planner, seconds: float) -> None:
         planner.fire()
 
 
-def test_nobody_leaves_before_one_less_has_been_enough_for_a_while() -> None:
-    planner = started()
-    go_on(planner, 9.0)
-    assert away(planner) == []
-    go_on(planner, 2.0)
-    assert away(planner) == ["w0"]
+def test_half_stay_in_the_first_minute_in_which_nobody_knows_what_may_come() -> None:
+    planner = Planner(sizing=SizingRules(parks=True))
+    planner.load, planner.traffic = IDLE, CALM
+    planner.start(*(f"w{number}" for number in range(6)))
+    counts = list[int]()
+    for _ in range(14):
+        go_on(planner, 5.0)
+        for worker in away(planner):
+            says(planner, worker, parked=True)
+        counts.append(len(away(planner)))
+    assert counts[7] == 3
+    assert counts[-1] > 3
     assert any(isinstance(command, Sized) for command in planner.said)
+
+
+def test_nobody_leaves_before_one_less_has_been_enough_for_a_while() -> None:
+    planner = started(load=FULL)
+    go_on(planner, 70.0)
+    planner.load = IDLE
+    go_on(planner, 9.5)
+    assert away(planner) == []
+    go_on(planner, 1.5)
+    assert away(planner) == ["w0"]
 
 
 def test_one_after_the_other_leaves_until_the_least_number_serves() -> None:
@@ -116,14 +133,36 @@ def test_who_was_missed_soon_leaves_later_the_next_time() -> None:
     assert away(planner)
 
 
-def test_nobody_leaves_while_parameters_are_dropped() -> None:
+def test_who_serves_alone_leaves_while_others_are_merged_and_who_is_merged_stays() -> None:
     planner = started(load=FULL)
     planner.drop("w0", "w1")
     planner.go_through("w0", "w1")
     assert planner.journal[-1] is Stage.DONE
     planner.load = IDLE
-    go_on(planner, 30.0)
+    for _ in range(30):
+        go_on(planner, 5.0)
+        for worker in away(planner):
+            says(planner, worker, parked=True)
+    assert away(planner) == ["w10"], "the last one that serves alone stays"
+
+
+def test_a_restore_that_is_wanted_comes_before_a_leave() -> None:
+    def merged() -> Planner:
+        planner = started(load=FULL)
+        planner.drop("w0", "w1")
+        planner.go_through("w0", "w1")
+        planner.load = IDLE
+        return planner
+
+    alike, planner = merged(), merged()
+    while not away(alike):
+        go_on(alike, 0.5)
+    go_on(planner, alike.now_s - planner.now_s - 0.5)
     assert away(planner) == []
+    planner.now_s += 0.5
+    planner.tell(ReliefRaised(planner.now_s, "c"))
+    assert away(planner) == []
+    assert planner.journal[-1] is Stage.PREPARING
 
 
 def test_an_overload_wakes_first_and_what_is_dropped_then_is_compared_with_those_that_wake() -> None:
@@ -146,3 +185,12 @@ def test_without_parking_the_number_is_told_and_nobody_leaves() -> None:
     planner.load = replace(FULL, waiting_block_count=40, waiting_count=8)
     go_on(planner, 6.0)
     assert planner.core.conductor.sizing.wanted_count > 4
+
+
+def test_more_are_wanted_where_computing_is_short_though_memory_is_free() -> None:
+    """15,000 tokens of prompts come in a second, and an instance computes about 7,000."""
+    planner = Planner(sizing=SizingRules(advises=True))
+    planner.load, planner.traffic = IDLE, COMPUTING
+    planner.start("w0", "w1")
+    go_on(planner, 6.0)
+    assert planner.core.conductor.sizing.wanted_count > 2

@@ -2,6 +2,14 @@
 const EVERY_MS = 500;
 const CHART_S = 90;
 const GAP_S = 5;
+const DEARER = 1.1; // times what the other cluster takes
+const WHAT = { // a cluster does when its memory is full
+  drop: "Memory full? Two workers throw half of the layers overboard, each keeps what the other lacks. Requests go on.",
+  recompute: "Memory full? Requests wait in line, and some begin anew.",
+  swap: "Memory full? Requests wait, their KV in host memory.",
+  migrate: "Memory full? Requests move to a worker with room, and the others wait.",
+  "static-pipeline": "Workers share the layers all the time: more room, slower tokens.",
+};
 const SVG = "http://www.w3.org/2000/svg";
 const views = [];
 let failures = 0;
@@ -120,8 +128,8 @@ class WorkerView {
     this.retained.style.width = `${100 * worker.retained}%`;
     this.kv.classList.toggle("full", worker.used > 0.97);
     const role = others.length ? `layers ${worker.first_layer}–${worker.last_layer - 1}, with ${others.join(", ")}` : "all layers";
-    set(this.state, role + (worker.draining ? ", draining" : "") + ` · ${worker.running} running`);
-    set(this.kvtext, `KV ${bytes(worker.kv)}, ${Math.round(100 * worker.used)} % used`);
+    set(this.state, `${worker.running} running · ${role}${worker.draining ? ", draining" : ""}`);
+    set(this.kvtext, `KV ${bytes(worker.kv)}, ${Math.round(100 * worker.used)} %`);
     this.root.dataset.held = held;
     this.root.querySelector(".hull").setAttribute("aria-label",
       `${bytes(worker.parameters)} of parameters, ${bytes(worker.kv)} of KV, ${Math.round(100 * worker.used)} percent used,` +
@@ -178,6 +186,7 @@ class ClusterView {
     this.restore = make("button", { type: "button", class: "restore", onclick: () => act("restore", { cluster: number }) }, "Restore");
     this.orders = make("div", { class: "orders" }, this.drop, this.restore);
     this.problem = make("p", { class: "problem" });
+    this.does = make("p", { class: "does" });
     this.tiles = {};
     const tiles = make("div", { class: "tiles" });
     for (const [key, text] of [["waiting", "waiting"], ["running", "running"], ["slowest", "slowest TTFT"], ["tpot", "per token"], ["rate", "tokens/s"]]) {
@@ -190,11 +199,12 @@ class ClusterView {
     this.rate = new Chart("tokens per second", "rate", count);
     this.lines = make("ol", { class: "lines" });
     this.root = make("section", { class: "cluster", "data-cluster": number },
-      make("div", { class: "top" }, this.title, this.orders), this.problem, tiles, this.workers,
+      make("div", { class: "top" }, this.title, this.orders), this.does, this.problem, tiles, this.workers,
       make("div", { class: "charts" }, this.ttft.root, this.rate.root), make("h3", {}, "what happened"), this.lines);
   }
 
-  draw(cluster, tops, endS) {
+  draw(cluster, tops, endS, cheapest) {
+    set(this.does, WHAT[cluster.policy] || "");
     this.title.replaceChildren(cluster.title || "Cluster", make("small", {}, cluster.model || ""));
     this.orders.hidden = !cluster.can_operate;
     set(this.problem, cluster.error ? `no word from it: ${cluster.error}` : "");
@@ -205,6 +215,7 @@ class ClusterView {
     set(this.tiles.slowest, last[1] ? seconds(last[1]) : "–");
     this.tiles.slowest.classList.toggle("alarm", last[1] > 5);
     set(this.tiles.tpot, last[2] ? seconds(last[2]) : "–");
+    this.tiles.tpot.classList.toggle("alarm", cheapest > 0 && last[2] > DEARER * cheapest);
     set(this.tiles.rate, count(last[3]));
     this.drawWorkers(cluster);
     this.ttft.draw(cluster.points.map((p) => [p[0], p[1]]), tops.ttft, endS);
@@ -235,21 +246,34 @@ class ClusterView {
   }
 }
 
+function isOver(cluster) {
+  return cluster.burst.done === cluster.burst.sent;
+}
+
+// What the last burst shows by now: while it runs, the slowest first token and the time per token so far.
+function measured(cluster) {
+  if (isOver(cluster)) return cluster.burst;
+  const since = (cluster.points || []).filter((p) => p[0] >= cluster.burst.began_at_s);
+  const most = (index) => since.length ? Math.max(...since.map((p) => p[index])) || null : null;
+  return { ...cluster.burst, ttft_p99_s: most(1), tpot_p50_s: since.length ? since[since.length - 1][2] || null : null };
+}
+
 function drawVerdict(clusters) {
-  const bursts = clusters.filter((cluster) => cluster.burst);
+  const bursts = clusters.filter((cluster) => cluster.burst).map((cluster) => ({ ...cluster, burst: measured(cluster) }));
   const box = document.getElementById("verdict");
   box.hidden = !bursts.length;
   if (!bursts.length) return;
-  const over = bursts.length > 1 && bursts.every((c) => c.burst.done === c.burst.sent); // before, the slowest are missing
+  const over = bursts.length > 1 && bursts.every(isOver); // before, the slowest are missing
   const best = (key) => Math.min(...bursts.map((c) => c.burst[key] ?? Infinity));
-  const columns = [["TTFT p50", "ttft_p50_s", "wide"], ["TTFT p99", "ttft_p99_s", ""], ["per token", "tpot_p50_s", ""]];
+  const columns = [["TTFT p50", "ttft_p50_s", "wide"], ["TTFT p99", "ttft_p99_s", "p99"], ["per token", "tpot_p50_s", "tpot"]];
   const head = make("tr", {}, make("th", {}, "the last burst"), make("th", {}, "answered"), make("th", {}, "lost"),
-    make("th", { class: "wide" }, "replayed"), ...columns.map(([name, , wide]) => make("th", { class: wide }, name)), make("th", { class: "wide" }, "took"));
+    make("th", { class: "wide" }, "replayed"), ...columns.map(([name, , css]) => make("th", { class: css }, name)), make("th", { class: "wide" }, "took"));
   const rows = bursts.map((c) => make("tr", {}, make("td", {}, c.title), make("td", { class: "answered" }, `${c.burst.done - c.burst.failed} of ${c.burst.sent}`),
     make("td", { class: "lost" }, `${c.burst.failed}`), make("td", { class: "wide" }, `${c.burst.replayed}`),
-    ...columns.map(([, key, wide]) => {
-      const isBest = over && c.burst[key] !== null && c.burst[key] === best(key);
-      return make("td", { class: `${wide} ${isBest ? "best" : ""}` }, seconds(c.burst[key]));
+    ...columns.map(([, key, css]) => {
+      const value = c.burst[key];
+      const colour = !over || value === null ? "" : value === best(key) ? "best" : value > DEARER * best(key) ? "dear" : "";
+      return make("td", { class: `${css} ${colour}` }, seconds(value));
     }),
     make("td", { class: "wide" }, c.burst.took_s ? seconds(c.burst.took_s) : "…")));
   const told = make("p", {}, verdict(bursts));
@@ -257,12 +281,22 @@ function drawVerdict(clusters) {
 }
 
 function verdict(bursts) {
-  const done = bursts.every((c) => c.burst.done === c.burst.sent);
-  if (!done) return bursts.length > 1 ? "The same burst runs on both clusters …" : "The burst is running …";
   const many = bursts.length > 1;
   const each = (key) => bursts.map((c) => `${seconds(c.burst[key])}${many ? ` with ${c.policy || c.title}` : ""}`).join(", ");
-  const start = many ? "The same burst on the same GPUs: " : "";
-  return `${start}99 of 100 requests had their first token within ${each("ttft_p99_s")}; a token after it took ${each("tpot_p50_s")}.`;
+  if (!bursts.every(isOver)) return `The ${many ? "same burst runs on both clusters" : "burst is running"}. So far the slowest first token took ${each("ttft_p99_s")}.`;
+  const told = `99 of 100 requests had their first token within ${each("ttft_p99_s")}; a token after it took ${each("tpot_p50_s")}.`;
+  if (!many) return told;
+  const [won, lost] = [...bursts].sort((a, b) => a.burst.ttft_p99_s - b.burst.ttft_p99_s);
+  const times = lost.burst.ttft_p99_s / won.burst.ttft_p99_s, price = won.burst.tpot_p50_s / lost.burst.tpot_p50_s - 1;
+  if (!(times > DEARER)) return `It makes no difference here. ${told}`;
+  const costs = price > DEARER - 1 ? `; its price: further tokens ${Math.round(100 * price)} % slower` : "";
+  return `First tokens came ${times.toFixed(1)} times sooner with ${won.policy || won.title}${costs}. ${told}`;
+}
+
+function lead(state) {
+  if (!state.load) return "What each worker's memory holds now. Layers that another worker has too go overboard when KV needs their room, and come back.";
+  if (state.clusters.length > 1) return "Two clusters, the same GPUs. Press Burst: both get the same requests, more than their memory holds. Who answers first?";
+  return "Press Burst: more requests than the memory holds. Layers go overboard to make room for KV, and come back.";
 }
 
 function draw(state) {
@@ -273,7 +307,10 @@ function draw(state) {
   const endS = Math.max(...points.map((p) => p[0]), 0);
   const recent = points.filter((p) => p[0] > endS - CHART_S);
   const tops = { ttft: Math.max(1, ...recent.map((p) => p[1])), rate: Math.max(10, ...recent.map((p) => p[3])) };
-  state.clusters.forEach((cluster, number) => views[number].draw(cluster, tops, endS));
+  const prices = state.clusters.map((cluster) => (cluster.points || []).at(-1)?.[2] || 0);
+  const cheapest = prices.length > 1 ? Math.min(...prices) : 0;
+  state.clusters.forEach((cluster, number) => views[number].draw(cluster, tops, endS, cheapest));
+  set(document.getElementById("lead"), lead(state));
   document.getElementById("access").hidden = !state.clusters.some((cluster) => cluster.by_token && cluster.can_operate);
   const first = state.clusters[0], workers = (first.workers || []).length;
   set(document.getElementById("what"), `${first.model || "no model yet"} on ${workers} worker${workers === 1 ? "" : "s"}${state.clusters.length > 1 ? " each" : ""}`);

@@ -1,5 +1,6 @@
 """Whether dropping is better than nothing, on a machine like an A100 with 40 GB and a model of 14B parameters."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -341,6 +342,27 @@ def test_parameters_do_not_come_back_under_load_where_that_betters_nothing() -> 
     assert whole.tpot_s == pytest.approx(stay.tpot_s, rel=0.08), "as good"
     strict = Targets(ttft_s=stay.ttft_p99_s / 2, tpot_s=stay.tpot_s / 2)
     assert compare_restore(snapshot, Running(256, 0), calm, PACE, restored, strict).chosen.name == "stay"
+
+
+def test_parameters_stay_away_while_what_they_left_room_for_would_wait_for_a_pipeline_that_dissolves() -> None:
+    """Afterwards there is room; while the pipelines dissolve what they hold and grow into is not others'."""
+    snapshot = running(pairs(5 * BLOCKS // 4), 40)
+    restored = {group.group_id: (BLOCKS, BLOCKS) for group in snapshot.groups}
+    steady = replace(LONG, queued_count=0, queued_tokens=0, recent_count=60, minute_count=300, minute_tokens=150_000)
+    found = compare_restore(snapshot, Running(256, 0), steady, PACE, restored)
+    assert found.chosen.name == "stay"
+
+
+def test_a_pipeline_does_not_dissolve_while_more_runs_in_it_than_its_members_take_over() -> None:
+    """Nothing comes, and all would be good enough: but what runs has run for long, and does so on."""
+    restored = {group.group_id: (BLOCKS, BLOCKS) for group in pairs(0).groups}
+    quiet = replace(LONG, queued_count=0, queued_tokens=0, recent_count=0, minute_count=0, minute_tokens=0)
+    quiet = replace(quiet, open_tokens=24 * 8000, ended_count=100, ended_tokens=20_000)
+    for share, name in ((0.74, "give back 4"), (0.9, "stay")):
+        snapshot = running(pairs(round(share * BLOCKS)), 6)
+        found = compare_restore(snapshot, Running(256, 0), quiet, PACE, restored)
+        assert found.chosen.name == name, found.lines()
+    assert re.fullmatch(r"give back 4 over \d+ s", found.candidates[1].name)
 
 
 def test_a_target_that_is_met_is_not_bettered() -> None:

@@ -73,7 +73,7 @@ def test_a_member_ends_where_transfers_of_a_lost_group_do_not(
 ) -> None:
     within_s = in_table(Phase.FAILED, limit_s, monkeypatch)
     progress, nothing = Progress(epoch=EPOCH, began_s=0.0), cast("Any", None)
-    rescue = Rescue(EPOCH, progress, nothing, quiet=lambda: False, kept=range(2), began_s=10.0)
+    rescue = Rescue(EPOCH, progress, nothing, quiet=lambda: False, sources=dict, kept=range(2), began_s=10.0)
     assert not rescue.poll(10.0 + within_s, nothing)
     with pytest.raises(InvariantViolation, match=f"not ended {within_s:g} s after"):
         rescue.poll(10.1 + within_s, nothing)

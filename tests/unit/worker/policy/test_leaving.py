@@ -1,5 +1,7 @@
 import pytest
 
+from services.planner.policy import candidates
+from services.worker.policy import leaving
 from services.worker.policy.leaving import over_at_s, tightened
 
 
@@ -27,20 +29,26 @@ def test_the_smallest_group_gives_up_block_by_block() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reserved", "stages", "at_s"),
+    ("reserved", "stages", "fits"),
     [
-        (0, [(0.5, 1000)] * 2, 110.0),
-        (750, [(0.5, 1000)] * 2, 110.0),  # 375 for each of two, beside 375 that it gives; a fourth is for what it runs
-        (751, [(0.5, 1000)] * 2, 260.0),
-        (2000, [(0.5, 1000)] * 2, 260.0),
-        (1500, [(0.25, 1000)] * 4, 110.0),
-        (1200, [(0.25, 500), (0.75, 2500)], 260.0),  # the larger one has to hold more beside its own
-        (840, [(0.25, 500), (0.75, 2500)], 110.0),
-        (1200, [(0.5, 1000), (0.5, 2000)], 260.0),
-        (900, [(0.5, 1000), (0.5, 2000)], 110.0),
+        (0, [(0.5, 1000)] * 2, True),
+        (750, [(0.5, 1000)] * 2, True),  # 375 for each of two, beside 375 that it gives; a fourth is for what it runs
+        (751, [(0.5, 1000)] * 2, False),
+        (2000, [(0.5, 1000)] * 2, False),
+        (1500, [(0.25, 1000)] * 4, True),
+        (1200, [(0.25, 500), (0.75, 2500)], False),  # the larger one has to hold more beside its own
+        (840, [(0.25, 500), (0.75, 2500)], True),
+        (1200, [(0.5, 1000), (0.5, 2000)], False),
+        (900, [(0.5, 1000), (0.5, 2000)], True),
     ],
 )
-def test_what_has_no_room_in_the_members_goes_on_while_requests_leave(
-    reserved: int, stages: list[tuple[float, int]], at_s: float
+def test_what_has_no_room_in_the_members_goes_on_and_leaves_sooner_where_memory_is_short(
+    reserved: int, stages: list[tuple[float, int]], fits: bool
 ) -> None:
-    assert over_at_s(100.0, 140.0, reserved, stages) == at_s
+    assert over_at_s(100.0, 140.0, reserved, stages, is_short=False) == (110.0 if fits else 740.0)
+    assert over_at_s(100.0, 140.0, reserved, stages, is_short=True) == (100.0 if fits else 260.0)
+
+
+def test_the_planner_knows_how_a_pipeline_dissolves() -> None:
+    shared = (candidates.DISSOLVES_S, candidates.ROOM_SHARE, candidates.KEPT_SHARE, candidates.KEPT_STEPS)
+    assert shared == (leaving.LEAVES_WITHIN_S, leaving.ROOM_SHARE, leaving.AHEAD_SHARE, leaving.STEPS)
