@@ -17,7 +17,7 @@ PYTEST := $(BIN)/pytest -q -m "not slow and not gpu"
 SPREAD = -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder
 export PYTHONUNBUFFERED = 1
 
-.PHONY: setup kernels demo up test test-again test-sanitized test-clusters test-exactness test-families check check-static check-tests fmt bench reproduce proto compose-check kubernetes-check install-check lock audit fuzz gpu-check docs pages clean
+.PHONY: setup kernels demo up test test-again test-sanitized test-clusters test-exactness test-families model-types check check-static check-tests fmt bench reproduce proto compose-check kubernetes-check install-check lock audit fuzz gpu-check docs pages clean
 
 setup: $(VENV)/.ready kernels  ## install everything into .venv, and compile the kernels
 
@@ -76,6 +76,11 @@ test-exactness: setup  ## 20,000 requests through random drops, merges and resto
 
 test-families: setup  ## every family of decoders against transformers; of the tests it is a fifth, by the commit
 	BALLAST_FAMILIES=all $(BIN)/pytest -q $(SPREAD) tests/golden/test_families.py tests/golden/test_family_ranks.py
+
+MODEL_TYPES := out/model-types.jsonl
+model-types: setup  ## every model type of transformers: equal to it, refused, or wrong; the list goes into docs/your-model.md
+	mkdir -p out && $(PY) -m tests.support.model_types --out $(MODEL_TYPES)
+	$(PY) -m tests.support.model_types --out $(MODEL_TYPES) --write
 
 fmt: setup
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .

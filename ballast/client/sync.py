@@ -55,7 +55,7 @@ class _LoopThread:
                 self._loop.call_soon_threadsafe(stream.cancel)
 
     def close(self, last: Coroutine[object, object, None]) -> None:
-        """Cancels all that runs, then runs `last`, then ends the thread. Once is enough."""
+        """Cancel everything, run `last`, end the thread. To be called once."""
         with self._lock:
             if not self._open:
                 last.close()

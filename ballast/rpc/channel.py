@@ -120,19 +120,19 @@ class _Bearer:
     def _call(
         self, call: Callable[..., Any], *args: Any, metadata: Sequence[tuple[str, str]] | None = None, **options: Any
     ) -> Any:
-        """A call that brings a token of its own keeps it."""
+        """Adds the token unless the call brings its own."""
         given = tuple(metadata or ())
         own = () if any(key == "authorization" for key, _ in given) else (self._authorization,)
         return call(*args, metadata=(*own, *given), **options)
 
 
 def bearing(channel: grpc.aio.Channel, token: str | None) -> grpc.aio.Channel:
-    """What a stub is made of whose calls carry the token. To be closed, and asked for its state, is the channel."""
+    """The object from which stubs with the token are made. Closing and state are the channel's."""
     return channel if token is None else cast(grpc.aio.Channel, _Bearer(channel, token))
 
 
 async def is_refused(address: str, timeout_s: float = 1.0) -> bool:
-    """Whether the machine at host:port answers that nobody listens there. No answer at all is not a refusal."""
+    """True if the machine at host:port answers that nothing listens there. No answer is no refusal."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(timeout_s):

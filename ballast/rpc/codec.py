@@ -66,7 +66,7 @@ def _check_place(message: pb.Place) -> None:
 
 
 def _check_layout(message: pb.Layout) -> None:
-    """What it says of layers is looked at by `Layout.check`."""
+    """The layers are checked by `Layout.check`."""
     border.within("layout.epoch", message.epoch, 0, border.MAX_EPOCH)
     border.within("layout.layer_count", message.layer_count, 0, border.MAX_LAYERS)
     border.count("layout.groups", message.groups, border.MAX_GROUPS)

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 DOMAIN = "ballast"
 _MOST_CHARS = 1000
-_LONGEST_RETRY_S = 3600.0  # whatever a peer says
+_LONGEST_RETRY_S = 3600.0  # upper bound of peers' values
 
 _CODES: dict[type[errors.BallastError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
@@ -48,7 +48,7 @@ _CODES: dict[type[errors.BallastError], grpc.StatusCode] = {
 
 
 def cut(text: str) -> str:
-    """At most as much of it as anybody reads: errors quote what was sent, and headers have 16 KiB."""
+    """Truncate: errors quote what was sent, and headers have 16 KiB."""
     return text if len(text) <= _MOST_CHARS else f"{text[:_MOST_CHARS]}... ({len(text):,} characters)"
 
 
@@ -57,7 +57,7 @@ def code_of(error: errors.BallastError) -> grpc.StatusCode:
 
 
 def to_status(error: errors.BallastError) -> "status_pb2.Status":
-    """The rich status of an error; `rpc_status.to_status` makes of it what a servicer aborts with."""
+    """The rich status of an error, for `rpc_status.to_status`."""
     from google.protobuf import duration_pb2
     from google.rpc import error_details_pb2, status_pb2
 
@@ -94,10 +94,10 @@ def to_status(error: errors.BallastError) -> "status_pb2.Status":
 
 
 def answered(answer: T | None, target: str) -> T:
-    """An answer to a unary call. grpc.aio gives None for bytes that are no message of the method.
+    """A unary call's answer. grpc.aio returns None for bytes that are no message of the method.
 
     Raises:
-        PeerViolation: it is that.
+        PeerViolation: it is None.
     """
     if answer is None:
         raise errors.PeerViolation(target, "its answer is no message of the method")
@@ -105,17 +105,17 @@ def answered(answer: T | None, target: str) -> T:
 
 
 def is_cancelled() -> bool:
-    """Whether this task is to end; else somebody else was cancelled, for whom it waited."""
+    """True if this task is being cancelled; otherwise what it waited for was."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
 
 @contextlib.contextmanager
 def asking(target: str) -> Generator[None]:
-    """Whatever a call to `target` fails with comes out as an error of ours.
+    """Context manager: converts every failure of a call to `target` into a BallastError.
 
-    Also what gRPC raises for a stream that is over, what event loops raise for a connection that is, and a cancellation
-    of the call, which would end a task that nobody has told to.
+    Includes gRPC's errors for ended streams, event loops' errors for closed connections, and a cancellation of the
+    call, which would otherwise end an uncancelled task.
     """
     try:
         yield
@@ -206,7 +206,7 @@ def _rebuild(
         case "ConfigError":
             return errors.ConfigError(fields["path"], fields["why"])
         case "InvariantViolation":
-            # Not ours: whoever relays this answer to a caller of his own must not stop for it.
+            # another process's bug: a process that relays the answer must not stop for it
             return errors.PeerViolation(target, f"stops for a broken invariant: {fields['why']}")
         case _:
             return errors.PeerViolation(info.domain, f"unknown reason {info.reason}: {message}")

@@ -1,7 +1,7 @@
-"""What becomes of a call that fails: a status for its caller, a count for us, and nothing for anybody else.
+"""Handling of failed calls: a status for the caller, a count for the owner.
 
-Only a broken invariant of this process stops the service. What peers, clients, codecs, sockets and libraries do wrong
-ends the call in which it shows.
+Only a broken invariant of this process stops the service. Errors of peers, clients, codecs, sockets and libraries end
+the call in which they occur.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ GONE: Final = "client_gone"  # the connection ended while something was still to
 
 @dataclass(frozen=True, slots=True)
 class CallFailure:
-    """A call that ended by something nobody raised on purpose."""
+    """A call that ended with an unexpected exception."""
 
     method: str  # "/ballastpb.worker.v1.WorkerService/Attach"
     cause: str  # MALFORMED, GONE or the name of an exception
@@ -47,7 +47,7 @@ class CallFailure:
 
     @property
     def is_ours(self) -> bool:
-        """Whether the code of this process is to blame."""
+        """True if the code of this process is the cause."""
         return self.cause not in (MALFORMED, GONE)
 
 
@@ -90,7 +90,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return _Guarded(handler, handler_call_details.method, self).handler()
 
     def check(self, method: str, context: _Context) -> None:
-        """Before the handler runs, and in its task."""
+        """Before the handler, in its task."""
         caller = ANYBODY
         connection = context.peer()
         HANDSHAKES.has_call(connection)
@@ -100,12 +100,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         self.book.enter(connection, caller.name, context)
 
     async def settle(self, error: Exception, method: str, context: _Context) -> None:
-        """Ends the call with the status that `error` means. Always raises."""
+        """End the call with the error's status. Always raises."""
         if isinstance(error, grpc.aio.AbortError):
             raise error
         if isinstance(error, grpc.aio.BaseError):
             self._on_failure(CallFailure(method, GONE, error))
-            raise asyncio.CancelledError from error  # nobody is there to be told
+            raise asyncio.CancelledError from error  # the caller is gone
         known = self._known(error, method)
         if isinstance(known, InvariantViolation):
             self._on_bug(known)
@@ -113,7 +113,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         try:
             await context.abort_with_status(cast(Any, status))
         except (grpc.aio.InternalError, grpc.aio.UsageError) as late:
-            raise asyncio.CancelledError from late  # gone in between
+            raise asyncio.CancelledError from late  # the caller is gone meanwhile
 
     def _known(self, error: Exception, method: str) -> BallastError:
         match error:
@@ -132,21 +132,21 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 @dataclass(frozen=True, slots=True)
 class _Garbage:
-    """Stands for a request that could not be parsed; else gRPC would print a traceback for each one."""
+    """A request that could not be parsed; otherwise gRPC would print a traceback for each one."""
 
     error: Exception
 
 
 @dataclass(frozen=True, slots=True)
 class _Large:
-    """A request that takes room until its call is over: gRPC holds it that long. It is parsed when its turn comes."""
+    """A request that occupies memory until its call has ended. Parsed when its turn comes."""
 
     data: bytes
     held: Held
 
 
 class _Guarded:
-    """One method's handler with its failures settled."""
+    """A method's handler with error handling."""
 
     def __init__(self, handler: _Handler, method: str, settler: ErrorInterceptor) -> None:
         self._handler = handler

@@ -1,6 +1,6 @@
-"""Fencing tokens on orders: who was replaced without noticing it cannot give any.
+"""Fencing tokens of orders: a former leader's orders are refused.
 
-The planner that leads sends the token of its lease (`ballast.service.leadership`) with each order to a worker, as gRPC
+The active planner sends the token of its lease (`ballast.service.leadership`) with each order to a worker, as gRPC
 metadata. A worker refuses an order with a lower token than it has seen.
 """
 
@@ -11,7 +11,7 @@ import grpc.aio
 from ballast.common.errors import InvalidRequest, StaleEpoch
 
 PLANNER_TOKEN = "planner token"  # `StaleEpoch.what` of an order that is refused
-# Tokens are milliseconds of the state server's clock, or a little more: beyond this one is made up. A double holds it.
+# Tokens are milliseconds of the state server's clock, or a little more; larger ones are invalid. A double holds it.
 MAX_TOKEN = 1 << 52
 
 _KEY = "ballast-planner-token"
@@ -30,16 +30,17 @@ class Fence:
 
     # Any: the message types of a call do not matter here.
     def admit(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Called before an order is carried out. An order without a token counts as 0: good until one was seen.
+        """Validate the token before an order is executed. An order without a token counts as 0: valid until one was
+        seen.
 
         Raises:
-            StaleEpoch: somebody with a higher token has given orders here.
+            StaleEpoch: a higher token was seen here.
             InvalidRequest: the token is no number up to `MAX_TOKEN`.
         """
         self.take(_token_of(context))
 
     def take(self, token: int) -> None:
-        """Takes in the token of an order. Raises StaleEpoch as `admit`."""
+        """Record the token of an order. Raises StaleEpoch as `admit`."""
         if token < self.highest:
             raise StaleEpoch(PLANNER_TOKEN, token, self.highest)
         self.highest = token

@@ -46,7 +46,7 @@ _PLAIN = (int, float, str, bool, bytes)
 
 
 class _Refused(Exception):
-    """A value of a field, whose path grows on the way out; InvalidRequest in the end."""
+    """A field's value is invalid; the path grows on the way out, where it becomes InvalidRequest."""
 
     def __init__(self, field: str, why: str) -> None:
         super().__init__(field, why)
@@ -54,7 +54,7 @@ class _Refused(Exception):
 
 
 class Mapper(Generic[R, M]):
-    """One type of record and its message."""
+    """Converts one type of record to and from its message."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class Mapper(Generic[R, M]):
         ignored: Sequence[str] = (),
         check: Callable[[M], None] | None = None,
     ) -> None:
-        """`given`: fields, of either side, that the caller says each time. `ignored`: of the message, nobody reads.
-        `check` raises InvalidRequest for a message that makes no sense; it names the field itself.
+        """`given`: fields, of either side, that the caller passes each time. `ignored`: unused fields of the message.
+        `check` raises InvalidRequest, naming the field, for an inconsistent message.
         """
         self._check = check
         self.record_type, self.message_type, self.given = record_type, message_type, tuple(given)
@@ -147,7 +147,7 @@ _SPECIAL: dict[tuple[Any, str], tuple[_Convert, _Convert]] = {}
 def map_specially(
     record_type: type[R], message_type: type[M], to_message: Callable[[R], M], to_record: Callable[[M], R]
 ) -> None:
-    """Two types that do not have the same form: wherever one stands in a mapped record, these convert it."""
+    """Register converters for two types of different form, used wherever one occurs in a mapped record."""
     descriptor = cast(Descriptor, message_type.DESCRIPTOR)
     _SPECIAL[record_type, descriptor.full_name] = (to_message, to_record)
 
@@ -358,7 +358,7 @@ class Choice(Generic[M]):
         return self._message_type(**{name: self._mappers[name].message(record, **(inner or {}))}, **outer)
 
     def record(self, message: M, **given: Any) -> Any | None:
-        """None for a choice that is not among them: of a newer peer, or none at all."""
+        """None for an unset choice, or one of a newer peer."""
         name = message.WhichOneof(self._oneof)
         mapper = None if name is None else self._mappers.get(name)
         return None if mapper is None or name is None else mapper.record(getattr(message, name), **given)

@@ -23,7 +23,7 @@ _MOST_CONNECTIONS = 1 << 20
 
 # Any: the message types of a call do not matter here.
 def when_done(context: grpc.aio.ServicerContext[Any, Any], act: Callable[[], None]) -> None:
-    """Calls `act` once the call is over, however it ended. A generator's `finally` may run much later than that."""
+    """Call `act` when the call has ended, in any way. A generator's `finally` may run much later."""
 
     def callback(_: object) -> None:
         act()
@@ -32,7 +32,7 @@ def when_done(context: grpc.aio.ServicerContext[Any, Any], act: Callable[[], Non
 
 
 def ensure_free(host: str, port: int) -> None:
-    """Raise ConfigError if a server could not listen there now. For those with long work to do before they listen."""
+    """Raise ConfigError if a server could not listen there now. For services with slow work before listening."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(
             host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -49,7 +49,7 @@ def _cannot_listen(host: str, port: int) -> ConfigError:
 
 
 def room_for_connections() -> int:
-    """So many may come in that enough file descriptors are left for all else."""
+    """Maximum number of connections that leaves enough file descriptors for everything else."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if most == resource.RLIM_INFINITY:
         return _MOST_CONNECTIONS
@@ -127,6 +127,6 @@ class RpcServer:
             await self._health.set(name, status)
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no new calls; those running have `grace_s` to end."""
+        """Refuse new calls; running ones have `grace_s` to end."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)

@@ -22,13 +22,13 @@ import grpc
 from ballast.common.errors import ConfigError
 
 CERTIFICATE, KEY, CA = "tls.crt", "tls.key", "ca.crt"
-_LOOK_S = 1.0  # how often new files are looked for, at most
+_LOOK_S = 1.0  # interval of checks for new files
 _CALL_WITHIN_S = 15.0  # a little longer than a handshake may take
 _MOST_CONNECTIONS = 1 << 16  # that are remembered
 
 
 class TlsFolder:
-    """A certificate with its key and CA. Connections that are made after these were replaced get the new ones."""
+    """A certificate with its key and CA. After a replacement of the files new connections use the new ones."""
 
     def __init__(self, path: Path) -> None:
         """
@@ -54,7 +54,7 @@ class TlsFolder:
         return self._channel[1]
 
     def stamps(self) -> list[tuple[int, int]]:
-        """Others where a file has been replaced."""
+        """Changes when a file is replaced."""
         stats = [(self.path / name).stat() for name in (CERTIFICATE, KEY, CA)]
         return [(stat.st_mtime_ns, stat.st_ino) for stat in stats]
 
@@ -67,7 +67,7 @@ class TlsFolder:
         return expires_unix_s(self.path / CERTIFICATE) - time.time()
 
     def server_credentials(self, *, asks_clients: bool) -> grpc.ServerCredentials:
-        """`asks_clients`: whoever connects must have a certificate of the CA."""
+        """`asks_clients`: clients must have a certificate of the CA."""
         return grpc.dynamic_ssl_server_credentials(
             self._configuration(),
             cast(Any, _Renewal(self).fetch),  # Any: its type leaves out that None is allowed
@@ -83,10 +83,10 @@ class TlsFolder:
 
 
 class Handshakes:
-    """Tells from the number of connections on which calls come how many handshakes have come to nothing.
+    """Counts failed handshakes: those that are followed by no call.
 
-    gRPC does not say that one has failed, nor why: with a certificate of another CA, without any, or without TLS. It
-    asks for our certificate at the beginning of each, though.
+    gRPC reports neither failures nor causes (certificate of another CA, none, or no TLS), but requests this side's
+    certificate at the beginning of each handshake.
     """
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
@@ -113,7 +113,7 @@ class Handshakes:
 
     @property
     def failed_count(self) -> int:
-        """Handshakes so far that no call has followed in time."""
+        """Handshakes without a timely call."""
         with self._lock:
             self._expire()
             return self._failed_count
@@ -129,7 +129,7 @@ HANDSHAKES = Handshakes()  # of all servers of this process
 
 
 class _Renewal:
-    """Asked by gRPC at every handshake, in threads of its own."""
+    """Called by gRPC at every handshake, on its threads."""
 
     def __init__(self, folder: TlsFolder) -> None:
         self._folder = folder
@@ -137,7 +137,7 @@ class _Renewal:
         self._looked_at_s = time.monotonic()
 
     def fetch(self) -> grpc.ServerCertificateConfiguration | None:
-        """None: no change. Files that are half written or gone are no change either."""
+        """None: no change. Incomplete or missing files are no change either."""
         HANDSHAKES.begins()
         if time.monotonic() - self._looked_at_s < _LOOK_S:
             return None

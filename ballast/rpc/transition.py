@@ -1,4 +1,4 @@
-"""How planner and members tell each other of transitions."""
+"""Messages of transitions between planner and members, as protobuf."""
 
 from ballast.common.transition import Phase, Status, TransitionKind
 from ballast.rpc.mapping import EnumMapper, Mapper

@@ -1,18 +1,18 @@
-"""A look at a message's bytes before they are parsed: 16 MiB hold eight million empty messages, which take seconds."""
+"""Bounds the number of nested messages before parsing: 16 MiB hold eight million empty messages, which take seconds."""
 
 from typing import Final
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-LARGE_BYTES: Final = 1 << 16  # smaller ones are parsed unseen
+LARGE_BYTES: Final = 1 << 16  # smaller ones are parsed directly
 MAX_MESSAGES: Final = 16_384  # inside of one message, at all depths
 _VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
 
 
 def has_too_many(data: bytes, descriptor: Descriptor) -> bool:
-    """Whether more than `MAX_MESSAGES` messages lie inside. Looks at four times as many fields at most.
+    """True if more than `MAX_MESSAGES` messages are nested. Examines at most four times as many fields.
 
-    What cannot be read counts as little: parsing it is over as soon.
+    Unreadable bytes count as few: parsing fails early.
     """
     try:
         return _Walk(data).count(0, len(data), descriptor)

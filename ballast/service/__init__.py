@@ -1,1 +1,1 @@
-"""What every deployable does the same way: settings, logging, metrics, state server, lifecycle."""
+"""Shared by all services: settings, logging, metrics, state server, lifecycle."""

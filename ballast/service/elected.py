@@ -1,4 +1,4 @@
-"""The life of a service of which one replica is active and the others stand by."""
+"""Lifecycle of a service with one active replica and standbys."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -1,4 +1,4 @@
-"""Failures as an OpenAI client gets them: an HTTP status, and a body of OpenAI's form."""
+"""HTTP failures in OpenAI's form: a status and a body."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

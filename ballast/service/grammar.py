@@ -1,6 +1,6 @@
-"""Grammars as llguidance reads them: what dispatchers check and workers follow is one and the same.
+"""Grammars as llguidance reads them, validated by dispatchers and applied by workers.
 
-The state of a grammar follows from the tokens alone, so that a replay or a move goes on where the sequence was.
+The state of a grammar is a function of the tokens, so a replay or a move continues where the sequence was.
 """
 
 import json
@@ -91,7 +91,7 @@ class Grammars:
         return matcher
 
     def _try(self, grammar: Grammar, matcher: LLMatcher) -> None:
-        """A few tokens of an answer: a matcher finds out only then that it has to give up."""
+        """Advance by a few tokens: only then a matcher reports some failures."""
         for count in range(_TRIED_TOKENS):
             mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
             if (why := why_given_up(matcher)) and (count == 0 or _DEAD_END not in matcher.get_error()):
@@ -145,14 +145,14 @@ class Grammars:
         return json.dumps({"grammars": [{"lark_grammar": rules}, {**answer, "name": "answer"}]})
 
     def _special(self, tag: str) -> int | None:
-        """The token that a tag is, if it is one that no text is made of."""
+        """The special token of a tag, if there is one."""
         token_ids = self._tokenizer.tokenize_str(tag)
         return token_ids[0] if len(token_ids) == 1 and self._tokenizer.is_special_token(token_ids[0]) else None
 
 
 def why_given_up(matcher: LLMatcher) -> str:
-    """Why this matcher cannot go on; "" while it can. One that cannot allows the end of the answer and nothing else,
-    whatever the grammar says: it has to be asked after each mask and each token.
+    """Why this matcher has failed; "" while it has not. A failed one allows only the end of the answer: to be called
+    after each mask and each token.
     """
     if not matcher.is_error():
         return ""

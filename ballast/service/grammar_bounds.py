@@ -1,4 +1,4 @@
-"""Bounds on the size of a grammar. What compiles in more than linear time is counted before anything is compiled."""
+"""Bounds on the size of a grammar, checked before compilation where that is more than linear."""
 
 import json
 import re

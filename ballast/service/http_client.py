@@ -23,7 +23,7 @@ Headers = Sequence[tuple[str, str]]
 
 
 class BrokenCall(BallastError):
-    """The connection ended in the middle of a call: the other side may have carried it out, or not."""
+    """The connection ended during a call, which the other side may have executed or not."""
 
 
 @dataclass(slots=True)

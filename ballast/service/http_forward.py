@@ -1,4 +1,4 @@
-"""Hands a request on to another server as it is, and its answer back, piece by piece."""
+"""Forwards a request unchanged to another server, and its answer back, as streams."""
 
 from collections.abc import AsyncGenerator, Mapping
 from typing import Final

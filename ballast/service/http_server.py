@@ -1,4 +1,4 @@
-"""uvicorn inside a service's own life: its loop, its signals, its shutdown."""
+"""uvicorn within a service's own lifecycle: its loop, signals and shutdown."""
 
 import asyncio
 import socket
@@ -54,7 +54,7 @@ class HttpServer:
         self._tls = None if tls_dir is None else TlsFolder(tls_dir)
 
     async def start(self) -> None:
-        """Takes requests from now on."""
+        """Accept requests from now on."""
         config = self._server.config
         config.load()
         self._server.lifespan = config.lifespan_class(config)

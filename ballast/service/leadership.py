@@ -1,7 +1,7 @@
-"""One active, others standing by: a lease in the state server, renewed while its holder lives.
+"""Leader election: a lease in the state server, renewed while its holder lives.
 
-While the state server is away nobody can be elected, so the leader goes on leading; whatever it writes there carries
-its fencing token and is refused once another has taken over (I5).
+While the state server is unreachable there is no election, and the leader goes on; its writes carry its fencing token
+and are refused once another has taken over (I5).
 """
 
 import asyncio
@@ -17,14 +17,15 @@ _CONFIRMED_SKIPS = 4  # lookups in a row: two leaders at a time are found out af
 
 
 class Floor:
-    """What the token of a lease has to exceed: a state server that came back empty and with an earlier clock gives
-    tokens that others have seen higher ones of, and who leads with such a token is obeyed by nobody."""
+    """Lower bound of the lease's token: a state server that restarts empty and with an earlier clock issues lower
+    tokens than before, and a leader with such a token would be fenced everywhere.
+    """
 
     def __init__(self) -> None:
         self.token = 0
 
     def fenced(self, seen: int) -> None:
-        """Somebody has seen this token. If we hold the lease all the same, it is made anew with a higher one."""
+        """This token was seen elsewhere. If this process holds the lease, it is renewed with a higher one."""
         self.token = max(self.token, seen)
 
 
@@ -82,7 +83,7 @@ class Leadership:
         self.decided.set()
 
     async def resign(self) -> None:
-        """Gives the lease back, so that a standby need not wait until it runs out. Call after `run` has ended."""
+        """Release the lease, so that a standby need not wait for its expiry. Call after `run` has ended."""
         if self.token is None:
             return
         self.token = None
@@ -93,10 +94,10 @@ class Leadership:
 
 
 class LeaderAddress:
-    """Where the holder of a lease is reached, kept up to date while `follow` runs.
+    """Address of a lease's holder, updated while `follow` runs.
 
-    While the state server is away, or nobody holds the lease, the last address stays. A fixed address, given by the
-    operator, is never looked up.
+    While the state server is unreachable, or there is no holder, the last address stays. A fixed address is never
+    looked up.
     """
 
     def __init__(self, state: StateServer, name: str, fixed: str | None, interval_s: float = 0.5) -> None:
@@ -108,7 +109,7 @@ class LeaderAddress:
         self.current = fixed  # host:port; None: nobody has been found yet
 
     def confirm(self) -> None:
-        """Whoever is there has just answered as the leader: looked up less often while that goes on."""
+        """The address has just answered as the leader: look it up less often."""
         self._answers = True
 
     async def follow(self) -> None:

@@ -28,7 +28,7 @@ _MAX_CAUSES = 256  # told apart in the log; beyond that failures are only counte
 
 
 class Lifecycle:
-    """Handed to a service's main function: tells when to stop, and takes reports of bugs from anywhere."""
+    """For a service's main function: signals the stop, and takes reports of bugs."""
 
     def __init__(self) -> None:
         self.stopping = asyncio.Event()  # set by SIGTERM, SIGINT or a bug: drain, then return
@@ -46,7 +46,7 @@ class Lifecycle:
         self.stopping.set()
 
     def report_failure(self, failure: CallFailure) -> None:
-        """Counts a call that failed unforeseen, and logs it if its cause is new. The service goes on."""
+        """Count an unexpected failure of a call, and log it if its cause is new. The service goes on."""
         CALL_FAILURES.labels(failure.method, failure.cause).inc()
         key = (failure.method, failure.cause, raised_at(failure.error))
         if key in self._logged or len(self._logged) >= _MAX_CAUSES:
@@ -66,7 +66,9 @@ def advertised_address(host: str, advertise_host: str | None, port: int) -> str:
 
 
 def say_ready(service: str, instance: str, address: str) -> None:
-    """The one line on stdout that whoever started this process waits for. What there is by now is there to stay."""
+    """Print the ready message, one line on stdout for the parent process, and exclude present objects from garbage
+    collection.
+    """
     gc.collect()
     gc.freeze()  # else every full collection goes through all that was imported: most of an idle worker's time
     print(f"ready service={service} id={instance} address={address}", flush=True)

@@ -34,7 +34,7 @@ _REST_S = 1.0  # and is not waited for again before so much time has passed
 
 
 class Sink(io.TextIOBase):
-    """The stream that all log lines go to. Writing never raises, and waits for `_PATIENCE_S` at most."""
+    """The stream of all log lines. Writing never raises, and blocks for `_PATIENCE_S` at most."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
@@ -59,10 +59,10 @@ class Sink(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """There is nothing to flush."""
+        """Nothing to flush."""
 
     def _write(self, fd: int, data: bytes) -> bool:
-        """Whether all of it could be written; what is left of a line is dropped with it."""
+        """Returns True if everything could be written; the rest of a line is dropped."""
         ends_s = time.monotonic() + _PATIENCE_S
         while data:
             now_s = time.monotonic()
@@ -137,7 +137,7 @@ _NOWHERE: structlog.typing.FilteringBoundLogger = structlog.wrap_logger(
 
 @contextmanager
 def silence() -> Generator[None]:
-    """What is said inside is not logged: services that are simulated would tell of what never happened."""
+    """Context manager without logging, for simulated services."""
     token = _is_silent.set(True)
     try:
         yield

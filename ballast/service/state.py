@@ -178,7 +178,7 @@ class StateServer:
             why = f"must be redis://, rediss:// or unix:// with a host or path (got {redact(url)!r})"
             raise ConfigError("redis_url", why) from error
         self._redis = aioredis.Redis.from_pool(pool)
-        self.url = redact(url)  # as it may be shown
+        self.url = redact(url)  # without its password
         self.reachable = False  # whether the last operation got an answer
         self._acquire = self._redis.register_script(_ACQUIRE)
         self._release = self._redis.register_script(_RELEASE)

@@ -176,11 +176,15 @@ def _write(name: str, folder: Path, transformers: Any) -> Path:
     wanted = SMALL | {key: value for key, value in EXPERTS.items() if key in known} | FAMILIES.get(name, {})
     torch.manual_seed(1)
     model: Any = transformers.AutoModelForCausalLM.from_config(type(config)(**wanted), dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    model.save_pretrained(folder, max_shard_size="200KB")
+    made_random(model).save_pretrained(folder, max_shard_size="200KB")
     return folder
+
+
+@torch.no_grad()
+def made_random(model: Any) -> Any:
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
 
 
 def table_line(name: str, architecture: str, extras: Sequence[str]) -> str:

@@ -29,11 +29,11 @@ from tools.local.faults import BACK_WITHIN_S, Breaker, Fault, Proxies
 from tools.local.keeper import Keeper
 
 _CHANGE_S = 60.0
-_LONG_S = 5.0  # to be whole again; a longer time is told
+_LONG_S = 5.0  # recovery times above this are reported
 _LONGEST_WAIT_S = 20.0  # of a request
 _PROMPT_COUNT = 8
 _LAYOUT_CHANGE_S = 6.0  # between two drops or restores by hand
-_NOTED_S = 0.1  # without a token; less is no wait
+_NOTED_S = 0.1  # without a token; less does not count as a wait
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}, "required": ["a"]}
 _LOGPROB_ERROR = 1e-6  # a token is scored in a step of its own, or together with the prompt and the answer so far
 
@@ -94,12 +94,11 @@ class ChaosRules:
 
 @dataclass(slots=True)
 class Recovery:
-    """Times of the faults of a kind, in seconds.
+    """Recovery times of the faults of a kind, in seconds.
 
     Attributes:
-        times_s: How long the cluster took to be whole again, new processes included.
-        waits_s: For each fault the longest time that any request was without a token, of those times that overlap it,
-            from its begin until the cluster was whole. Others may have been broken as well at that time.
+        times_s: Until the cluster was whole again, new processes included.
+        waits_s: For each fault the longest time without a token of any request, until the cluster was whole.
     """
 
     times_s: list[float] = field(default_factory=list[float])
@@ -111,7 +110,7 @@ class Recovery:
         self.spans_s.append((began_s, whole_s))
 
     def compare(self, waits: Sequence[tuple[float, float]]) -> None:
-        """With what requests waited, each from one time to another."""
+        """With the waits of requests, each from one instant to another."""
         self.waits_s = [
             max((to_s - from_s for from_s, to_s in waits if from_s < whole_s and to_s > began_s), default=0.0)
             for began_s, whole_s in self.spans_s
@@ -125,11 +124,11 @@ def percentile(times_s: Sequence[float], share: float) -> float:
 
 @dataclass(slots=True)
 class ChaosReport:
-    """What became of the load, and of the cluster."""
+    """Results of the load and the final state of the cluster."""
 
     request_count: int = 0
     token_count: int = 0
-    differing_count: int = 0  # answers with a token that is not the one it has to be, cut off ones included
+    differing_count: int = 0  # answers with a wrong token, truncated ones included
     cut_off_count: int = 0  # after their first token, with their dispatcher while the state server was broken too
     failures: Counter[str] = field(default_factory=Counter[str])  # by the kind of error
     slowest_s: float = 0.0
@@ -142,7 +141,7 @@ class ChaosReport:
         return sum(self.failures.values())
 
     def why_not(self, longest_wait_s: float = _LONGEST_WAIT_S) -> str:
-        """What must not be; empty: all is well."""
+        """Violated expectations; empty if there are none."""
         reasons = [
             f"{self.differing_count} answers differ" * (self.differing_count > 0),
             f"{self.lost_count} requests lost ({_counted(self.failures)})" * (self.lost_count > 0),
@@ -173,11 +172,11 @@ class Chaos:
         self._rng = random.Random(rules.seed)
         self._breaker = Breaker(cluster, self._rng, say, proxies or Proxies(), admin_url)
         self._keeper = Keeper(cluster, lambda text: say(f"    {text}"))
-        self._active: set[str] = set()  # what is broken just now
+        self._active: set[str] = set()  # faults in progress
         self._prompts = [[3 + (5 * i + 7 * j) % 200 for j in range(6 + 5 * i)] for i in range(_PROMPT_COUNT)]
         self._expected: list[ChaosAnswer] = []
         self._known_addresses: dict[str, str] = {}
-        self._waits: list[tuple[float, float]] = []  # of requests without a token: from when to when
+        self._waits: list[tuple[float, float]] = []  # of requests without a token: begin, end
         self.report = ChaosReport()
 
     async def run(self) -> ChaosReport:
@@ -205,7 +204,7 @@ class Chaos:
 
     @property
     def _addresses(self) -> list[str]:
-        """Addresses of dispatchers. One that is being started again will be where it was."""
+        """Addresses of dispatchers, including the unchanged ones of those being restarted."""
         self._known_addresses |= {p.id: p.address for p in self._cluster.processes["dispatcher"] if p.address}
         return list(self._known_addresses.values())
 
@@ -263,7 +262,7 @@ class Chaos:
         report.slowest_s = max(report.slowest_s, time.monotonic() - began_s)
 
     def _note_wait(self, since_s: float) -> float:
-        """Returns now."""
+        """Record a wait. Returns the present instant."""
         now_s = time.monotonic()
         if now_s - since_s > _NOTED_S:
             self._waits.append((since_s, now_s))
@@ -272,7 +271,7 @@ class Chaos:
     # ------------------------------------------------------------ faults
 
     def faults(self) -> list[Fault]:
-        """Those that were asked for."""
+        """The selected faults."""
         chosen = self._rules.faults
         return [fault for fault in self._breaker.faults() if not chosen or fault.name in chosen]
 
@@ -314,7 +313,7 @@ class Chaos:
     # ------------------------------------------------------------ layouts
 
     async def _change_layouts(self) -> None:
-        """Pipelines are where faults hurt: they form and dissolve all the time. What is refused is tried again."""
+        """Form and dissolve pipelines all the time, where faults hurt most. Refused changes are retried."""
         while True:
             workers = [p.id for p in self._cluster.processes["worker"] if p.child.returncode is None and not p.paused]
             drop = self._rng.sample(workers, 2) if len(workers) > 1 and self._rng.random() < 0.6 else None
@@ -344,7 +343,7 @@ class Chaos:
     # ------------------------------------------------------------ is it whole?
 
     async def _why_not_placed(self, within_s: float) -> str:
-        """Every worker that is up is in the layout, and none that is dead. Empty as soon as that is so."""
+        """Empty as soon as exactly the live workers are in the layout."""
         give_up_s, why = time.monotonic() + within_s, "not looked at"
         while time.monotonic() < give_up_s:
             alive = [p for p in self._cluster.processes["worker"] if p.child.returncode is None and not p.paused]
@@ -375,7 +374,7 @@ class Chaos:
         return ""
 
     async def _carry_out(self, drop: Sequence[str] | None) -> None:
-        """Tries until it has succeeded. A restore of what is whole already is refused, which is as good."""
+        """Retry until it succeeds. A restore that is refused because nothing is dropped counts as success."""
         while True:
             with contextlib.suppress(BallastError):
                 try:

@@ -60,7 +60,7 @@ class ServiceProcess:
     id: str
     child: ChildProcess
     address: str = ""
-    may_end: bool = False  # it was told to
+    may_end: bool = False  # it was stopped on purpose
     paused: bool = False
 
     @property
@@ -68,7 +68,7 @@ class ServiceProcess:
         return self.child.pid
 
     def read_ready(self) -> bool:
-        """Whether it has said that it is ready; `address` is known from then on."""
+        """True if it has printed its ready message; `address` is known from then on."""
         line = self.child.find_line(f"ready service={self.service} id={self.id} ")
         if line is not None:
             self.address = dict(word.split("=", 1) for word in line.split()[1:])["address"]
@@ -147,8 +147,8 @@ class LocalCluster:
         self.redis_url = redis_url or ""
         self.metrics_targets: dict[str, str] = {}  # name of a child process -> host:port of its metrics
         self._metrics_port = metrics_port
-        self.state_server: PrivateStateServer | None = None  # one of our own, while the cluster runs
-        self.keep_logs = False  # True: a temporary folder stays, for something has failed
+        self.state_server: PrivateStateServer | None = None  # the cluster's own, while it runs
+        self.keep_logs = False  # True: a temporary folder is kept, as something has failed
         self._counts: dict[Service, int] = {
             "monitor": monitors,
             "planner": planners,
@@ -177,7 +177,7 @@ class LocalCluster:
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._resources = contextlib.AsyncExitStack()
-        self._started: dict[Service, int] = dict.fromkeys(_START_ORDER, 0)  # for ids: never used twice
+        self._started: dict[Service, int] = dict.fromkeys(_START_ORDER, 0)  # for ids, which are never reused
 
     @property
     def address(self) -> str:
@@ -205,7 +205,7 @@ class LocalCluster:
 
     @property
     def access(self) -> Access:
-        """The rights by which its own processes operate it; `AsyncClient(cluster.address, **cluster.credentials)`."""
+        """Credentials of the cluster's own processes; `AsyncClient(cluster.address, **cluster.credentials)`."""
         return Access(**self.credentials, tls_dir=None if self._secure is None else self._secure / "operator")
 
     @property
@@ -269,7 +269,7 @@ class LocalCluster:
         return parts._replace(netloc=f"{user}{at}{await self._state_front(address)}").geturl()
 
     def crash(self) -> Unavailable | None:
-        """The first service that has ended without being told to, with the end of its log; None: all is well."""
+        """The first service that has ended unexpectedly, with the end of its log; None: there is none."""
         for processes in self.processes.values():
             for process in processes:
                 if process.child.returncode is not None and not process.may_end:
@@ -288,8 +288,9 @@ class LocalCluster:
         return [process for process in everyone if process.child.name == name]
 
     def respawn(self, name: str) -> list[ServiceProcess]:
-        """Starts a child process once more: the same ids, the same log, and where clients connect the same port. They
-        are in `processes` in the place of the dead ones. One that never came up, and still runs, is killed before."""
+        """Restart a child process with the same ids and log, and for services that clients connect to the same port.
+        Replaces the dead ones in `processes`; a hanging one is killed before.
+        """
         dead = self.find(name)
         old, command = dead[0].child, list(dead[0].child.command)
         old.kill()
@@ -307,7 +308,7 @@ class LocalCluster:
             shutil.rmtree(folder, ignore_errors=True)
 
     def kill(self, service: Service, index: int = 0, number: signal.Signals = signal.SIGKILL) -> ServiceProcess:
-        """Sends a signal to one service. If it ends of it, that is no crash."""
+        """Send a signal to one service. Its end does not count as a crash."""
         process = self.processes[service][index]
         process.may_end = process.may_end or number not in (signal.SIGSTOP, signal.SIGCONT)
         process.paused = number == signal.SIGSTOP
@@ -324,7 +325,7 @@ class LocalCluster:
         return process
 
     async def end_worker(self, process: ServiceProcess) -> None:
-        """Stops it for good, with what still runs there."""
+        """Stop it for good, with its running requests."""
         process.may_end = True
         await process.child.stop(self._stop_timeout_s)
         self.processes["worker"].remove(process)

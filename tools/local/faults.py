@@ -1,6 +1,6 @@
-"""What `ballast chaos` breaks, and how it heals.
+"""The faults of `ballast chaos`, and how each is reverted.
 
-Clocks need no fault: all services measure time by monotonic ones, and only the state server's keys expire by its own.
+There is no clock fault: all services use monotonic clocks, and only the state server's keys expire by its own.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ Heal = Callable[[], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`begin` breaks something and returns how long that lasts and what ends it; None: there is nothing to break."""
+    """`begin` starts the fault and returns its duration and the function that ends it; None: it does not apply now."""
 
     name: str
     begin: Callable[[], "Awaitable[tuple[str, float, Heal] | None]"]
@@ -101,7 +101,7 @@ class Breaker:
             self._wedged.pop().go_on()
 
     async def _swallow(self, way: Way) -> tuple[str, float, Heal]:
-        """All packets are lost one way, for every process, without a connection being cut."""
+        """Drop all packets in one direction, for every process, without closing connections."""
         way.swallows = True
         self._note_state()
 
@@ -121,7 +121,7 @@ class Breaker:
         return worker_id, getattr(proxy, name)
 
     async def _hold(self, whose: tuple[str, Way], what: str) -> tuple[str, float, Heal]:
-        """A partition, one way, that ends before those on both sides have given up, or after."""
+        """A one-way partition that ends before, or after, both sides time out."""
         worker_id, way = whose
         way.holds = True
 
@@ -131,7 +131,7 @@ class Breaker:
         return f"what is {what} {worker_id} does not arrive", self._rng.choice(_OUTAGES_S), pass_on
 
     async def _wedge(self) -> tuple[str, float, Heal] | None:
-        """The engine's thread stands still, in a step or not, and the worker's other threads go on."""
+        """Stop the engine's thread, in a step or not; the worker's other threads go on."""
         process = self._one("worker")
         stopped = None if process is None else StoppedThread.named(process.pid, "engine")
         if process is None or stopped is None:
@@ -159,7 +159,7 @@ class Breaker:
         return f"{whose} is {delay_s:g} s away, each way", self._rng.choice(_OUTAGES_S), be_quick
 
     async def _fill_disk(self) -> tuple[str, float, Heal] | None:
-        """No file of a process can grow any more, its log above all."""
+        """Files of one process cannot grow, its log included."""
         everyone = [p for found in self._cluster.processes.values() for p in found if p.child.returncode is None]
         if not everyone:
             return None
@@ -174,7 +174,7 @@ class Breaker:
         return f"no file of {process.id} can grow", self._rng.choice(_OUTAGES_S), make_room
 
     def _one(self, service: Service) -> ServiceProcess | None:
-        """One that runs, if another one of a service that needs a substitute does too."""
+        """A running process, if the service can do without it or has another one running."""
         alive = [p for p in self._cluster.processes[service] if p.child.returncode is None and not p.paused]
         spare = service in ("monitor", "planner")  # alone it is away until it is back: the others go on without it
         return self._rng.choice(alive) if len(alive) > (0 if spare else 1) else None
@@ -296,4 +296,4 @@ class Breaker:
 
 
 async def _nothing() -> None:
-    """What was killed is started again by the keeper."""
+    """The keeper restarts what was killed."""

@@ -32,7 +32,7 @@ _EVENT_COUNT = 200
 
 @dataclass(frozen=True, slots=True)
 class KeeperEvent:
-    """`at_s`: of the clock on the wall."""
+    """`at_s`: wall-clock time."""
 
     at_s: float
     text: str
@@ -79,7 +79,7 @@ class Keeper:
             await asyncio.sleep(_ROTATE_S)
 
     def kill(self, worker_id: str) -> bool:
-        """Kills the process of one worker, as a fault would. Whether there is such a worker and it runs."""
+        """Kills the process of one worker, as a fault would. Returns False if no such worker runs."""
         for process in self._cluster.processes["worker"]:
             if process.id == worker_id and process.child.returncode is None:
                 process.child.send_signal(signal.SIGKILL)

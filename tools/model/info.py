@@ -127,6 +127,8 @@ class _Numbers:
         value = self.config.get(key, self.config.get(_OLD_NAMES.get(key, key)))
         if value is None and default is not None:
             return default
+        if isinstance(value, str) and value.isdecimal():
+            value = int(value)
         if not isinstance(value, int) or value < 1:
             raise ConfigError(str(self.path), f"{key} must be a whole number above 0, got {value!r}")
         return value

@@ -201,7 +201,7 @@ class MonitorCore:
         return self._look_soon(event.at_s, event.cause_id) if jumped else []
 
     def _look_soon(self, at_s: float, cause_id: str) -> list[m.Command]:
-        """Unless evaluated recently."""
+        """Evaluate the demand now, unless that was done within `LEAST_LOOK_S`."""
         if not self.warm or at_s - self._looked_at_s < LEAST_LOOK_S:
             return []
         return self._watch_pressure(at_s, cause_id)

@@ -79,6 +79,6 @@ class Inconsistent:
 
     @property
     def due_at_s(self) -> float:
-        """When the next one will count."""
+        """Instant at which the next inconsistent instance counts; infinity if there is none."""
         waiting = [since_s for since_s in self._since_s.values() if since_s != _COUNTS]
         return min(waiting, default=math.inf) + self.disagree_s

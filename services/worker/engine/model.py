@@ -171,7 +171,7 @@ class Model:
         return logits[: hidden_RD.shape[0], : self._config.vocab_size]
 
     def _project(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Back to the hidden size."""
+        """Output projection to the hidden size."""
         projected = _linear(x, weight, bias, self._buffers.added[: x.shape[0]])
         if self._sum_over_ranks is not None:
             self._sum_over_ranks(projected)

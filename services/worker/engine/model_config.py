@@ -3,6 +3,7 @@
 Defaults for absent keys are those of the architecture's configuration class, since checkpoints rely on them.
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping
@@ -215,12 +216,17 @@ class _Reader:
 
     def count(self, key: str, default: int | None = None) -> int:
         value = self._required(key, default)
+        if isinstance(value, str) and value.isdecimal():
+            value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(key, f"must be a whole number of at least 1, got {value!r}")
         return value
 
     def positive(self, key: str, default: float | None = None) -> float:
         value = self._required(key, default)
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                value = float(value)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise self.error(key, f"must be a positive number, got {value!r}")
         return float(value)

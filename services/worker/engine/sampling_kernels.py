@@ -40,7 +40,7 @@ SEEN = tl.constexpr(4)
 
 @triton.jit
 def _logits(logits_ptr, at, vocabulary):
-    """What is no number is impossible."""
+    """Maps NaN to minus infinity."""
     logits = tl.load(logits_ptr + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32)
     return tl.where(logits == logits, logits, float("-inf"))
 
@@ -73,7 +73,7 @@ def find_best(
     LEAST: tl.constexpr,  # so many of the best tokens at least are put aside where a row is filtered, if there are
     ROOM: tl.constexpr,
 ):
-    """The best token of each row and, where others are filtered out, some of the best."""
+    """Argmax of each row and, for filtered rows, candidates among the best tokens."""
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * row_stride
     lanes = tl.arange(0, TILE)
@@ -128,7 +128,7 @@ def find_best(
 
 @triton.jit
 def _mass(logits_ptr, vocabulary, best, scale, last, COUNTS: tl.constexpr, TILE: tl.constexpr):
-    """Of the possible tokens up to these bits, their mass, or their number, and the largest bits among them."""
+    """Mass, or number, of the tokens up to these bits, and the largest bits among them."""
     lanes = tl.arange(0, TILE)
     masses = tl.zeros([TILE], tl.float32)
     most = tl.zeros([TILE], tl.int32)
@@ -144,9 +144,7 @@ def _mass(logits_ptr, vocabulary, best, scale, last, COUNTS: tl.constexpr, TILE:
 
 @triton.jit
 def _border(logits_ptr, vocabulary, best, scale, high, target, COUNTS: tl.constexpr, TILE: tl.constexpr):
-    """The least bits up to which the tokens' mass, or their number, reaches the target. That up to high does, which is
-    possible.
-    """
+    """The least bits up to which the tokens' mass, or number, reaches the target, which that up to `high` does."""
     low = 0
     lanes = tl.arange(0, TILE)
     steps = tl.arange(0, PIVOTS)
@@ -293,7 +291,7 @@ def edit(
     count,
     TILE: tl.constexpr,
 ):
-    """Adds to single logits: what a request wants, or minus infinity."""
+    """Add to single logits: logit bias, or minus infinity."""
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     present = at < count
     rows = tl.load(places_ptr + at * 2, mask=present, other=0).to(tl.int64)
@@ -315,7 +313,7 @@ def adjust(
     vocabulary,
     TILE: tl.constexpr,
 ):
-    """What a grammar does not allow becomes impossible; what was seen is penalised. A program is a part of a row."""
+    """Apply grammar masks and penalties. One program per part of a row."""
     row = tl.program_id(0)
     history = tl.load(wholes_ptr + row * WHOLES + HISTORY).to(tl.int64)
     mask = tl.load(wholes_ptr + row * WHOLES + MASK).to(tl.int64)
@@ -346,7 +344,7 @@ def take_in(
     counts_ptr,
     vocabulary,
 ):
-    """Takes in what was chosen for rows that are penalised. A program is a row."""
+    """Count the chosen tokens of penalised rows. One program per row."""
     row = tl.program_id(0)
     history = tl.load(wholes_ptr + row * WHOLES + HISTORY).to(tl.int64)
     if history >= 0:

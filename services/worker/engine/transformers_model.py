@@ -61,7 +61,7 @@ def read_transformers_config(model_dir: Path) -> tuple[ModelFacts, Any]:
     try:
         config: Any = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
         known: Any = AutoModelForCausalLM._model_mapping[type(config)]
-    except Exception as error:  # of many kinds, by what is wrong in the file
+    except Exception as error:  # the type depends on the error in the file
         first_line = str(error).strip().partition("\n")[0]
         raise ConfigError(str(path), f"transformers makes no decoder of it: {first_line}") from error
     architectures = told.get("architectures")

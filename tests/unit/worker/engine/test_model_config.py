@@ -33,6 +33,14 @@ def test_a_config_is_read(model_dir: Path) -> None:
     assert not config.tied_embeddings
 
 
+def test_numbers_may_be_written_as_text_and_heads_left_open(model_dir: Path, edit: Edit) -> None:
+    plain = read_model_config(model_dir)
+    written = {"hidden_size": str(plain.hidden_size), "rms_norm_eps": str(plain.rms_norm_eps)}
+    assert read_model_config(edit(**written)) == plain
+    heads = edit(num_key_value_heads=None)
+    assert read_model_config(heads).kv_head_count == plain.head_count
+
+
 def test_end_tokens_come_from_the_generation_config_first(model_dir: Path, edit: Edit) -> None:
     edit(eos_token_id=5)
     (model_dir / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8, 7]}))
@@ -91,7 +99,7 @@ def test_both_spellings_of_rope_are_read_and_give_the_frequencies_of_transformer
         ({"architectures": ["GPT2LMHeadModel"]}, "architectures: .* not supported"),
         ({"architectures": None}, "architectures: None is not supported"),
         ({"hidden_size": "absent"}, "hidden_size: is missing"),
-        ({"hidden_size": "64"}, "hidden_size: must be a whole number"),
+        ({"hidden_size": "many"}, "hidden_size: must be a whole number"),
         ({"num_hidden_layers": 0}, "num_hidden_layers: must be a whole number of at least 1"),
         ({"num_key_value_heads": 3}, "4 is not a multiple of 3 KV heads"),
         ({"head_dim": 7}, "head_dim: must be even"),

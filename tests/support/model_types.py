@@ -1,0 +1,199 @@
+"""Every model type for which `transformers` has a causal language model: equal, or refused before anything starts.
+
+    python -m tests.support.model_types --out FILE [--part 1/4]     # compares, and adds a line for each to FILE
+    python -m tests.support.model_types --out FILE --write          # puts what FILE has into docs/your-model.md
+
+Each is a small random checkpoint of the type's own configuration class, with the sizes that it knows made small. Those
+that remain large are not compared, and neither are those whose configuration cannot be made small.
+"""
+
+import argparse
+import contextlib
+import json
+import random
+import signal
+import tempfile
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ballast.common.errors import ConfigError
+from services.worker.engine.choice import choose_model
+from services.worker.engine.load import load_engine
+from tests.support.engine import Job, generate
+from tests.support.families import EXPERTS, PAGE, SMALL, greedy_alone, made_random
+from tests.support.reference import NEAR_TIE
+
+_LATENT = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+}
+_SMALL = SMALL | EXPERTS | _LATENT | {"head_dim": 16, "sliding_window": 16, "rotary_dim": 16}
+_LENGTHS, _TOKENS = (5, 23, 40), 6
+_MEMORY_BYTES, _MOST_PARAMETERS = 128 << 20, 8_000_000
+_PATIENCE_S = 90
+_BEGIN, _END = "<!-- model types begin -->\n", "<!-- model types end -->"
+_WHY = {  # part of an error -> what it is called on the page
+    "keeps other state than keys and values": "state that is no KV, or attention of its own kind",
+    "is neither causal nor a window": "not causal",
+    "is more than a decoder of text": "more than text",
+    "attends more than once": "attends twice in a layer",
+    "attends to other rows": "attends to other rows than its own",
+    "does not run on packed rows": "its code does not run on packed rows",
+    "max_position_embeddings": "does not say how long a sequence may be",
+    "num_hidden_layers": "no list of layers",
+    "has no list of": "no list of layers",
+    "gives other logits": "the self-test finds other logits on packed rows",
+    "transformers makes no decoder": "no configuration of its own",
+}
+
+
+def model_types() -> list[str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def look_at(model_type: str, folder: Path) -> tuple[str, str]:
+    """ "equal", "refused", "wrong" or "not compared", and why."""
+    try:
+        config, cls = _configuration(model_type)
+    except Exception as error:  # noqa: BLE001 of many kinds: a configuration that needs others, or a package
+        return "not compared", f"no small configuration: {type(error).__name__}: {str(error)[:100]}"
+    config.architectures = [cls.__name__]
+    config.save_pretrained(folder)
+    try:
+        choose_model(folder, model_impl="transformers", dtype="float32", device="cpu", kernels="torch")
+    except ConfigError as error:
+        if any(part in str(error) for part in ("does not run on packed rows", "cannot make the model")):
+            with torch.inference_mode():
+                cls(config)(input_ids=torch.ones(1, 4, dtype=torch.int64), use_cache=False)  # or the sizes are wrong
+        return "refused", str(error)
+    torch.manual_seed(1)
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in cls(config).parameters())
+    if size > _MOST_PARAMETERS:
+        return "not compared", f"{size:,} parameters where it is small"
+    made_random(cls(config)).save_pretrained(folder)
+    return _compare(folder)
+
+
+def _configuration(model_type: str) -> tuple[Any, Any]:
+    import transformers
+
+    config: Any = transformers.AutoConfig.for_model(model_type)
+    known = config.to_dict()
+    names = {key: getattr(config, "attribute_map", {}).get(key, key) for key in _SMALL}
+    small = {name: _SMALL[key] for key, name in names.items() if name in known or key in known}
+    if "qk_rope_head_dim" in known:  # heads have two parts, whose sizes say all
+        small = {name: size for name, size in small.items() if name != "head_dim"} | {"num_key_value_heads": 4}
+    config = type(config)(**small)
+    return config, transformers.AutoModelForCausalLM._model_mapping[type(config)]
+
+
+def _compare(folder: Path) -> tuple[str, str]:
+    rng = random.Random(3)
+    prompts = [tuple(rng.randrange(3, 380) for _ in range(length)) for length in _LENGTHS]
+    wanted = greedy_alone(folder, prompts, _TOKENS)
+    jobs = [Job(i, prompt, _TOKENS) for i, prompt in enumerate(prompts)]
+    try:
+        with load_engine(
+            folder, dtype="float32", device_memory_bytes=_MEMORY_BYTES, model_impl="transformers"
+        ) as engine:
+            generate(engine, jobs, chunk_tokens=11, seed=1)
+            alone = "" if engine.implementation.pipelines else "alone only"
+    except ConfigError as error:
+        return "refused", str(error)
+    for job, one in zip(jobs, wanted, strict=True):
+        for token, right, gap in zip(job.chosen, one.token_ids, one.gaps, strict=True):
+            if token != right:
+                if gap < NEAR_TIE:
+                    break
+                return "wrong", f"{job.chosen} and not {list(one.token_ids)}"
+    return "equal", alone
+
+
+@contextlib.contextmanager
+def _patient() -> Generator[None]:
+    def over(*_: object) -> None:
+        raise TimeoutError(f"more than {_PATIENCE_S} s")
+
+    signal.signal(signal.SIGALRM, over)
+    signal.alarm(_PATIENCE_S)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def scan(out: Path, part: int, parts: int) -> None:
+    there = {line["type"] for line in _read(out)}
+    for model_type in [name for name in model_types()[part - 1 :: parts] if name not in there]:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                with _patient():
+                    verdict, why = look_at(model_type, Path(folder))
+            except Exception as error:  # noqa: BLE001 of the modelling code, with sizes that it is not made for
+                verdict, why = "not compared", f"{type(error).__name__}: {str(error)[:120]}"
+        with out.open("a") as file:
+            file.write(json.dumps({"type": model_type, "verdict": verdict, "why": why.replace(folder, "")}) + "\n")
+        print(f"{model_type:28} {verdict:14} {why[-150:]}", flush=True)
+
+
+def page_of(lines: list[dict[str, str]]) -> str:
+    import transformers
+
+    by: dict[str, dict[str, list[str]]] = {}
+    for line in lines:
+        by.setdefault(line["verdict"], {}).setdefault(_called(line), []).append(line["type"])
+    counts = {verdict: sum(map(len, groups.values())) for verdict, groups in by.items()}
+    said = [
+        f"Of {len(lines)} of the {len(model_types())} model types with a causal language model in transformers",
+        f"{transformers.__version__}, each as a small random checkpoint (`make model-types`):",
+        f"{counts.get('equal', 0)} equal,",
+        f"{counts.get('wrong', 0)} wrong, {counts.get('refused', 0)} refused before anything starts,",
+        f"{counts.get('not compared', 0)} not compared.",
+        "",
+    ]
+    said += ["| | why | types |", "|---|---|---|"]
+    for verdict in ("equal", "wrong", "refused", "not compared"):
+        for why, types in sorted(by.get(verdict, {}).items(), key=lambda group: -len(group[1])):
+            said.append(f"| {verdict} | {why} | {', '.join(sorted(types))} |")
+    return "\n".join(said) + "\n"
+
+
+def _called(line: dict[str, str]) -> str:
+    if line["verdict"] == "not compared":
+        return "cannot be made small here"
+    if line["verdict"] in ("equal", "wrong"):
+        return line["why"] if line["verdict"] == "equal" else ""
+    return next((name for part, name in _WHY.items() if part in line["why"]), line["why"].partition(": ")[2][:120])
+
+
+def _read(out: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--part", default="1/1")
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    if not args.write:
+        part, parts = map(int, args.part.split("/"))
+        scan(args.out, part, parts)
+        return
+    text = PAGE.read_text()
+    before, after = text.partition(_BEGIN)[0], text.partition(_END)[2]
+    PAGE.write_text(f"{before}{_BEGIN}{page_of(_read(args.out))}{_END}{after}")
+
+
+if __name__ == "__main__":
+    main()
