@@ -28,7 +28,7 @@ from benchmarks.demo_report import compare, differing_answers, markdown
 from tools.bench.plot import plot_result
 from tools.bench.probe import PROBE_S, probe
 from tools.bench.progress import open_console
-from tools.bench.records import Outcome
+from tools.bench.records import RequestOutcome
 from tools.bench.replay import ReplayOptions
 from tools.bench.results import BenchResult, PolicyResult, write_result
 from tools.bench.session import ReplayJob, replay_on
@@ -218,7 +218,7 @@ def judge(result: BenchResult) -> list[str]:
 
 
 def _unserved(policy: PolicyResult) -> list[str]:
-    unserved = [r for r in policy.requests if r.outcome is not Outcome.FINISHED]
+    unserved = [r for r in policy.requests if r.outcome is not RequestOutcome.FINISHED]
     if not unserved:
         return []
     return [f"{len(unserved)} requests did not finish; the first: {unserved[0].outcome}: {unserved[0].error}"]

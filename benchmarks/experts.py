@@ -39,13 +39,13 @@ _SIZE = WorkerSize(max_running_count=1024)  # places are not what is short
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class ExpertsCell:
     model: ModelSpec
     cluster: Cluster
     share: float  # of the memory: parameters
 
     @classmethod
-    def of(cls, model_name: str, gpu_name: str) -> "Cell":
+    def of(cls, model_name: str, gpu_name: str) -> "ExpertsCell":
         model, gpu = find_model(model_name), find_gpu(gpu_name, "--cells")
         usable = gpu.memory_bytes * timings().memory_fraction
         count = next(n for n in (1, 2, 4, 8) if model.parameter_bytes <= _MOST_PARAMETERS * usable * n)
@@ -163,7 +163,7 @@ def main() -> int:
         for policy in POLICIES:
             path = given.out / f"{model}-{gpu}-{policy}.json"
             if not path.exists():
-                run = Cell.of(model, gpu).run(policy, given.seed)
+                run = ExpertsCell.of(model, gpu).run(policy, given.seed)
                 told = {"model": model, "gpu": gpu, "policy": policy, **run}
                 path.write_text(json.dumps(told, indent=1))
                 print(f"{path.stem}: {told.get('ttft_p99_s')}", file=sys.stderr, flush=True)

@@ -55,8 +55,8 @@ from benchmarks.fidelity_probes import (
 from services.worker.core.batch import Batch
 from services.worker.cost_profile import CostProfile, read_profile
 from services.worker.emulation.engine import EmulatedEngine, emulate
-from services.worker.emulation.machine import Machine, Measured, write_machine
-from services.worker.policy.roofline import Work
+from services.worker.emulation.machine import Machine, MeasuredCosts, write_machine
+from services.worker.policy.roofline import BatchCost
 from sim.clients import Arrival
 from sim.hardware import Cluster, Gpu, ModelSpec, timings
 from sim.jobs.machines import emulated_model
@@ -122,14 +122,14 @@ class Overheads:
 class StageProfile:
     """An `ExecutionModel` of measured stages."""
 
-    def __init__(self, machine: Measured) -> None:
+    def __init__(self, machine: MeasuredCosts) -> None:
         self._machine = machine
 
-    def work(self, batch: Batch) -> Work:
+    def work(self, batch: Batch) -> BatchCost:
         chunks = [Chunk(part.first_position, len(part.token_ids)) for part in batch.slices]
         parts = self._machine
         head_s = parts.last.batch_cost_s(chunks)
-        return Work(parts.layer.batch_cost_s(chunks), head_s, parts.step.plus(parts.first).batch_cost_s(chunks))
+        return BatchCost(parts.layer.batch_cost_s(chunks), head_s, parts.step.plus(parts.first).batch_cost_s(chunks))
 
 
 # ------------------------------------------------------------ what is run
@@ -223,7 +223,7 @@ def told(seen: Seen, known: Overheads, machine: Machine, profile: CostProfile, b
 def slowed(machine: Machine, known: Overheads) -> Machine:
     """The machine as it is while it serves."""
     measured = machine.execution
-    assert isinstance(measured, Measured)
+    assert isinstance(measured, MeasuredCosts)
 
     def of(cost: CostModel) -> CostModel:
         by_token, by_step = known.prompt_slowdown, known.step_slowdown
@@ -240,7 +240,7 @@ def slowed(machine: Machine, known: Overheads) -> Machine:
 
     each_s, more_s = max(known.step_s, known.sequence_s), known.sequence_s
     step = measured.step.plus(CostModel(0.0, 0.0, each_s, each_s - more_s))
-    execution = Measured(layer=of(measured.layer), step=of(step), first=of(measured.first), last=of(measured.last))
+    execution = MeasuredCosts(layer=of(measured.layer), step=of(step), first=of(measured.first), last=of(measured.last))
     return machine.model_copy(update={"execution": execution})
 
 
@@ -272,7 +272,7 @@ def simulated(
     machine = slowed(machine, known)
     outline = machine.model
     assert profile.link is not None
-    assert isinstance(machine.execution, Measured)
+    assert isinstance(machine.execution, MeasuredCosts)
     spec = ModelSpec(
         name=outline.name,
         architecture=outline.architecture,

@@ -22,7 +22,7 @@ _BURST_TOKENS = 15_360
 _LOOK_S = 0.0005
 
 
-class Delays(NamedTuple):
+class BlockDelays(NamedTuple):
     """Milliseconds since the burst."""
 
     decided: float
@@ -33,7 +33,7 @@ class Delays(NamedTuple):
         return ", ".join(f"{name.replace('_', ' ')} {ms:.1f} ms" for name, ms in self._asdict().items())
 
 
-def run(seed: int, model: str, cluster: str, prompt: int) -> Delays | None:
+def run(seed: int, model: str, cluster: str, prompt: int) -> BlockDelays | None:
     """None: nothing was dropped within seconds."""
     rng = random.Random(seed)
     at_s = _BURST_S + rng.random() / 2
@@ -67,9 +67,9 @@ def run(seed: int, model: str, cluster: str, prompt: int) -> Delays | None:
 
     world.clock.every(_LOOK_S, b"look", look, first_s=world.zero_s + at_s - 2 * _LOOK_S - world.clock.now_s)
     world.run()
-    stamps = [found.get(name) for name in Delays._fields]
+    stamps = [found.get(name) for name in BlockDelays._fields]
     known = [stamp for stamp in stamps if stamp is not None]
-    return Delays(*known) if len(known) == len(stamps) else None
+    return BlockDelays(*known) if len(known) == len(stamps) else None
 
 
 def main() -> int:
@@ -85,7 +85,7 @@ def main() -> int:
     known = [one for one in found if one is not None]
     if not known:
         return 1
-    print(f"median: {Delays(*map(median, zip(*known, strict=True))).told()}")
+    print(f"median: {BlockDelays(*map(median, zip(*known, strict=True))).told()}")
     return 0
 
 

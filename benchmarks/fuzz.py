@@ -82,7 +82,7 @@ class FuzzReport:
         return [outcome for outcome in self.outcomes if outcome.startswith("http: 500")]
 
 
-class Maker:
+class MessageMaker:
     """Makes messages from a seed: the same ones in the same order."""
 
     def __init__(self, seed: int, names: Sequence[str]) -> None:
@@ -165,7 +165,7 @@ class Fuzz:
     def __init__(self, cluster: LocalCluster, seed: int, ports: Sequence[str]) -> None:
         self._cluster = cluster
         everyone = [process for processes in cluster.processes.values() for process in processes]
-        self.maker = Maker(seed, [process.id for process in everyone])
+        self.maker = MessageMaker(seed, [process.id for process in everyone])
         self.report = FuzzReport()
         self._ports = ports
         self._targets = [

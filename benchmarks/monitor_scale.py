@@ -26,7 +26,7 @@ from ballastpb.monitor.v1 import monitor_pb2 as pb
 from services.monitor.core import messages as m
 from services.monitor.core.machine import TICK_S, MonitorCore, MonitorRules, pressure_rules
 from services.monitor.servicer import MonitorServicer
-from services.monitor.shell import MonitorShell, Row
+from services.monitor.shell import InstanceRow, MonitorShell
 
 _MODEL = ModelInfo(
     name="scale",
@@ -68,10 +68,10 @@ class _ReportCall:
 
 
 class _NoRegistry:
-    async def write(self, rows: list[Row], forget: set[WorkerId]) -> None:
+    async def write(self, rows: list[InstanceRow], forget: set[WorkerId]) -> None:
         pass
 
-    async def read(self) -> list[Row]:
+    async def read(self) -> list[InstanceRow]:
         return []
 
 

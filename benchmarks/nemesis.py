@@ -31,7 +31,7 @@ from ballast.common.errors import BallastError
 from tools.cli.main import main as ballast
 from tools.local.chaos import Chaos, ChaosReport, ChaosRules
 from tools.local.cluster import LocalCluster
-from tools.local.faults import BACK_WITHIN_S, Fault, Heal
+from tools.local.faults import BACK_WITHIN_S, ClusterFault, Heal
 from tools.model.tiny import make_tiny
 
 _FLAGS = "--workers 4 --dispatchers 2 --monitors 2 --planners 2 --fault-every-s 4 --at-once 3"
@@ -73,7 +73,7 @@ class NemesisMoment(Chaos):
             await asyncio.sleep(1.0)
             if case.change:
                 await self._find_stage()
-        await self._suffer(Fault(str(case), self._begin))
+        await self._suffer(ClusterFault(str(case), self._begin))
 
     async def _begin(self) -> tuple[str, float, Heal]:
         process = self._cluster.processes["worker"][self._case.victim]

@@ -311,7 +311,7 @@ def main() -> int:
     for load in loads_of(args.figure, args):
         if args.load not in load.name:
             continue
-        if not any(arrival.arrival_s >= WARM_S for arrival in load.arrivals):
+        if not any(arrival.at_s >= WARM_S for arrival in load.arrivals):
             parser.error(f"{load.name}: nothing arrives between {WARM_S:g} s and --seconds ({load.seconds:g})")
         outcomes: dict[OfflineMode, OfflineOutcome] = {}
         for number, mode in enumerate(modes, 1):

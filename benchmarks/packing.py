@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ballast.common.errors import BallastError, ConfigError
 from benchmarks.quoting import quote
-from sim.fleet import PLACEMENTS, Fleet, Outcome, jobs_of
+from sim.fleet import PLACEMENTS, FleetOutcome, SimFleet, jobs_of
 from sim.hardware import find_cluster, find_model, timings
 from tools.bench.traces import read_trace
 
@@ -34,7 +34,7 @@ class PackingCell:
     gpu: str
     load: str
     placement: str
-    outcome: Outcome
+    outcome: FleetOutcome
 
 
 def lengths(rng: random.Random) -> tuple[int, int]:
@@ -62,7 +62,7 @@ def cells(placements: Sequence[str], loads: Sequence[float | Path], seconds: flo
             name = f"Poisson {load}/s" if isinstance(load, float) else "Azure"
             for placement in placements:
                 rng = random.Random(seed)
-                fleet = Fleet(model, cluster, timings(), PLACEMENTS[placement])
+                fleet = SimFleet(model, cluster, timings(), PLACEMENTS[placement])
                 jobs = jobs_of(arrivals(load, seconds, seed), lambda rng=rng: lengths(rng), fleet.capacity)
                 found.append(PackingCell(gpu, name, placement, fleet.run(jobs)))
                 print(_row(found[-1]), file=sys.stderr, flush=True)

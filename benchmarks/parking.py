@@ -26,7 +26,7 @@ _MOST = 40  # instances that a search tries
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class TraceSlice:
     trace: str
     on: tuple[str, str]  # model and GPU
     slo: Slo
@@ -42,18 +42,18 @@ _OLD, _NEW = ("Llama-2-13B", "A100-40G"), ("Qwen2.5-14B", "A800")
 _CHAT, _CODE = Slo(ttft_s=2.0, tpot_s=0.15), Slo(ttft_s=10.0, tpot_s=0.2)
 _POOL = "pool_sharegpt8k.csv"
 SLICES = {
-    "conv-spike": Slice("azure_conv_spike640_a", _OLD, _CHAT, 6, 0.95),
-    "conv-long": Slice("azure_conv_spike640_b", _NEW, _CHAT, 6, 0.92, rate_scale=0.6, answer_scale=8.0),
-    "burstgpt": Slice("burstgpt1_t0_35400", _OLD, _CHAT, 14, 0.5, rate_scale=8.0, time_scale=0.02),
-    "code-spike": Slice("azure_code_spike640_b", _OLD, _CODE, 16, 0.5, rate_scale=0.5, lengths=_POOL),
-    "computing": Slice("azure_conv_spike640_b", _NEW, _CHAT, 6, 1.0, rate_scale=3.0),
-    "conv-calm": Slice("azure_conv_calm640", _OLD, _CHAT, None, None, rate_scale=1.5),
-    "code-other": Slice("azure_code_spike640_a", _OLD, _CODE, None, None, rate_scale=0.5, lengths=_POOL),
-    "code-even": Slice("azure_code_least_bursty640", _NEW, _CODE, None, None, rate_scale=2.0, lengths=_POOL),
+    "conv-spike": TraceSlice("azure_conv_spike640_a", _OLD, _CHAT, 6, 0.95),
+    "conv-long": TraceSlice("azure_conv_spike640_b", _NEW, _CHAT, 6, 0.92, rate_scale=0.6, answer_scale=8.0),
+    "burstgpt": TraceSlice("burstgpt1_t0_35400", _OLD, _CHAT, 14, 0.5, rate_scale=8.0, time_scale=0.02),
+    "code-spike": TraceSlice("azure_code_spike640_b", _OLD, _CODE, 16, 0.5, rate_scale=0.5, lengths=_POOL),
+    "computing": TraceSlice("azure_conv_spike640_b", _NEW, _CHAT, 6, 1.0, rate_scale=3.0),
+    "conv-calm": TraceSlice("azure_conv_calm640", _OLD, _CHAT, None, None, rate_scale=1.5),
+    "code-other": TraceSlice("azure_code_spike640_a", _OLD, _CODE, None, None, rate_scale=0.5, lengths=_POOL),
+    "code-even": TraceSlice("azure_code_least_bursty640", _NEW, _CODE, None, None, rate_scale=2.0, lengths=_POOL),
 }
 
 
-def job(one: Slice, traces: Path, policy: str, count: int, limit: int | None = None) -> SimJob:
+def job(one: TraceSlice, traces: Path, policy: str, count: int, limit: int | None = None) -> SimJob:
     """
     Raises:
         ConfigError: a trace is missing, or the policy is not known.
@@ -66,7 +66,7 @@ def job(one: Slice, traces: Path, policy: str, count: int, limit: int | None = N
     return job_of(make_scenario(told))
 
 
-def needed(one: Slice, traces: Path) -> int:
+def needed(one: TraceSlice, traces: Path) -> int:
     """Instances that `recompute` needs, by search."""
     found = size(job(one, traces, "recompute", 1), one.slo, _MOST).columns[0].gpu_count
     if found is None:

@@ -25,7 +25,7 @@ from services.worker.emulation.tokens import answer
 from sim.jobs.machines import catalogue_machine, emulation_of
 from sim.jobs.sizing import BOTH
 from tools.bench.emulation import Emulation, lateness
-from tools.bench.records import Outcome, ReplayRun, RequestRecord
+from tools.bench.records import BenchRecord, ReplayRun, RequestOutcome
 from tools.bench.replay import Replay, ReplayOptions
 from tools.bench.slo import Slo
 from tools.bench.target import ClusterTarget
@@ -51,7 +51,7 @@ class ParkingRun:
 
     @property
     def lost_count(self) -> int:
-        return sum(record.outcome is not Outcome.FINISHED for record in self.run.records)
+        return sum(record.outcome is not RequestOutcome.FINISHED for record in self.run.records)
 
     @property
     def ttft_p99_s(self) -> float:
@@ -61,10 +61,10 @@ class ParkingRun:
         return sum(_met(record, slo) for record in self.run.records) / len(self.run.records)
 
 
-def _met(record: RequestRecord, slo: Slo) -> bool:
+def _met(record: BenchRecord, slo: Slo) -> bool:
     ttft_s, tpot_s = record.ttft_s, record.tpot_s
     in_steps = slo.tpot_s is None or tpot_s is None or tpot_s <= slo.tpot_s
-    return record.outcome is Outcome.FINISHED and ttft_s is not None and ttft_s <= slo.ttft_s and in_steps
+    return record.outcome is RequestOutcome.FINISHED and ttft_s is not None and ttft_s <= slo.ttft_s and in_steps
 
 
 def part(whole: Trace, begin_s: float, seconds: float) -> Trace:

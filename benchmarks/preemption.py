@@ -33,7 +33,7 @@ from services.worker.links.config import TransportConfig
 from services.worker.links.pace import StagePace
 from services.worker.links.plane import DataPlane
 from services.worker.output_stream import OutputStream
-from services.worker.pipeline.build import Instance, join, stage_core
+from services.worker.pipeline.build import BuiltInstance, join, stage_core
 from services.worker.pipeline.hub import Hub
 from services.worker.policy.harvest import Harvest
 from services.worker.shell import WorkerShell
@@ -81,7 +81,7 @@ async def react(arrivals: int, seed: int) -> tuple[list[float], float]:
         max_waiting_count=256,
     )
     harvest = Harvest(lambda: cost, targets=for_all(ttft_s=TTFT_TARGET_S), layer_count=machine.model.layer_count)
-    core, book = stage_core(limits, cast(Instance, engine), 1, harvest=harvest)
+    core, book = stage_core(limits, cast(BuiltInstance, engine), 1, harvest=harvest)
     clock = engine.runner.clock
     heard = Reactions(core.handle, clock.run)
     core.handle = heard.handle  # pyright: ignore[reportAttributeAccessIssue]
@@ -97,7 +97,7 @@ async def react(arrivals: int, seed: int) -> tuple[list[float], float]:
         me=WorkerId("w"),
         core=core,
         book=book,
-        engine=cast(Instance, engine),
+        engine=cast(BuiltInstance, engine),
         config=TransportConfig(),
         advertise_host="127.0.0.1",
         open_plane=open_plane,

@@ -54,7 +54,7 @@ _SPAN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class PrefixCell:
     share: float  # of prompt tokens
     way: str
     ttft_p50_s: float
@@ -99,7 +99,7 @@ def arrivals_from(trace: Path, until_s: float) -> list[Arrival]:
     return arrivals
 
 
-def run(share: float, way: str, arrivals: Sequence[Arrival], size: Size) -> Cell:
+def run(share: float, way: str, arrivals: Sequence[Arrival], size: Size) -> PrefixCell:
     rules = find_policy("drop")(production_rules(WorkerSize()))
     dispatcher = rules.dispatcher
     if way not in ("routed", "host"):
@@ -124,7 +124,7 @@ def run(share: float, way: str, arrivals: Sequence[Arrival], size: Size) -> Cell
     tpot = [(times_s[-1] - times_s[0]) / (len(times_s) - 1) for times_s in answers]
     hits = sum(load.prefix_hits_total for load in loads) / queried if queried else 0.0
     from_host = sum(load.prefix_host_hits_total for load in loads) / queried if queried else 0.0
-    return Cell(share, way, ttft[49], ttft[98], quantiles(tpot, n=2)[0], hits, from_host, len(records))
+    return PrefixCell(share, way, ttft[49], ttft[98], quantiles(tpot, n=2)[0], hits, from_host, len(records))
 
 
 def core_of(*, caching: bool, running: int) -> WorkerCore:
@@ -261,7 +261,7 @@ def dispatcher_costs(worker_count: int = 1000, seconds: int = 20) -> dict[str, f
     }
 
 
-def draw(cells: Sequence[Cell], path: Path) -> None:
+def draw(cells: Sequence[PrefixCell], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -280,7 +280,7 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def table(cells: Sequence[Cell], costs: Mapping[str, float], cluster: str, model: str) -> str:
+def table(cells: Sequence[PrefixCell], costs: Mapping[str, float], cluster: str, model: str) -> str:
     lines = [
         f"{model} on {cluster}, simulated; {cells[0].request_count} requests a cell or about as many.",
         "",
@@ -313,7 +313,7 @@ def main() -> None:
     host_bytes = parse_bytes(args.host_bytes) // instance_count
     block_tokens = production_rules(WorkerSize()).worker.block_tokens if args.trace is None else _TRACE_BLOCK_TOKENS
     size = Size(args.cluster, args.model, block_tokens, host_bytes)
-    cells: list[Cell] = []
+    cells: list[PrefixCell] = []
     for share in args.shares if args.trace is None else (0.0,):
         if args.trace is None:
             arrivals = arrivals_of(share, args.rate_per_s * instance_count, args.seed)
@@ -324,7 +324,7 @@ def main() -> None:
             print(cells[-1], flush=True)
     costs = step_costs() | giving_up_costs() | dispatcher_costs()
     print(costs)
-    said = {"cells": [{name: getattr(cell, name) for name in Cell.__slots__} for cell in cells], "costs": costs}
+    said = {"cells": [{name: getattr(cell, name) for name in PrefixCell.__slots__} for cell in cells], "costs": costs}
     (args.out / "prefix-caching.json").write_text(json.dumps(said, indent=1) + "\n")
     (args.out / "prefix-caching.md").write_text(table(cells, costs, args.cluster, args.model))
     if args.trace is None:

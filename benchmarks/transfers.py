@@ -40,7 +40,7 @@ from services.worker.links.open import open_plane
 from services.worker.links.plane import DataPlane
 from services.worker.links.ports import LinkEnding, Message
 from services.worker.links.traffic import TrafficClass
-from services.worker.links.transfer import Opening, Outcome, Refusal
+from services.worker.links.transfer import Opening, Refusal, TransferOutcome
 
 RESULTS = Path(__file__).parent / "results"
 STAMPED, BULK = 1, 2
@@ -72,7 +72,7 @@ class TransferEnd:
     def on_opening(self, link: Link, opening: Opening) -> Sequence[torch.Tensor] | Refusal:
         return [self._destination[: opening.total_bytes]]
 
-    def on_transfer_end(self, link: Link, opening: Opening, outcome: Outcome) -> None: ...
+    def on_transfer_end(self, link: Link, opening: Opening, outcome: TransferOutcome) -> None: ...
 
     def on_link_end(self, link: Link, ending: LinkEnding) -> None: ...
 

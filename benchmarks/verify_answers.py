@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from ballast.common.errors import ConfigError
-from tools.bench.records import Outcome
+from tools.bench.records import RequestOutcome
 from tools.bench.results import RequestResult, read_result
 
 
@@ -49,7 +49,7 @@ def choose(requests: Sequence[RequestResult], count: int, also: Sequence[int] = 
     """`count` finished requests with recorded tokens, evenly spread over the trace, its first and last included; and
     those of `also`, by their indices.
     """
-    usable = [r for r in requests if r.outcome is Outcome.FINISHED and r.prompt_token_ids and r.output_token_ids]
+    usable = [r for r in requests if r.outcome is RequestOutcome.FINISHED and r.prompt_token_ids and r.output_token_ids]
     if len(usable) <= count:
         return usable
     spread = {i * (len(usable) - 1) // max(count - 1, 1) for i in range(count)}

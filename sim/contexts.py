@@ -22,14 +22,14 @@ PAIRS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class LongestContext:
     model: str
     gpus: str  # per instance
     tokens: dict[int, int | None]  # instances per group -> tokens; None: the parameters do not fit
     max_model_len: int
 
 
-def context_of(model: ModelSpec, gpu: Gpu, gpu_count: int = 0) -> Context:
+def context_of(model: ModelSpec, gpu: Gpu, gpu_count: int = 0) -> LongestContext:
     """`gpu_count`: of an instance; 0: the catalogue's."""
     count = gpu_count or model.gpus_per_instance
     budget_bytes = int(gpu.memory_bytes * timings().memory_fraction) * count
@@ -44,7 +44,7 @@ def context_of(model: ModelSpec, gpu: Gpu, gpu_count: int = 0) -> Context:
             block_bytes=block_bytes,
         )
     except ConfigError:
-        return Context(model.name, f"{count} x {gpu.name}", tokens, model.max_model_len)
+        return LongestContext(model.name, f"{count} x {gpu.name}", tokens, model.max_model_len)
     shape = ModelShape(
         layer_parameter_bytes=(model.layer_parameter_bytes,) * model.layer_count,
         other_parameter_bytes=model.other_parameter_bytes,
@@ -55,10 +55,10 @@ def context_of(model: ModelSpec, gpu: Gpu, gpu_count: int = 0) -> Context:
     memory = MemoryReport(budget_bytes=budget_bytes, parameter_bytes=0, kv_bytes=0, free_bytes=budget_bytes)
     for instances in COUNTS:
         tokens[instances] = reach_of(shape, [memory] * instances, 1 << 40).group_tokens
-    return Context(model.name, f"{count} x {gpu.name}", tokens, model.max_model_len)
+    return LongestContext(model.name, f"{count} x {gpu.name}", tokens, model.max_model_len)
 
 
-def table(contexts: list[Context]) -> list[str]:
+def table(contexts: list[LongestContext]) -> list[str]:
     """Markdown."""
     counts = " | ".join(map(str, COUNTS))
     lines = [f"| model, instance | {counts} | the model's own |", f"|---|{'---|' * len(COUNTS)}---|"]

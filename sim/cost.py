@@ -1,8 +1,8 @@
 """Duration of a batch on a stage.
 
-`Roofline` derives the coefficients of `services.worker.policy.roofline` from a data sheet. Equation 1 of KunServe has
-one coefficient for attention of chunks and of decodes, which fits chunks and makes decodes of long sequences far too
-cheap (reading one token of KV takes as long as computing 20 pairs of a prompt on an A800).
+`SimRoofline` derives the coefficients of `services.worker.policy.roofline` from a data sheet. Equation 1 of KunServe
+has one coefficient for attention of chunks and of decodes, which fits chunks and makes decodes of long sequences far
+too cheap (reading one token of KV takes as long as computing 20 pairs of a prompt on an A800).
 """
 
 from typing import Protocol
@@ -12,7 +12,7 @@ import numpy as np
 from ballast.common.cost import Chunk, CostModel
 from services.worker.core.batch import Batch, Slice
 from services.worker.policy.cost_fit import coefficients_of, cost_of, fit_knee, terms_of
-from services.worker.policy.roofline import RooflineCosts, Work
+from services.worker.policy.roofline import BatchCost, RooflineCosts
 from sim.hardware import ELEMENT_BYTES, Cluster, ModelSpec, Timings
 
 _PREFIXES = (0, 512, 2048, 8192)
@@ -23,10 +23,10 @@ _DIGITS = 6  # of coefficients: rounds away differences of linear algebra librar
 
 
 class ExecutionModel(Protocol):
-    def work(self, batch: Batch) -> Work: ...
+    def work(self, batch: Batch) -> BatchCost: ...
 
 
-class Roofline:
+class SimRoofline:
     """One instance: its GPUs compute and read in parallel, with an all-reduce after each half of a layer."""
 
     def __init__(self, model: ModelSpec, cluster: Cluster, timings: Timings) -> None:
@@ -61,7 +61,7 @@ class Roofline:
             row_s=row_s,
         )
 
-    def work(self, batch: Batch) -> Work:
+    def work(self, batch: Batch) -> BatchCost:
         return self.costs.work(batch.slices)
 
 

@@ -22,9 +22,9 @@ from services.dispatcher.policy.freeness import RoutingRules, WorkerKey
 from services.worker.core.events import Aborted, SequenceKey, Submitted
 from sim.clients import Clients
 from sim.fast_forward import Share
-from sim.instance import Instance
+from sim.instance import SimInstance
 from sim.state import Site
-from sim.streams import Output
+from sim.streams import SimOutput
 
 _AGAIN_S = 0.05  # until an ended stream is reopened
 _PLAIN_ENDINGS = (FinishReason.STOP, FinishReason.LENGTH)  # endings after which the request is not replaced elsewhere
@@ -37,7 +37,7 @@ class DispatcherRules:
     routing: RoutingRules
 
 
-class _WorkerLink:
+class _SimWorkerLink:
     """A stream to one incarnation of a worker."""
 
     __slots__ = (
@@ -55,7 +55,7 @@ class _WorkerLink:
         "waits",
     )
 
-    def __init__(self, node: "DispatcherNode", key: WorkerKey, instance: Instance) -> None:
+    def __init__(self, node: "DispatcherNode", key: WorkerKey, instance: SimInstance) -> None:
         self._node = node
         self.key = key
         self.instance = instance
@@ -72,7 +72,7 @@ class _WorkerLink:
     def hear_step(self, share: Share, step: int, used_block_count: int) -> None:
         self._node.told_step(self, share, step, used_block_count)
 
-    def hear(self, output: Output) -> None:
+    def hear(self, output: SimOutput) -> None:
         self._node.told(self, output)
 
     def lost(self, why: str) -> None:
@@ -84,7 +84,7 @@ class DispatcherNode:
         self,
         dispatcher_id: DispatcherId,
         rules: DispatcherRules,
-        instances: Mapping[WorkerId, Instance],
+        instances: Mapping[WorkerId, SimInstance],
         site: Site,
         clients: Clients,
         *,
@@ -101,19 +101,19 @@ class DispatcherNode:
         self._max_waiting_count = max_waiting_count
         self._deliver = clients.deliver
         self._deliver_steps = clients.deliver_steps
-        self._behind: dict[_WorkerLink, None] = {}  # links with tokens of fast-forwards not passed to the core
-        self._unreported: dict[_WorkerLink, None] = {}  # links of `_behind` with a load not passed to the core
-        self._unheard: dict[_WorkerLink, None] = {}  # links of `_behind` of whose fast-forward no step was passed
+        self._behind: dict[_SimWorkerLink, None] = {}  # links with tokens of fast-forwards not passed to the core
+        self._unreported: dict[_SimWorkerLink, None] = {}  # links of `_behind` with a load not passed to the core
+        self._unheard: dict[_SimWorkerLink, None] = {}  # links of `_behind` of whose fast-forward no step was passed
         self._end = clients.end
         self._as_sampled = clients.as_sampled
-        self._links: dict[WorkerKey, _WorkerLink] = {}
+        self._links: dict[WorkerKey, _SimWorkerLink] = {}
         self._timer_at_s = math.inf
         self.touched = True  # the core has handled an event since this was reset, other than
         self.stepped: dict[WorkerKey, None] = {}  # token-only steps of these workers
         self._labels = {what: f"{dispatcher_id} {what}".encode() for what in ("timer", "link", "place", "hears")}
 
     def submit(self, request: d.Request) -> None:
-        self.feed(d.Submitted(self._clock.now_s, request))
+        self.feed(d.RequestSubmitted(self._clock.now_s, request))
 
     def adopt(self, layout: Layout) -> None:
         self.feed(d.LayoutChanged(self._clock.now_s, layout))
@@ -155,7 +155,7 @@ class DispatcherNode:
         change.
         """
         match event:
-            case d.Submitted(request=request):
+            case d.RequestSubmitted(request=request):
                 self._report_loads_for(request)
             case d.StepReceived(worker=key, endings=endings, load=load):
                 link = self._links[key]
@@ -193,7 +193,7 @@ class DispatcherNode:
         for link in list(self._unreported):
             self._report_load(link)
 
-    def _report_load(self, link: _WorkerLink) -> None:
+    def _report_load(self, link: _SimWorkerLink) -> None:
         self._is_known(link)
         share = link.share
         assert share is not None, "it is behind"
@@ -202,14 +202,14 @@ class DispatcherNode:
         self.core.handle(d.StepReceived(now_s, link.key, (), (), (), (), (), (), load, share.seen_handle))
         self.stepped[link.key] = None
 
-    def _is_known(self, link: _WorkerLink) -> None:
+    def _is_known(self, link: _SimWorkerLink) -> None:
         """True if its load is known, or about to be."""
         if not link.reported:
             link.reported = True
             del self._unreported[link]
             self._unheard.pop(link, None)
 
-    def _catch_up_with(self, link: _WorkerLink) -> None:
+    def _catch_up_with(self, link: _SimWorkerLink) -> None:
         """Pass the rest of the fast-forward, with all tokens, in one message."""
         share, instants_s = link.share, link.instants_s
         assert share is not None, "it is behind"
@@ -234,16 +234,16 @@ class DispatcherNode:
     def _tick(self, at_s: float) -> None:
         if at_s == self._timer_at_s:
             self._timer_at_s = math.inf
-            self.feed(d.Tick(at_s))
+            self.feed(d.DispatcherTick(at_s))
 
     def _execute(self, command: d.Command, now_s: float) -> None:
         match command:
-            case d.Place():
+            case d.PlaceOnWorker():
                 self._place(command)
             case d.Finish() | d.Fail() | d.Refuse():
                 self._end(command, now_s)
             case d.Connect(worker=key):
-                link = self._links[key] = _WorkerLink(self, key, self._instances[key.worker_id])
+                link = self._links[key] = _SimWorkerLink(self, key, self._instances[key.worker_id])
                 self._reach(link, self._labels["link"], partial(self._connect, link))
             case d.Disconnect(worker=key):
                 link = self._links.pop(key)
@@ -256,7 +256,7 @@ class DispatcherNode:
 
     # ------------------------------------------------------------ streams
 
-    def _reach(self, link: _WorkerLink, delay_label: bytes, act: Callable[[], None]) -> None:
+    def _reach(self, link: _SimWorkerLink, delay_label: bytes, act: Callable[[], None]) -> None:
         """Call a function at the worker, after the delay."""
 
         def arrive() -> None:
@@ -264,7 +264,7 @@ class DispatcherNode:
 
         self._clock.after(self._delays.rpc_s, delay_label, arrive)
 
-    def _be_reached(self, link: _WorkerLink, delay_label: bytes, act: Callable[[], None]) -> None:
+    def _be_reached(self, link: _SimWorkerLink, delay_label: bytes, act: Callable[[], None]) -> None:
         """Call a function here, after the delay."""
 
         def arrive() -> None:
@@ -273,10 +273,10 @@ class DispatcherNode:
         self._clock.after(self._delays.rpc_s, delay_label, arrive)
 
     @staticmethod
-    def _close(link: _WorkerLink) -> None:
+    def _close(link: _SimWorkerLink) -> None:
         link.instance.close_stream(link.stream_id)
 
-    def _connect(self, link: _WorkerLink) -> None:
+    def _connect(self, link: _SimWorkerLink) -> None:
         if not link.open or link.instance.crashed or link.instance.incarnation != link.key.incarnation:
             return
         link.stream_id = link.instance.open_stream(link)
@@ -289,13 +289,13 @@ class DispatcherNode:
 
         self._be_reached(link, self._labels["link"], connected)
 
-    def _place(self, command: d.Place) -> None:
+    def _place(self, command: d.PlaceOnWorker) -> None:
         link = self._links.get(command.worker)
         if link is None:
             raise InvariantViolation(f"{command.request.request_id} is placed on {command.worker} without a stream")
         self._reach(link, self._labels["place"], partial(self._submit, link, command))
 
-    def _submit(self, link: _WorkerLink, command: d.Place) -> None:
+    def _submit(self, link: _SimWorkerLink, command: d.PlaceOnWorker) -> None:
         if not link.open:
             return
         request, now_s = command.request, self._clock.now_s
@@ -329,16 +329,16 @@ class DispatcherNode:
 
         self._reach(link, self._labels["place"], arrive)
 
-    def told(self, link: _WorkerLink, output: Output) -> None:
+    def told(self, link: _SimWorkerLink, output: SimOutput) -> None:
         """Called by the worker's side at the end of its turn."""
         self._clock.after(self._delays.rpc_s, self._labels["hears"], partial(self._hear, link, output))
 
-    def told_step(self, link: _WorkerLink, share: Share, step: int, used_block_count: int) -> None:
+    def told_step(self, link: _SimWorkerLink, share: Share, step: int, used_block_count: int) -> None:
         """Called by the worker's side for a step of a fast-forward."""
         act = partial(self._hear_step, link, share, step, used_block_count)
         self._clock.after(self._delays.rpc_s, self._labels["hears"], act)
 
-    def _hear_step(self, link: _WorkerLink, share: Share, step: int, used_block_count: int) -> None:
+    def _hear_step(self, link: _SimWorkerLink, share: Share, step: int, used_block_count: int) -> None:
         """A step that may make room for a waiting request is passed to the core; others later."""
         if not link.open:
             return
@@ -358,7 +358,7 @@ class DispatcherNode:
             self._catch_up_with(link)
             self._set_timer()
 
-    def told_lost(self, link: _WorkerLink, why: str) -> None:
+    def told_lost(self, link: _SimWorkerLink, why: str) -> None:
         def arrive() -> None:
             if link.open:
                 link.open = False
@@ -367,19 +367,19 @@ class DispatcherNode:
 
         self._be_reached(link, self._labels["link"], arrive)
 
-    def _connect_again(self, lost: _WorkerLink) -> None:
+    def _connect_again(self, lost: _SimWorkerLink) -> None:
         """While that incarnation is in the layout and alive."""
         if self._links.get(lost.key) is lost:
-            link = self._links[lost.key] = _WorkerLink(self, lost.key, lost.instance)
+            link = self._links[lost.key] = _SimWorkerLink(self, lost.key, lost.instance)
             self._reach(link, self._labels["link"], partial(self._connect, link))
 
-    def _hear(self, link: _WorkerLink, output: Output) -> None:
+    def _hear(self, link: _SimWorkerLink, output: SimOutput) -> None:
         if self._lines.troubled:
             self._lines.bring(link.key.worker_id, self.name, partial(self._hear_now, link, output))
         else:
             self._hear_now(link, output)
 
-    def _hear_now(self, link: _WorkerLink, output: Output) -> None:
+    def _hear_now(self, link: _SimWorkerLink, output: SimOutput) -> None:
         if not link.open:
             return
         emit, now_s = output.emit, self._clock.now_s

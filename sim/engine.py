@@ -15,7 +15,7 @@ from services.worker.emulation.phantom import phantom
 from services.worker.emulation.runner import WEIGHTS, Marks, layer_mark
 from services.worker.pipeline.background import never
 from sim.clock import Clock
-from sim.cost import ExecutionModel, Work
+from sim.cost import BatchCost, ExecutionModel
 from sim.flight import Flight, flight_of
 from sim.memory import SimMemory
 from sim.network import Bulk, Network
@@ -52,7 +52,7 @@ def result_of(batch: Batch, execute_s: float = 0.0, copy_s: float = 0.0) -> Step
 class Busy(Protocol):
     """The owner of the engine."""
 
-    def begin(self, work: Work, token_count: int, layer_count: int, *, is_last: bool = True) -> float:
+    def begin(self, work: BatchCost, token_count: int, layer_count: int, *, is_last: bool = True) -> float:
         """Seconds that its stage of so many layers takes for that work; the last layers sample so many tokens."""
         ...
 

@@ -20,7 +20,7 @@ def places(first: int, count: int) -> Sequence[int]:
     return _PLACES[first:end] if end <= _PLACE_COUNT else range(first, end)
 
 
-class Pace:
+class FastForwardPace:
     """The load after each step."""
 
     __slots__ = ("at_s", "before", "sequence_count")
@@ -82,7 +82,7 @@ class Share:
 
     __slots__ = ("handles", "pace", "places", "seen_handle")
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: FastForwardPace) -> None:
         self.pace = pace
         self.handles: list[int] = []
         self.places: list[int] = []  # positions of the first step's tokens
@@ -104,7 +104,7 @@ class FastForward:
     def __init__(self, plain: PlainSteps, before: LoadReport, at_s: float) -> None:
         """`before`: the load before the first step, at `at_s`."""
         self.plain = plain
-        self.pace = Pace(before, len(plain.sequences), at_s)
+        self.pace = FastForwardPace(before, len(plain.sequences), at_s)
         self.landed = 0  # completed steps
         self.used_block_count = before.used_block_count  # after the last completed step
         self.shares: dict[int, Share] = {}  # by stream

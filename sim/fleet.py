@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from services.planner.policy import lean, mell
-from sim.cost import Roofline
+from sim.cost import SimRoofline
 from sim.hardware import Cluster, ModelSpec, Timings
 from sim.jobs.settled import capacity_tokens, prompt_s
 
@@ -57,7 +57,7 @@ class Node:
         return sum([job.tokens for job in self.jobs.values()])
 
 
-class Placement(Protocol):
+class FleetPlacement(Protocol):
     def place(self, job: Job) -> Node: ...
 
     def ended(self, job: Job) -> None: ...
@@ -68,7 +68,7 @@ class Placement(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class FleetOutcome:
     mean_nodes: float
     most_nodes: int
     used: float  # fraction of the memory of running instances
@@ -80,14 +80,14 @@ class Outcome:
     series: tuple[tuple[float, int], ...]  # second, instances
 
 
-class Fleet:
+class SimFleet:
     def __init__(
-        self, model: ModelSpec, cluster: Cluster, timings: Timings, make: Callable[["Fleet"], Placement]
+        self, model: ModelSpec, cluster: Cluster, timings: Timings, make: Callable[["SimFleet"], FleetPlacement]
     ) -> None:
         self.capacity = int(capacity_tokens(model, cluster, timings))
         self.nodes: dict[int, Node] = {}
         self._model, self._gpu = model, cluster.gpu
-        self._costs = Roofline(model, cluster, timings).costs
+        self._costs = SimRoofline(model, cluster, timings).costs
         self._opened_count = 0
         self._placement = make(self)
         self._recomputed_count = self._moves = self._kv_moves = 0
@@ -108,7 +108,7 @@ class Fleet:
 
     # ------------------------------------------------------------ running
 
-    def run(self, jobs: Sequence[Job]) -> Outcome:
+    def run(self, jobs: Sequence[Job]) -> FleetOutcome:
         """Until the last request has arrived."""
         coming, waiting, over = deque(jobs), deque[Job](), list[Job]()
         series: list[tuple[float, int]] = []
@@ -133,7 +133,7 @@ class Fleet:
             tick += 1
         late = int(_SETTLED * len(series))
         waits_s = [job.first_s - job.at_s for job in jobs if job.first_s is not None]
-        return Outcome(
+        return FleetOutcome(
             mean_nodes=fmean(count for _, count in series[late:]),
             most_nodes=max(count for _, count in series),
             used=fmean(used[late:]),
@@ -221,7 +221,7 @@ class Fleet:
 class Fit:
     """Best or worst fit; with `whole`, room is reserved for the whole answer, assumed to be known."""
 
-    def __init__(self, fleet: Fleet, *, best: bool, whole: bool = False, balances: bool = False) -> None:
+    def __init__(self, fleet: SimFleet, *, best: bool, whole: bool = False, balances: bool = False) -> None:
         self._fleet, self._best, self._whole, self._balances = fleet, best, whole, balances
 
     def place(self, job: Job) -> Node:
@@ -255,7 +255,7 @@ class Fit:
 class Freeness:
     """As dispatchers place: most free memory per request, the new one included."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: SimFleet) -> None:
         self._fleet = fleet
 
     def place(self, job: Job) -> Node:
@@ -272,7 +272,7 @@ class Freeness:
 
 
 class Lean:
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: SimFleet) -> None:
         self._fleet = fleet
 
     def _held(self) -> list[lean.HeldRequest]:
@@ -306,7 +306,7 @@ class Lean:
 class Mell:
     """`batched`: an epoch's moves are merged; otherwise those of each operation are executed."""
 
-    def __init__(self, fleet: Fleet, *, repaired: bool, batched: bool = True) -> None:
+    def __init__(self, fleet: SimFleet, *, repaired: bool, batched: bool = True) -> None:
         self._fleet, self._batched = fleet, batched
         self._book = mell.Book(fleet.capacity, repaired=repaired)
         self._nodes: dict[int, Node] = {}  # bin -> its instance
@@ -350,7 +350,7 @@ class Mell:
         return node
 
 
-PLACEMENTS: Mapping[str, Callable[[Fleet], Placement]] = {
+PLACEMENTS: Mapping[str, Callable[[SimFleet], FleetPlacement]] = {
     "best-fit": lambda fleet: Fit(fleet, best=True),
     "worst-fit": lambda fleet: Fit(fleet, best=False),
     "best-fit-whole": lambda fleet: Fit(fleet, best=True, whole=True),

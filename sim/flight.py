@@ -3,17 +3,17 @@
 from typing import NamedTuple
 
 from services.worker.core.batch import Batch
-from sim.cost import Work
+from sim.cost import BatchCost
 
 BATCH_BYTES = 64  # of a message, per sequence
 
 
 class Flight(NamedTuple):
-    work: Work
+    work: BatchCost
     size_bytes: int  # of its message
 
 
-def flight_of(batch: Batch, work: Work, *, token_bytes: int) -> Flight:
+def flight_of(batch: Batch, work: BatchCost, *, token_bytes: int) -> Flight:
     """`token_bytes`: of activations, per token."""
     token_count = sum([len(part.token_ids) for part in batch.slices])
     return Flight(work, BATCH_BYTES * (1 + len(batch.slices)) + token_count * token_bytes)

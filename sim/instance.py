@@ -28,11 +28,11 @@ from services.worker.pipeline.member import GroupMember
 from services.worker.pipeline.planner_side import Transitions
 from services.worker.policy.telling import is_due
 from sim.clock import Clock
-from sim.cost import ExecutionModel, Roofline, Work
+from sim.cost import BatchCost, ExecutionModel, SimRoofline
 from sim.engine import SimCopier, no_texts, result_of
 from sim.fast_forward import FastForward
 from sim.processors import Processors
-from sim.streams import Listener, Stream
+from sim.streams import Listener, SimStream
 
 _MAX_FRUITLESS = 4
 _MIN_CRUISE = 2  # steps: a single one is as cheap without
@@ -41,7 +41,7 @@ _LOOK_S = 1.0  # polling interval of an idle engine whose member waits, as in th
 Times = Generator[float, None, None]  # seconds that the engine is busy; below 0: until an event
 
 
-class Instance(Turns):
+class SimInstance(Turns):
     # Slots, as there may be thousands of instances.
     __slots__ = (
         "_acts",
@@ -113,14 +113,14 @@ class Instance(Turns):
         self.pipelined_s = 0.0  # leader: stages times the time with batches in flight
         self._clock = clock
         self._execution = execution
-        self._costs = execution.costs if fast_forwards and isinstance(execution, Roofline) else None
+        self._costs = execution.costs if fast_forwards and isinstance(execution, SimRoofline) else None
         self._processors = processors
         self._fast_forward: FastForward | None = None
         self._acts: list[Callable[[], None]] = []  # executed at the end of the present activity
         self._sliced: tuple[float, float, int] | None = None  # the batch about to run: see `_run_slices`
         self._preempted = False  # it was preempted
         self._inbox: deque[Event | MemberEvent] = deque()
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, SimStream] = {}
         self._next_stream_id = 1
         self._requests_came: Callable[[LoadReport], None] | None = None
         self._resting = False
@@ -166,7 +166,7 @@ class Instance(Turns):
     def open_stream(self, listener: Listener) -> int:
         stream_id = self._next_stream_id
         self._next_stream_id += 1
-        self._streams[stream_id] = Stream(listener)
+        self._streams[stream_id] = SimStream(listener)
         self.post(StreamOpened(self._clock.now_s, stream_id))
         return stream_id
 
@@ -402,7 +402,7 @@ class Instance(Turns):
         """Tokens that the batch samples; 0 without shared processors, for which alone they matter."""
         return 0 if self._processors is None else sum([part.samples for part in batch.slices])
 
-    def begin(self, work: Work, token_count: int, layer_count: int, *, is_last: bool = True) -> float:
+    def begin(self, work: BatchCost, token_count: int, layer_count: int, *, is_last: bool = True) -> float:
         """Seconds of a batch that begins now, in so many layers, sampling so many tokens in the last ones."""
         seconds = self._busy(work.on(layer_count, is_last=is_last), token_count if is_last else 0)
         if layer_count < self.member.role.layer_count:

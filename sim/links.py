@@ -24,7 +24,7 @@ from services.worker.links.handshake import Hello, Terms
 from services.worker.links.pace import StagePace
 from services.worker.links.ports import LinkEnding, LinkState, Message
 from services.worker.links.traffic import TrafficClass
-from services.worker.links.transfer import Opening, Outcome, Refusal, Transfer, TransferReport
+from services.worker.links.transfer import Opening, Refusal, Transfer, TransferOutcome, TransferReport
 from services.worker.pipeline.events import BatchArrived, ResultArrived
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.links import Links
@@ -57,7 +57,7 @@ class Wires:
 
 
 @dataclass(slots=True)
-class _Wanted:
+class _WantedKv:
     epoch: int
     link: Link | None
     done: Future[Link]
@@ -74,7 +74,7 @@ class SimPlane:
         self.pace = StagePace()
         self.afterwards = afterwards
         self._connections: dict[str, SimConnection] = {}
-        self._wanted: dict[str, list[_Wanted]] = {}  # by peer
+        self._wanted: dict[str, list[_WantedKv]] = {}  # by peer
         self._oldest_epoch = 0
         self._down = False
         self._stopped: list[Callable[[], None]] | None = None  # events to be handled when the process continues
@@ -136,7 +136,7 @@ class SimPlane:
         if epoch < self._oldest_epoch:
             done.set_exception(StaleEpoch("link", epoch, self._oldest_epoch))
             return done
-        wanted = _Wanted(epoch, None, done)
+        wanted = _WantedKv(epoch, None, done)
         self._wanted.setdefault(peer_id, []).append(wanted)
         self.wires.clock.after(timeout_s or 10.0, f"{self.me} waits".encode(), lambda: self._overdue(peer_id, wanted))
         connection = self._connections.get(peer_id)
@@ -184,8 +184,8 @@ class SimPlane:
 
     def settle(self, connection: SimConnection) -> None:
         """The peer has joined epochs, or the connection has ended."""
-        left: list[_Wanted] = []
-        met: list[_Wanted] = []
+        left: list[_WantedKv] = []
+        met: list[_WantedKv] = []
         for wanted in self._wanted.pop(connection.peer_id, ()):
             (met if wanted.link is not None and wanted.link.met else left).append(wanted)
         if left:
@@ -194,7 +194,7 @@ class SimPlane:
             assert wanted.link is not None
             wanted.done.set_result(wanted.link)
 
-    def _overdue(self, peer_id: str, wanted: _Wanted) -> None:
+    def _overdue(self, peer_id: str, wanted: _WantedKv) -> None:
         waiting = self._wanted.get(peer_id, [])
         if wanted not in waiting:
             return
@@ -369,9 +369,9 @@ class SimConnection(Connection):
             outcome, why = self.other._arrived(number, outgoing.pieces)
             self._after_latency(lambda: self.other._bring(lambda: self._settle(number, outcome, why)))
 
-    def _settle(self, number: int, outcome: Outcome, why: str = "") -> None:
+    def _settle(self, number: int, outcome: TransferOutcome, why: str = "") -> None:
         if (outgoing := self._outgoing.pop(number, None)) is not None:
-            sent = outgoing.opening.total_bytes if outcome is Outcome.DELIVERED else 0
+            sent = outgoing.opening.total_bytes if outcome is TransferOutcome.DELIVERED else 0
             took_s = self._wires.clock.now_s - outgoing.began_s
             outgoing.done.set_result(TransferReport(outcome, sent, took_s, why))
 
@@ -381,8 +381,8 @@ class SimConnection(Connection):
             return False
         if outgoing.sending is not None:
             self._wires.network.cancel(outgoing.sending)
-        self._settle(number, Outcome.CANCELLED)
-        self._say(_WORD_BYTES, lambda end: end._end_incoming(number, Outcome.CANCELLED))
+        self._settle(number, TransferOutcome.CANCELLED)
+        self._say(_WORD_BYTES, lambda end: end._end_incoming(number, TransferOutcome.CANCELLED))
         return True
 
     def reprioritise(self, number: int, traffic: TrafficClass, rank: int) -> bool:
@@ -391,7 +391,7 @@ class SimConnection(Connection):
     def end_transfers(self, epoch: int, why: str) -> None:
         for number in [n for n, outgoing in self._outgoing.items() if outgoing.epoch == epoch]:
             self._fail(number, why)
-            self._say(_WORD_BYTES, lambda end, n=number: end._end_incoming(n, Outcome.CANCELLED))
+            self._say(_WORD_BYTES, lambda end, n=number: end._end_incoming(n, TransferOutcome.CANCELLED))
 
     def _fail(self, number: int, why: str) -> None:
         outgoing = self._outgoing.pop(number)
@@ -411,14 +411,14 @@ class SimConnection(Connection):
                 raise InvariantViolation(f"{size_bytes} bytes are expected, {opening.total_bytes} come")
             self._incoming[opening.transfer] = (link, opening, pieces)
 
-    def _arrived(self, number: int, source: Sequence[torch.Tensor]) -> tuple[Outcome, str]:
+    def _arrived(self, number: int, source: Sequence[torch.Tensor]) -> tuple[TransferOutcome, str]:
         if number not in self._incoming:
-            return Outcome.REFUSED, "nobody waits for this"
+            return TransferOutcome.REFUSED, "nobody waits for this"
         write_all(self._incoming[number][2], read_all(source))
-        self._end_incoming(number, Outcome.DELIVERED)
-        return Outcome.DELIVERED, ""
+        self._end_incoming(number, TransferOutcome.DELIVERED)
+        return TransferOutcome.DELIVERED, ""
 
-    def _end_incoming(self, number: int, outcome: Outcome) -> None:
+    def _end_incoming(self, number: int, outcome: TransferOutcome) -> None:
         if (incoming := self._incoming.pop(number, None)) is not None:
             self._receiver.on_transfer_end(incoming[0], incoming[1], outcome)
 
@@ -479,7 +479,7 @@ class SimConnection(Connection):
         for link in links:
             self._receiver.on_link_end(link, LinkEnding(how, why))
         for number in list(self._incoming):
-            self._end_incoming(number, Outcome.BROKEN)
+            self._end_incoming(number, TransferOutcome.BROKEN)
 
 
 class _LongFrameMeta:

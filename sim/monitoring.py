@@ -15,7 +15,7 @@ from services.monitor.policy.pressure import Signal
 from services.planner.core.messages import ClusterLoad
 from sim.clock import Clock
 from sim.process import Process
-from sim.state import Candidacy, Site, StateServer, lead_for_ever
+from sim.state import Candidacy, SimStateServer, Site, lead_for_ever
 
 _LOOK_S = 0.2
 LEADERSHIP_TTL_S = 3.0
@@ -292,7 +292,7 @@ class Reporter:
 
 def share_traffic(
     clock: Clock,
-    state: StateServer,
+    state: SimStateServer,
     dispatcher_id: DispatcherId,
     traffic: Callable[[], Traffic],
     *,

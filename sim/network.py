@@ -20,7 +20,7 @@ class Bulk(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class NetworkEndpoint:
     """Network resources of an instance: sums over its GPUs."""
 
     name: str
@@ -96,12 +96,12 @@ class Network:
         self._chunk_bytes = chunk_bytes
         self._rate_fraction = rate_fraction
         self._coordinated = coordinated
-        self._endpoints: dict[str, Endpoint] = {}
+        self._endpoints: dict[str, NetworkEndpoint] = {}
         self._resources: dict[tuple[str, str], _Resource] = {}
         self._pairs: dict[tuple[str, str], _Pair] = {}
         self.bulk_bytes = dict.fromkeys(Bulk, 0)
 
-    def add(self, endpoint: Endpoint) -> None:
+    def add(self, endpoint: NetworkEndpoint) -> None:
         self._endpoints[endpoint.name] = endpoint
 
     def add_source(self, name: str, bytes_per_s: float) -> None:

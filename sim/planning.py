@@ -35,7 +35,10 @@ from sim.process import Process
 from sim.state import Candidacy, Site, lead_for_ever
 
 _CALL_TIMEOUT_S = 2.0
-_HELD = {p.Call.PREPARE: NOT_PREPARED, p.Call.COMMIT: NOT_TAKEN_UP}  # answers delayed until the member has progressed
+_HELD = {
+    p.WorkerCall.PREPARE: NOT_PREPARED,
+    p.WorkerCall.COMMIT: NOT_TAKEN_UP,
+}  # answers delayed until the member has progressed
 _LOOK_S = 0.001  # polling interval for that
 _LOOK_UP_S = 0.5  # polling interval for another active monitor
 
@@ -81,7 +84,7 @@ class PlannerNode:
         self._members = members
         self._delays = site.delays
         self._lines = site.lines
-        self._calls: set[tuple[WorkerId, p.Call]] = set()  # one of a kind at a time
+        self._calls: set[tuple[WorkerId, p.WorkerCall]] = set()  # one of a kind at a time
         self._followed: MonitorNode | None = None
         self._subscription = 0
         self._token = 0
@@ -421,7 +424,7 @@ class PlannerNode:
 
         self._clock.after(_LOOK_S, label, look)
 
-    def _member_said(self, key: tuple[WorkerId, p.Call], command: p.CallMember, said: MemberSaid | None) -> None:
+    def _member_said(self, key: tuple[WorkerId, p.WorkerCall], command: p.CallMember, said: MemberSaid | None) -> None:
         self._calls.discard(key)
         if said is not None:
             told = replace(said, at_s=self._clock.now_s)
@@ -432,22 +435,24 @@ class PlannerNode:
         worker_id, journal = command.member.worker_id, command.journal
         epoch, door, now_s = journal.epoch, peer.transitions, self._clock.now_s
         try:
-            if command.call is not p.Call.POLL:
+            if command.call is not p.WorkerCall.POLL:
                 peer.fence.take(token)
             match command.call:
-                case p.Call.PREPARE:
+                case p.WorkerCall.PREPARE:
                     door.take(_plan_of(journal), command.sources)
-                case p.Call.COMMIT:
+                case p.WorkerCall.COMMIT:
                     door.commit(epoch)
-                case p.Call.ABORT:
+                case p.WorkerCall.ABORT:
                     door.abort(epoch, command.why)
-                case p.Call.POLL:
+                case p.WorkerCall.POLL:
                     pass
         except (InvalidRequest, StaleEpoch) as error:
             if self._candidacy is not None and isinstance(error, StaleEpoch) and error.what == PLANNER_TOKEN:
                 self._candidacy.floor = max(self._candidacy.floor, error.want)
                 return None
-            return MemberSaid(now_s, worker_id, Phase.FAILED, str(error)) if command.call is p.Call.PREPARE else None
+            return (
+                MemberSaid(now_s, worker_id, Phase.FAILED, str(error)) if command.call is p.WorkerCall.PREPARE else None
+            )
         return self._status(peer, command)
 
     def _status(self, peer: Peer, command: p.CallMember) -> MemberSaid:

@@ -50,7 +50,7 @@ class Process:
         self._due.clear()
 
 
-class Timer:
+class SimTimer:
     def __init__(self, act: Callable[[Epoch], None], epoch: Epoch) -> None:
         self._act: Callable[[Epoch], None] | None = act
         self._epoch = epoch

@@ -35,7 +35,7 @@ class RequestRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class SimSample:
     """The cluster at one instant, summed over its groups. Bytes of KV over all layers."""
 
     at_s: float
@@ -53,13 +53,13 @@ class Sample:
     away_count: int  # leaving or parked
 
 
-def mean_on(samples: Sequence[Sample], until_s: float) -> float:
+def mean_on(samples: Sequence[SimSample], until_s: float) -> float:
     """Mean number of instances with memory, over the samples until then."""
     counts = [sample.on_count for sample in samples if sample.at_s <= until_s]
     return sum(counts) / len(counts) if counts else 0.0
 
 
-def leaves(samples: Sequence[Sample]) -> tuple[int, int]:
+def leaves(samples: Sequence[SimSample]) -> tuple[int, int]:
     """Instances that left, and how many of them were needed again within a minute; last in, first out."""
     left_at_s, count, soon = list[float](), 0, 0
     for before, sample in pairwise(samples):
@@ -74,7 +74,7 @@ def leaves(samples: Sequence[Sample]) -> tuple[int, int]:
 @dataclass(slots=True, kw_only=True)
 class SimRun:
     records: list[RequestRecord]
-    samples: list[Sample]
+    samples: list[SimSample]
     transitions: list[TransitionRecord]  # in the world's time: subtract `zero_s`
     predicted: list[Predicted]  # predictions of the planner with outcomes; likewise
     signals: list[tuple[float, Signal]]

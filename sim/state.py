@@ -121,7 +121,7 @@ class Contents:
         return made
 
 
-class StateServer:
+class SimStateServer:
     """It may be unreachable, slow, emptied, or reset to an earlier state."""
 
     def __init__(self, clock: Clock, delays: Delays, lines: Lines) -> None:
@@ -267,7 +267,7 @@ class Site:
     clock: Clock
     delays: Delays
     lines: Lines
-    state: StateServer
+    state: SimStateServer
 
 
 class Candidacy:
@@ -276,7 +276,7 @@ class Candidacy:
     def __init__(
         self,
         clock: Clock,
-        state: StateServer,
+        state: SimStateServer,
         process: Process,
         lease: str,
         ttl_s: float,
@@ -306,7 +306,7 @@ class Candidacy:
             self._on_change(token)
 
 
-def lead_for_ever(state: StateServer, lease: str, holder: str) -> int:
+def lead_for_ever(state: SimStateServer, lease: str, holder: str) -> int:
     """For a single replica: lead permanently. Returns its token."""
     state.contents.leases[lease] = Lease(holder, 1, math.inf)
     return 1

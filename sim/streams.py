@@ -7,7 +7,7 @@ from services.worker.core.events import Emit
 from sim.fast_forward import Share
 
 
-class Output(NamedTuple):
+class SimOutput(NamedTuple):
     """A turn's output for one dispatcher."""
 
     emit: Emit | None
@@ -18,7 +18,7 @@ class Output(NamedTuple):
 class Listener(Protocol):
     """A dispatcher's end of a stream."""
 
-    def hear(self, output: Output) -> None: ...
+    def hear(self, output: SimOutput) -> None: ...
 
     def hear_step(self, share: Share, step: int, used_block_count: int) -> None:
         """A step of a fast-forward: its `step`-th, with so many blocks in use afterwards."""
@@ -29,7 +29,7 @@ class Listener(Protocol):
         ...
 
 
-class Stream:
+class SimStream:
     """A worker's end of it."""
 
     __slots__ = ("listener", "open", "seen_handle", "sent_at_s", "told", "told_handle")
@@ -43,4 +43,4 @@ class Stream:
 
     def tell(self, emit: Emit | None, report: LoadReport, now_s: float) -> None:
         self.told, self.told_handle, self.sent_at_s = report, self.seen_handle, now_s
-        self.listener.hear(Output(emit, report, self.seen_handle))
+        self.listener.hear(SimOutput(emit, report, self.seen_handle))

@@ -27,7 +27,7 @@ from services.worker.core.blocks import BlockBook
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.worker import WorkerCore
 from services.worker.emulation.runner import Marks
-from services.worker.pipeline.context import Environment
+from services.worker.pipeline.context import MemberEnvironment
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.member import GroupMember
 from services.worker.pipeline.planner_side import Transitions
@@ -37,25 +37,25 @@ from services.worker.policy.microbatching import by_token_count
 from services.worker.policy.token_target import TokenTarget
 from sim.clients import Arrival, Clients
 from sim.clock import Clock
-from sim.cost import ExecutionModel, Roofline, fitted
+from sim.cost import ExecutionModel, SimRoofline, fitted
 from sim.dispatcher import DispatcherNode
 from sim.engine import SimBackground, SimCopier, SimEngine, disk_of
 from sim.faults import Fault, FaultKind
 from sim.hardware import ELEMENT_BYTES, Cluster, ModelSpec, Timings
-from sim.instance import Instance
+from sim.instance import SimInstance
 from sim.lines import Lines
 from sim.links import SimLinks, SimPlane, Wires
 from sim.memory import Geometry, SimMemory
 from sim.monitoring import MonitorNode, Monitors, Reporter, share_traffic
-from sim.network import Endpoint, Network
+from sim.network import Network, NetworkEndpoint
 from sim.offline import OfflineClients, OfflineLoad
 from sim.pages import HugePages
 from sim.planning import Peer, PlannerNode
-from sim.process import Timer
+from sim.process import SimTimer
 from sim.processors import Contention, Processors
-from sim.results import Sample, SimRun
+from sim.results import SimRun, SimSample
 from sim.rules import ClusterRules
-from sim.state import Delays, Site, StateServer
+from sim.state import Delays, SimStateServer, Site
 
 _SETTLE_S = 2.0  # after the monitor's warm-up: for the first layout and the streams
 _SAMPLE_INTERVAL_S = 0.5
@@ -116,15 +116,15 @@ class World:
         self.model_info = _model_info(options, self.geometry)
         cost = self._cost = self._kinds[0].pace.cost
         self._microbatching = lookahead(lambda: cost) if rules.worker.lookahead else by_token_count
-        self.state = StateServer(self.clock, delays, self.lines)
+        self.state = SimStateServer(self.clock, delays, self.lines)
         self._site = Site(self.clock, delays, self.lines, self.state)
         self.planes: dict[str, SimPlane] = {}
         self.monitors: dict[str, MonitorNode] = {}
         self.planners: dict[str, PlannerNode] = {}
         for _ in range(options.monitor_count):
             self.add_monitor()
-        self.instances: dict[WorkerId, Instance] = {}
-        self._lives: list[Instance] = []  # including ended ones
+        self.instances: dict[WorkerId, SimInstance] = {}
+        self._lives: list[SimInstance] = []  # including ended ones
         self._peers: dict[WorkerId, Peer] = {}
         self._processors = Processors(options.contention) if options.contention is not None else None
         for number in range(count):
@@ -143,7 +143,7 @@ class World:
             offline=options.offline and OfflineClients(self.clock, options.offline, options.seed, options.deadline_s),
         )
         self.dispatchers = [self._add_dispatcher(number) for number in range(options.dispatcher_count)]
-        self.samples: list[Sample] = []
+        self.samples: list[SimSample] = []
         self._full: dict[WorkerId, int] = {}  # with requests waiting in vain, and their number at the last sample
         self.clock.every(_SAMPLE_INTERVAL_S, b"sample", self._sample, first_s=self.zero_s)
         for fault in options.faults:
@@ -193,9 +193,9 @@ class World:
         instance = self.instances[worker_id]
         return not instance.crashed and instance.incarnation == incarnation
 
-    def _later(self, delay_s: float, act: Callable[[Epoch], None], epoch: Epoch, /) -> Timer:
+    def _later(self, delay_s: float, act: Callable[[Epoch], None], epoch: Epoch, /) -> SimTimer:
         """A timer for workers whose planner is silent, which only happens with faults."""
-        timer = Timer(act, epoch)
+        timer = SimTimer(act, epoch)
         if self._elects or self.options.marks:
             self.clock.after(delay_s, b"watchdog", timer.ring)
         return timer
@@ -217,7 +217,9 @@ class World:
         kind, host = self._place(number)
         gpu, per_host = kind.cluster.gpu, kind.cluster.gpus_per_host
         if incarnation == 1:
-            self.network.add(Endpoint(worker_id, host, gpu.nic_bytes_per_s * gpus, gpu.scale_up_bytes_per_s * gpus))
+            self.network.add(
+                NetworkEndpoint(worker_id, host, gpu.nic_bytes_per_s * gpus, gpu.scale_up_bytes_per_s * gpus)
+            )
             self.network.add_source(disk_of(worker_id), options.timings.disk_bytes_per_s * max(1, gpus // per_host))
         memory = SimMemory.of(
             kind.geometry,
@@ -241,7 +243,7 @@ class World:
                 options.model.layer_count,
             ),
         )
-        instance = Instance(
+        instance = SimInstance(
             worker_id,
             incarnation,
             core,
@@ -255,7 +257,7 @@ class World:
         token_bytes = options.model.hidden_size * ELEMENT_BYTES
         block_s = kind.geometry.block_bytes / (gpu.host_bytes_per_s * gpus)
         copier = SimCopier(memory if options.marks else None, block_s, instance.now, instance.spend)
-        environment = Environment(
+        environment = MemberEnvironment(
             plane=plane,
             hub=hub,
             engine=SimEngine(
@@ -334,12 +336,12 @@ class World:
                 if fault.duration_s is not None:
                     self.clock.after(fault.duration_s, b"fault ends", lambda: setattr(instance, "slowness", 1.0))
 
-    def _go_on(self, worker_id: WorkerId, instance: Instance) -> None:
+    def _go_on(self, worker_id: WorkerId, instance: SimInstance) -> None:
         if not instance.crashed:
             self.planes[worker_id].go_on()
             instance.go_on()
 
-    def _restart(self, number: int, before: Instance) -> None:
+    def _restart(self, number: int, before: SimInstance) -> None:
         """A new incarnation of the worker, with all layers and no requests."""
         self._add_instance(number, Incarnation(before.incarnation + 1), 0.0)
 
@@ -425,7 +427,7 @@ class World:
         reports = [instance.load() for instance in self.instances.values()]
         waiting = sum(len(node.core.backlog) for node in self.dispatchers)
         self.samples.append(
-            Sample(
+            SimSample(
                 at_s=now_s - self.zero_s,
                 kv_demand_bytes=demand.wanted_bytes,
                 kv_capacity_bytes=demand.capacity_bytes,
@@ -532,7 +534,7 @@ class _EventKind(NamedTuple):
     @classmethod
     def of(cls, cluster: Cluster, options: WorldOptions) -> "_EventKind":
         model = options.model
-        execution = options.execution or Roofline(model, cluster, options.timings)
+        execution = options.execution or SimRoofline(model, cluster, options.timings)
         pace = Pace(fitted(execution, model.layer_count), model.layer_count, options.rules.worker.max_batch_tokens)
         geometry = options.geometry or _geometry(options, cluster)
         return cls(cluster, cluster.gpu_count // model.gpus_per_instance, geometry, execution, pace)

@@ -14,7 +14,7 @@ _HEALTH_INTERVAL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class ElectionCandidate:
     service: str  # also the name of the lease
     instance: str
     address: str  # host:port as others reach it
@@ -22,7 +22,7 @@ class Candidate:
 
 
 async def serve_elected(
-    candidate: Candidate,
+    candidate: ElectionCandidate,
     *,
     state: StateServer,
     server: RpcServer | None,
@@ -48,7 +48,7 @@ async def serve_elected(
 
 
 async def _serve(
-    candidate: Candidate,
+    candidate: ElectionCandidate,
     state: StateServer,
     server: RpcServer | None,
     work: Callable[[], Awaitable[None]],

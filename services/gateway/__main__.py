@@ -19,7 +19,7 @@ from ballast.service.settings import load_settings
 from ballast.service.tokens import cluster_token
 from services.gateway.app import Bounds, allowing, build_app
 from services.gateway.config import GatewaySettings
-from services.gateway.endpoints import Endpoints
+from services.gateway.endpoints import HttpEndpoints
 from services.gateway.generation import Generator
 from services.gateway.metrics import ClusterGauges, GatewayMetrics
 from services.gateway.models import ServedModel
@@ -67,7 +67,7 @@ async def main(life: Lifecycle) -> None:
             exporter = Exporter(settings.otlp_traces_endpoint, _NAME, gateway_id)
             running.push_async_callback(exporter.close)
         app = build_app(
-            Endpoints(client, Generator(client, metrics), model, settings.max_choices, tool_format, reasoning),
+            HttpEndpoints(client, Generator(client, metrics), model, settings.max_choices, tool_format, reasoning),
             metrics,
             exposition,
             Bounds(

@@ -29,7 +29,7 @@ from ballast.service.http_forward import ClientGone, forward
 from ballast.service.logs import get_logger
 from ballast.service.otlp import Context, Exporter, Span
 from services.gateway import anthropic
-from services.gateway.endpoints import Call, Endpoints, Events, Reply
+from services.gateway.endpoints import Call, Events, HttpEndpoints, Reply
 from services.gateway.errors import Failure, failure_of, invalid
 from services.gateway.metrics import ClusterGauges, GatewayMetrics
 from services.gateway.openai.writing import dumps, event
@@ -71,7 +71,7 @@ class Bounds:
 
 
 def build_app(
-    endpoints: Endpoints,
+    endpoints: HttpEndpoints,
     metrics: GatewayMetrics,
     exposition: Collector,
     bounds: Bounds,
@@ -196,7 +196,7 @@ class Door:
         headers = _headers(scope)
         traced = self._trace(kind, headers)
         request_id, shown_id = _ids(kind, headers.get("x-request-id"))
-        answer = (AnthropicAnswer if kind == "msg" else Answer)(send, shown_id, headers.get("accept-encoding", ""))
+        answer = (AnthropicAnswer if kind == "msg" else HttpAnswer)(send, shown_id, headers.get("accept-encoding", ""))
         self._in_flight += 1
         self._metrics.in_flight.set(self._in_flight)
         try:
@@ -234,7 +234,7 @@ class Door:
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
             began_s = time.perf_counter()
-            answer = Answer(send, _ids("jobs", None)[0])
+            answer = HttpAnswer(send, _ids("jobs", None)[0])
             self._in_flight += 1
             self._metrics.in_flight.set(self._in_flight)
             try:
@@ -283,7 +283,7 @@ class Door:
             [Span(f"POST {route}", at, parent_id, now_s - took_s, now_s, what, is_server=True, error=error)]
         )
 
-    async def _fail(self, route: str, request_id: str, error: Exception, answer: "Answer") -> None:
+    async def _fail(self, route: str, request_id: str, error: Exception, answer: "HttpAnswer") -> None:
         failure = failure_of(error)
         if failure.status >= 500 and failure.code == "internal_error":
             get_logger().error("request failed", route=route, request_id=request_id, exc_info=error)
@@ -391,7 +391,7 @@ class Watch:
             self._task.cancel()
 
 
-class Answer:
+class HttpAnswer:
     """What goes back to one client."""
 
     def __init__(self, send: Send, request_id: str, accepted: str = "") -> None:
@@ -454,7 +454,7 @@ class Answer:
         return self._send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-class AnthropicAnswer(Answer):
+class AnthropicAnswer(HttpAnswer):
     """The same, with failures in Anthropic's form."""
 
     def _failure(self, failure: Failure) -> tuple[int, Mapping[str, object]]:

@@ -12,8 +12,8 @@ from ballast.common.errors import BallastError, DeadlineExceeded, Unavailable
 from ballast.common.sampling import SamplingParams
 from services.gateway.anthropic import MessagesRequest, MessagesWriter
 from services.gateway.errors import invalid
-from services.gateway.generation import Ask, Caller, Generator, Numbered, first_of
-from services.gateway.models import Served, ServedModel
+from services.gateway.generation import Ask, Generator, Numbered, RequestCaller, first_of
+from services.gateway.models import KnownModel, ServedModel
 from services.gateway.openai.chat import ChatWriter, Head, Wishes
 from services.gateway.openai.completion import CompletionWriter
 from services.gateway.openai.formats import (
@@ -87,7 +87,7 @@ class Writer(Protocol):
         ...
 
 
-class Endpoints:
+class HttpEndpoints:
     """The API. What fails raises Failure or an error of `ballast.common.errors`."""
 
     def __init__(
@@ -247,7 +247,7 @@ class Endpoints:
         *,
         fit_max_tokens: bool,
     ) -> Reply:
-        caller = Caller(
+        caller = RequestCaller(
             request_id=call.request_id,
             priority=priority_of(request),
             metadata=call.metadata,
@@ -270,7 +270,7 @@ class Endpoints:
             return ask.prompt
         return await self._client.detokenize(ask.token_ids or (), metadata=call.metadata)
 
-    def _head(self, call: Call, request: GenerationRequest, served: Served) -> Head:
+    def _head(self, call: Call, request: GenerationRequest, served: KnownModel) -> Head:
         tier = "default" if request.service_tier == "auto" else request.service_tier
         return Head(
             id=call.request_id,
@@ -279,7 +279,7 @@ class Endpoints:
             service_tier=tier,
         )
 
-    async def _served(self, call: Call, name: str | None) -> Served:
+    async def _served(self, call: Call, name: str | None) -> KnownModel:
         served = await self._model.get(call.metadata)
         served.adapter_of(name)
         return served
@@ -404,7 +404,7 @@ def _prompts(request: CompletionRequest) -> list[str] | list[list[int]]:
     return cast(list[str] | list[list[int]], prompt)
 
 
-def _model_card(name: str, served: Served) -> dict[str, object]:
+def _model_card(name: str, served: KnownModel) -> dict[str, object]:
     return {
         "id": name,
         "object": "model",

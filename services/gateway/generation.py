@@ -26,7 +26,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Caller:
+class RequestCaller:
     """What all choices of a request have in common.
 
     Attributes:
@@ -51,7 +51,7 @@ class Generator:
         self._client = client
         self._gauge = metrics.generations
 
-    async def collect(self, asks: Sequence[Ask], caller: Caller) -> list[Generation]:
+    async def collect(self, asks: Sequence[Ask], caller: RequestCaller) -> list[Generation]:
         """All answers, in order. If one fails the others are cancelled.
 
         Raises:
@@ -67,17 +67,17 @@ class Generator:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def stream(self, asks: Sequence[Ask], caller: Caller) -> AsyncGenerator[Numbered, None]:
+    def stream(self, asks: Sequence[Ask], caller: RequestCaller) -> AsyncGenerator[Numbered, None]:
         """Chunks with the number of their choice. Close it, and what still runs is cancelled."""
         return self._one(asks[0], caller) if len(asks) == 1 else self._many(asks, caller)
 
-    async def _one(self, ask: Ask, caller: Caller) -> AsyncGenerator[Numbered, None]:
+    async def _one(self, ask: Ask, caller: RequestCaller) -> AsyncGenerator[Numbered, None]:
         with self._gauge.track_inprogress():
             async with self._begin(ask, caller, 0) as stream:
                 async for chunk in stream:
                     yield 0, chunk
 
-    async def _many(self, asks: Sequence[Ask], caller: Caller) -> AsyncGenerator[Numbered, None]:
+    async def _many(self, asks: Sequence[Ask], caller: RequestCaller) -> AsyncGenerator[Numbered, None]:
         queue: asyncio.Queue[tuple[int, GenerationChunk | Exception | None]]
         queue = asyncio.Queue(maxsize=_UNREAD_CHUNKS * len(asks))
 
@@ -108,7 +108,7 @@ class Generator:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _collect(self, ask: Ask, caller: Caller, index: int) -> Generation:
+    async def _collect(self, ask: Ask, caller: RequestCaller, index: int) -> Generation:
         with self._gauge.track_inprogress():
             return await self._client.generate(
                 ask.prompt,
@@ -123,7 +123,7 @@ class Generator:
                 metadata=caller.metadata,
             )
 
-    def _begin(self, ask: Ask, caller: Caller, index: int) -> GenerationStream:
+    def _begin(self, ask: Ask, caller: RequestCaller, index: int) -> GenerationStream:
         return self._client.stream(
             ask.prompt,
             ask.sampling,
@@ -138,7 +138,7 @@ class Generator:
         )
 
 
-def _request_id(caller: Caller, index: int) -> str:
+def _request_id(caller: RequestCaller, index: int) -> str:
     return f"{caller.request_id}-{index}" if index else caller.request_id
 
 

@@ -18,7 +18,7 @@ _MOST_ADMITTED = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class KnownModel:
     """The model as dispatchers know it."""
 
     name: str  # what answers call it
@@ -59,7 +59,7 @@ class ServedModel:
         self._client = client
         self._names = tuple(names)
         self._refresh_s = refresh_s
-        self._known: Served | None = None
+        self._known: KnownModel | None = None
         self._fresh_until_s = 0.0
         self._asking = asyncio.Lock()
         self._single_tokens: dict[str, int | None] = {}
@@ -70,7 +70,7 @@ class ServedModel:
         """The name that answers give it; empty while it is not known."""
         return self._known.name if self._known is not None else ""
 
-    async def get(self, metadata: Metadata | None) -> Served:
+    async def get(self, metadata: Metadata | None) -> KnownModel:
         """The model as it was known lately.
 
         Raises:
@@ -103,13 +103,13 @@ class ServedModel:
         if len(self._admitted_until_s) > _MOST_ADMITTED:
             self._admitted_until_s.popitem(last=False)
 
-    async def ask(self, metadata: Metadata | None) -> Served:
+    async def ask(self, metadata: Metadata | None) -> KnownModel:
         """The model as dispatchers describe it now."""
         info = await self._client.model_info(metadata=metadata)
         template = await self._client.chat_template(metadata=metadata)
         defaults = await self._client.default_sampling(metadata=metadata)
         names = self._names or (info.name,)
-        self._known = Served(names[0], info, template, defaults, names)
+        self._known = KnownModel(names[0], info, template, defaults, names)
         self._fresh_until_s = time.monotonic() + self._refresh_s
         return self._known
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from ballast.common.errors import ConfigError
 from ballast.service import logs
-from ballast.service.elected import Candidate, serve_elected
+from ballast.service.elected import ElectionCandidate, serve_elected
 from ballast.service.http_client import HttpClient
 from ballast.service.http_server import HttpServer
 from ballast.service.leadership import Floor, LeaderAddress
@@ -76,7 +76,7 @@ async def main(life: Lifecycle) -> None:
             if book is not None:
                 beside.append(tasks.create_task(keep_up(book.follow, "tokens")))
             await serve_elected(
-                Candidate(_NAME, settings.jobs_id, address, settings.leadership_ttl_s),
+                ElectionCandidate(_NAME, settings.jobs_id, address, settings.leadership_ttl_s),
                 state=state,
                 server=None,
                 stopping=life.stopping,

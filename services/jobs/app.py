@@ -21,10 +21,10 @@ from ballast.service.http_client import BrokenCall, HttpClient
 from ballast.service.http_forward import ClientGone, forward
 from ballast.service.logs import get_logger
 from ballast.service.tokens import TokenBook
-from services.jobs.core.batch import Batch, State
+from services.jobs.core.batch import BatchState, JobBatch
 from services.jobs.core.lines import URLS
 from services.jobs.runner import Runner
-from services.jobs.store import Fenced, Full, StoredFile, Usage
+from services.jobs.store import CallerUsage, Fenced, Full, StoredFile
 from services.jobs.uploads import FileForm
 
 _FORWARDED: Final = "x-ballast-forwarded"
@@ -78,7 +78,7 @@ class Desk:
             raise
         return JSONResponse(_file_object(file))
 
-    def _check_bytes(self, everything: Usage, own: Usage, added: int) -> None:
+    def _check_bytes(self, everything: CallerUsage, own: CallerUsage, added: int) -> None:
         if everything.file_bytes + added > self._quotas.max_bytes:
             why = f"all files together may have {self._quotas.max_bytes} bytes; delete some"
             raise Failure(507, "server_error", "store_full", why)
@@ -142,7 +142,7 @@ class Desk:
         if own.open_lines >= self._quotas.max_key_lines:
             raise _too_much(f"{own.open_lines} lines of your batches wait, which is too many; wait for some to end")
         now_s = runner.now_s()
-        batch = Batch(
+        batch = JobBatch(
             id=f"batch_{secrets.token_hex(12)}",
             owner=owner,
             url=str(url),
@@ -359,11 +359,11 @@ def _file_object(file: StoredFile) -> dict[str, object]:
     }
 
 
-def _batch_object(batch: Batch) -> dict[str, object]:
+def _batch_object(batch: JobBatch) -> dict[str, object]:
     problems = [
         {"code": one.code, "message": one.message, "param": one.param, "line": one.line} for one in batch.problems
     ]
-    times = {f"{state}_at": batch.at_s.get(state) for state in State if state is not State.VALIDATING}
+    times = {f"{state}_at": batch.at_s.get(state) for state in BatchState if state is not BatchState.VALIDATING}
     return {
         "id": batch.id,
         "object": "batch",

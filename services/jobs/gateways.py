@@ -12,7 +12,7 @@ _MAX_ANSWER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class GatewayAnswer:
     """What a gateway said. `retry_after_s`: None where it names no time."""
 
     status: int
@@ -27,7 +27,7 @@ class Gateways:
         self._headers = {"content-type": "application/json", **headers}
         self._next = 0
 
-    async def ask(self, url: str, body: bytes) -> Answer:
+    async def ask(self, url: str, body: bytes) -> GatewayAnswer:
         """
         Raises:
             Unavailable: none can be connected to.
@@ -44,7 +44,7 @@ class Gateways:
         self._next = (self._next + 1) % len(self._clients)
         return self._clients[self._next]
 
-    async def _ask(self, client: HttpClient, url: str, body: bytes) -> Answer:
+    async def _ask(self, client: HttpClient, url: str, body: bytes) -> GatewayAnswer:
         async with client.call("POST", url, self._headers, body) as response:
             raw = await response.read(_MAX_ANSWER_BYTES)
             try:
@@ -54,7 +54,7 @@ class Gateways:
                     raise BrokenCall(f"{client.url} answered something that is no JSON") from error
                 said = {"error": {"message": raw[:1000].decode(errors="replace"), "type": "server_error"}}
             retry_after_s = _seconds(response.header("retry-after"))
-            return Answer(response.status, response.header("x-request-id") or "", retry_after_s, said)
+            return GatewayAnswer(response.status, response.header("x-request-id") or "", retry_after_s, said)
 
     def close(self) -> None:
         for client in self._clients:

@@ -19,10 +19,10 @@ from ballast.service.logs import get_logger
 from ballast.service.tasks import keep_up, note_failure
 from services.jobs import metrics
 from services.jobs.core import verdict
-from services.jobs.core.batch import Batch, Problem, State
-from services.jobs.core.lines import Checker, Line, answered, request_of, unanswered, unrun
+from services.jobs.core.batch import BatchState, JobBatch, Problem
+from services.jobs.core.lines import Checker, JobLine, answered, request_of, unanswered, unrun
 from services.jobs.core.queue import Pick, Queue
-from services.jobs.core.verdict import Again, Keep
+from services.jobs.core.verdict import Again, KeepResult
 from services.jobs.gateways import Gateways
 from services.jobs.store import Full, Result, Store, Upload
 
@@ -57,7 +57,7 @@ class Runner:
         self._rules = rules
         self._thread = ThreadPoolExecutor(1, "store")
         self._queue = Queue(low=min(_LINES_AT_ONCE, rules.in_flight))
-        self._batches: dict[str, Batch] = {}  # that have not ended
+        self._batches: dict[str, JobBatch] = {}  # that have not ended
         self._changing = asyncio.Lock()  # of the above
         self._calls: dict[str, set[asyncio.Task[None]]] = {}  # by batch
         self._stages: dict[str, asyncio.Task[None]] = {}  # checks and endings under way
@@ -81,7 +81,7 @@ class Runner:
         finally:
             self._thread.shutdown(wait=True)
 
-    async def add(self, batch: Batch) -> None:
+    async def add(self, batch: JobBatch) -> None:
         """
         Raises:
             Full: nothing was taken.
@@ -92,7 +92,7 @@ class Runner:
             self._take(batch)
         self._wake.set()
 
-    async def cancel(self, batch_id: str, owner: str) -> Batch:
+    async def cancel(self, batch_id: str, owner: str) -> JobBatch:
         """
         Raises:
             NotFound, NotPossible, Full
@@ -107,7 +107,7 @@ class Runner:
 
     # ------------------------------------------------------------------------------------------ driving
 
-    def _take(self, batch: Batch) -> None:
+    def _take(self, batch: JobBatch) -> None:
         self._batches[batch.id] = batch
         if batch.is_sending:
             self._queue.open(batch.id, batch.owner)
@@ -136,9 +136,9 @@ class Runner:
                 continue  # it has ended meanwhile
             if batch_id in self._stages:
                 continue
-            if batch.state is State.VALIDATING:
+            if batch.state is BatchState.VALIDATING:
                 self._begin(tasks, batch_id, partial(self._check, batch))
-            elif batch.state is State.FINALIZING:
+            elif batch.state is BatchState.FINALIZING:
                 self._begin(tasks, batch_id, partial(self._end, batch_id))
 
     def _begin(self, tasks: asyncio.TaskGroup, batch_id: str, stage: Attempt) -> None:
@@ -151,7 +151,9 @@ class Runner:
 
         self._stages[batch_id] = tasks.create_task(run(), name=f"stage of {batch_id}")
 
-    async def _change(self, batch_id: str, make: Callable[[Batch], Batch], lines: list[Line] | None = None) -> Batch:
+    async def _change(
+        self, batch_id: str, make: Callable[[JobBatch], JobBatch], lines: list[JobLine] | None = None
+    ) -> JobBatch:
         """Stores what becomes of a batch, then lets it be so."""
         async with self._changing:
             old = self._batches[batch_id]
@@ -230,11 +232,11 @@ class Runner:
             said = verdict.of_timeout()
         except BrokenCall as error:
             why = str(error)
-            said = verdict.of_broken_call(pick.failed_count) or Keep(is_success=False)
+            said = verdict.of_broken_call(pick.failed_count) or KeepResult(is_success=False)
         except Exception as error:  # noqa: BLE001 - one line must not end the others
             note_failure("a line", error)
             why = f"the jobs service failed: {type(error).__name__}"
-            said = verdict.of_broken_call(pick.failed_count) or Keep(is_success=False)
+            said = verdict.of_broken_call(pick.failed_count) or KeepResult(is_success=False)
         if isinstance(said, Again):
             metrics.RETRIES.labels(said.why).inc()
             tried = replace(pick, failed_count=pick.failed_count + said.counts)
@@ -247,7 +249,7 @@ class Runner:
         self._unsaved.append((pick, Result(batch.id, line.number, said.is_success, text)))
         self._results_came.set()
 
-    def _read(self, file_id: str, line: Line) -> bytes:
+    def _read(self, file_id: str, line: JobLine) -> bytes:
         with self.store.path(file_id).open("rb") as file:
             file.seek(line.offset)
             return file.read(line.length)
@@ -283,15 +285,15 @@ class Runner:
 
     # ------------------------------------------------------------------------------------------ begin and end
 
-    async def _check(self, batch: Batch) -> None:
+    async def _check(self, batch: JobBatch) -> None:
         checker = Checker(batch.url, max_lines=self._rules.max_lines, max_line_bytes=self._rules.max_line_bytes)
         try:
             await asyncio.to_thread(self._read_all, batch.input_file_id, checker)
         except FileNotFoundError:
             checker.problems.append(Problem("missing_file", f"file {batch.input_file_id} is gone"))
 
-        def decide(one: Batch) -> Batch:
-            if one.state is not State.VALIDATING:  # cancelled meanwhile
+        def decide(one: JobBatch) -> JobBatch:
+            if one.state is not BatchState.VALIDATING:  # cancelled meanwhile
                 return one
             if checker.problems:
                 return one.refused(tuple(checker.problems), self.now_s())
@@ -316,7 +318,7 @@ class Runner:
     def _is_under_way(self, batch_id: str) -> bool:
         return batch_id in self._calls or any(result.batch_id == batch_id for _, result in self._unsaved)
 
-    async def _write_files(self, batch: Batch) -> None:
+    async def _write_files(self, batch: JobBatch) -> None:
         uploads = [self._output(batch, name) for name in ("output", "error")]
         try:
             after = 0
@@ -344,7 +346,7 @@ class Runner:
             raise
         get_logger().info("batch", batch=batch.id, state=str(ended.state))
 
-    def _output(self, batch: Batch, name: str) -> Upload:
+    def _output(self, batch: JobBatch, name: str) -> Upload:
         file_id, shown = f"file-{secrets.token_hex(12)}", f"{batch.id}_{name}.jsonl"
         return self.store.new_file(file_id, batch.owner, "batch_output", shown, self.now_s())
 

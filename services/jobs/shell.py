@@ -21,7 +21,7 @@ _AGAIN_S: Final = 1.0
 Dial = Callable[[str], HttpClient]
 
 
-class Clock:
+class WallClock:
     """The time on the wall as it was when this began, or when something was last stored, if that is later. From then on
     it goes by a clock that nobody sets: windows pass as they should, and times of states are in order."""
 
@@ -78,7 +78,7 @@ class JobsShell:
             self._floor.fenced(await asyncio.to_thread(Store.last_epoch, self._folder))
             raise
         try:
-            runner = Runner(store, self._gateways, self._rules, Clock(store.last_s).now_s)
+            runner = Runner(store, self._gateways, self._rules, WallClock(store.last_s).now_s)
             self._desk.runner = runner
             await runner.run()
         finally:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import IO, Final, cast
 
 from ballast.common.errors import BallastError, NotFound, Unavailable
-from services.jobs.core.batch import Batch, Problem, State
-from services.jobs.core.lines import Line
+from services.jobs.core.batch import BatchState, JobBatch, Problem
+from services.jobs.core.lines import JobLine
 
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _BUSY_TIMEOUT_S: Final = 5.0
@@ -69,7 +69,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class CallerUsage:
     """What one key has here."""
 
     file_bytes: int
@@ -223,32 +223,32 @@ class Store:
                    (SELECT 1 FROM batches WHERE NOT has_ended AND input_file_id = files.id)"""
         return [str(row[0]) for row in self._db.execute(query, (before_s,))]
 
-    def usage(self, owner: str | None = None) -> Usage:
+    def usage(self, owner: str | None = None) -> CallerUsage:
         """Of one key; None: of all."""
         mine, values = ("owner = ?", (owner,)) if owner is not None else ("1", ())
         stored = self._db.execute(f"SELECT coalesce(sum(bytes), 0) FROM files WHERE {mine}", values).fetchone()[0]
         query = f"""SELECT count(*), coalesce(sum(total - completed - failed), 0) FROM batches
                     WHERE NOT has_ended AND {mine}"""
         batches, lines = self._db.execute(query, values).fetchone()
-        return Usage(int(stored), int(batches), int(lines))
+        return CallerUsage(int(stored), int(batches), int(lines))
 
     # ------------------------------------------------------------------------------------------ batches
 
-    def add_batch(self, batch: Batch) -> None:
+    def add_batch(self, batch: JobBatch) -> None:
         with self._transaction("add a batch", now_s=batch.created_s):
             self._db.execute(
                 "INSERT INTO batches VALUES (NULL, ?, ?, 0, 0, 0, 0, ?, ?)",
                 (batch.id, batch.owner, batch.input_file_id, _rest_of(batch)),
             )
 
-    def save_batch(self, batch: Batch, now_s: float, lines: Sequence[Line] = ()) -> None:
+    def save_batch(self, batch: JobBatch, now_s: float, lines: Sequence[JobLine] = ()) -> None:
         """`lines`: all of it, when they have been checked."""
         with self._transaction("save a batch", now_s=now_s):
             self._update(batch)
             rows = ((batch.id, line.number, line.custom_id, line.offset, line.length) for line in lines)
             self._db.executemany("INSERT INTO lines VALUES (?, ?, ?, ?, ?, NULL, NULL)", rows)
 
-    def end_batch(self, batch: Batch, now_s: float, files: Sequence[StoredFile]) -> None:
+    def end_batch(self, batch: JobBatch, now_s: float, files: Sequence[StoredFile]) -> None:
         """Its files are in place: they hold the results from now on."""
         with self._transaction("end a batch", now_s=now_s):
             for file in files:
@@ -256,13 +256,13 @@ class Store:
             self._update(batch)
             self._db.execute("DELETE FROM lines WHERE batch_id = ?", (batch.id,))
 
-    def _update(self, batch: Batch) -> None:
+    def _update(self, batch: JobBatch) -> None:
         self._db.execute(
             "UPDATE batches SET has_ended = ?, total = ?, rest = ? WHERE id = ?",
             (batch.has_ended, batch.total, _rest_of(batch), batch.id),
         )
 
-    def batch(self, batch_id: str, owner: str) -> Batch:
+    def batch(self, batch_id: str, owner: str) -> JobBatch:
         """
         Raises:
             NotFound: there is none, or it is another key's.
@@ -273,13 +273,13 @@ class Store:
             raise NotFound(f"there is no batch {batch_id}")
         return _batch_of(row)
 
-    def batches(self, owner: str, *, after: str | None, limit: int) -> list[Batch]:
+    def batches(self, owner: str, *, after: str | None, limit: int) -> list[JobBatch]:
         """The newest first."""
         where, values = _page("batches", owner, after, newest_first=True)
         query = f"SELECT {_BATCH} FROM batches WHERE {where} ORDER BY serial DESC LIMIT ?"
         return [_batch_of(row) for row in self._db.execute(query, (*values, limit))]
 
-    def open_batches(self) -> list[Batch]:
+    def open_batches(self) -> list[JobBatch]:
         query = f"SELECT {_BATCH} FROM batches WHERE NOT has_ended ORDER BY serial"
         return [_batch_of(row) for row in self._db.execute(query)]
 
@@ -291,11 +291,11 @@ class Store:
 
     # ------------------------------------------------------------------------------------------ lines
 
-    def open_lines(self, batch_id: str, after: int, limit: int) -> list[Line]:
+    def open_lines(self, batch_id: str, after: int, limit: int) -> list[JobLine]:
         """Lines without a result, in order."""
         query = """SELECT number, custom_id, offset, length FROM lines
                    WHERE batch_id = ? AND number > ? AND result IS NULL ORDER BY number LIMIT ?"""
-        return [Line(*row) for row in self._db.execute(query, (batch_id, after, limit))]
+        return [JobLine(*row) for row in self._db.execute(query, (batch_id, after, limit))]
 
     def save_results(self, results: Sequence[Result], now_s: float) -> dict[str, tuple[int, int]]:
         """Those that are the first of their line; how many were stored, per batch: successes and others."""
@@ -382,19 +382,19 @@ def _page(table: str, owner: str, after: str | None, newest_first: bool) -> tupl
     return f"owner = ? AND serial {compare} (SELECT serial FROM {table} WHERE id = ?)", [owner, after]
 
 
-def _rest_of(batch: Batch) -> str:
+def _rest_of(batch: JobBatch) -> str:
     fields = asdict(batch)
     for counted in ("total", "completed", "failed"):
         del fields[counted]
     return json.dumps(fields)
 
 
-def _batch_of(row: tuple[str, int, int, int]) -> Batch:
+def _batch_of(row: tuple[str, int, int, int]) -> JobBatch:
     fields = json.loads(row[0])
-    fields["state"], fields["outcome"] = State(fields["state"]), State(fields["outcome"])
-    fields["at_s"] = {State(state): at_s for state, at_s in fields["at_s"].items()}
+    fields["state"], fields["outcome"] = BatchState(fields["state"]), BatchState(fields["outcome"])
+    fields["at_s"] = {BatchState(state): at_s for state, at_s in fields["at_s"].items()}
     fields["problems"] = tuple(Problem(**one) for one in fields["problems"])
-    return Batch(**fields, total=row[1], completed=row[2], failed=row[3])
+    return JobBatch(**fields, total=row[1], completed=row[2], failed=row[3])
 
 
 def _meta(db: sqlite3.Connection, name: str) -> float:

@@ -7,7 +7,7 @@ import grpc.aio
 from ballast.rpc.channel import is_refused
 from ballast.rpc.server import RpcServer
 from ballast.service import logs
-from ballast.service.elected import Candidate, serve_elected
+from ballast.service.elected import ElectionCandidate, serve_elected
 from ballast.service.lifecycle import Lifecycle, advertised_address, run_service
 from ballast.service.metrics import MetricsServer
 from ballast.service.security import Role, Security
@@ -51,7 +51,7 @@ async def main(life: Lifecycle) -> None:
         address = advertised_address(settings.host, settings.advertise_host, port)
         logs.get_logger().info("starting", address=address, settings=settings.model_dump())
         await serve_elected(
-            Candidate(_NAME, settings.monitor_id, address, settings.leadership_ttl_s),
+            ElectionCandidate(_NAME, settings.monitor_id, address, settings.leadership_ttl_s),
             state=state,
             server=server,
             stopping=life.stopping,

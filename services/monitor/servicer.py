@@ -23,7 +23,7 @@ from ballastpb.monitor.v1 import monitor_pb2_grpc
 from services.monitor.core import messages as m
 from services.monitor.policy.demand import GroupDemand
 from services.monitor.policy.pressure import LongRequest, Overload, Relief, Signal
-from services.monitor.shell import MonitorShell, ReportStream, Row
+from services.monitor.shell import InstanceRow, MonitorShell, ReportStream
 
 _GOODBYE_PROOF_S = 0.05
 _MOST_INT64 = (1 << 63) - 1
@@ -203,7 +203,7 @@ def _int64(value: int) -> int:
     return max(-_MOST_INT64, min(_MOST_INT64, value))
 
 
-def _row_to_proto(row: Row, slowness: float) -> pb.InstanceStatus:
+def _row_to_proto(row: InstanceRow, slowness: float) -> pb.InstanceStatus:
     load = codec.LOAD.message(row.load) if row.load is not None else None
     return pb.InstanceStatus(
         instance=INSTANCE.message(row.instance), load=load, report_age_s=row.report_age_s, slowness=slowness

@@ -116,7 +116,7 @@ _PROBE_DELAYS_S = (0.0, 0.1, 0.3)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class InstanceRow:
     """One instance in the registry."""
 
     instance: Instance
@@ -129,12 +129,12 @@ class Row:
 class RegistryStore(Protocol):
     """The registry in the state server. Every call ends within seconds; raises Unavailable without an answer."""
 
-    async def write(self, rows: list[Row], forget: set[WorkerId]) -> None: ...
+    async def write(self, rows: list[InstanceRow], forget: set[WorkerId]) -> None: ...
 
-    async def read(self) -> list[Row]: ...
+    async def read(self) -> list[InstanceRow]: ...
 
 
-class Environment(Protocol):
+class MonitorEnvironment(Protocol):
     """Other services' entries in the state server. Every call ends within seconds; raises Unavailable without an
     answer.
     """
@@ -202,7 +202,7 @@ class MonitorShell:
         self,
         core: MonitorCore,
         store: RegistryStore,
-        environment: Environment,
+        environment: MonitorEnvironment,
         *,
         monitor_id: str,
         is_refused: Callable[[str], Awaitable[bool]],
@@ -294,7 +294,7 @@ class MonitorShell:
     def unwatch(self, watcher: Watcher) -> None:
         self._watchers.discard(watcher)
 
-    async def rows(self) -> list[Row]:
+    async def rows(self) -> list[InstanceRow]:
         """Live instances: from memory when active, from the registry as a standby."""
         return self._current_rows() if self.core.active else await self._store.read()
 
@@ -440,10 +440,10 @@ class MonitorShell:
             else:
                 reachable = True
 
-    def _current_rows(self) -> list[Row]:
+    def _current_rows(self) -> list[InstanceRow]:
         now_s = time.monotonic()
         entries = [entry for _, entry in sorted(self.core.entries.items())]
-        return [Row(e.instance, e.draining, e.load, now_s - e.heard_at_s, e.whole) for e in entries]
+        return [InstanceRow(e.instance, e.draining, e.load, now_s - e.heard_at_s, e.whole) for e in entries]
 
     def _sums(self) -> dict[str, int]:
         newest = self.core.pressure.history[-1]

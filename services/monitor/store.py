@@ -30,7 +30,7 @@ from ballast.service.logs import get_logger
 from ballast.service.state import KEY_PREFIX, StateServer, candidates_key, is_garbage, unless_garbage
 from ballastpb.cluster.v1 import cluster_pb2
 from services.monitor.core.messages import BacklogWord, WholeMemory
-from services.monitor.shell import Row
+from services.monitor.shell import InstanceRow
 
 _LAYOUT = f"{KEY_PREFIX}layout"
 _BACKLOGS = f"{KEY_PREFIX}backlogs"
@@ -49,7 +49,7 @@ class RedisRegistry:
         self._state = state
         self._ttl_ms = int(ttl_s * 1000)
 
-    async def write(self, rows: list[Row], forget: set[WorkerId]) -> None:
+    async def write(self, rows: list[InstanceRow], forget: set[WorkerId]) -> None:
         for first in range(0, max(len(rows), 1), _ROWS_AT_ONCE):
             pipe = self._state.redis.pipeline(transaction=False)
             for row in rows[first : first + _ROWS_AT_ONCE]:
@@ -64,7 +64,7 @@ class RedisRegistry:
                     keys = [_ROW_PREFIX + row.instance.worker_id for row in rows[first : first + _ROWS_AT_ONCE]]
                     await self._state.run(self._state.redis.delete(*keys))
 
-    async def read(self) -> list[Row]:
+    async def read(self) -> list[InstanceRow]:
         """All rows, by worker id; unreadable ones are left out and logged."""
         redis = self._state.redis
         keys: list[str] = []
@@ -77,7 +77,7 @@ class RedisRegistry:
             if cursor == 0:
                 break
         keys = sorted(set(keys))
-        rows: list[Row | None] = []
+        rows: list[InstanceRow | None] = []
         for first in range(0, len(keys), _ROWS_AT_ONCE):
             some = keys[first : first + _ROWS_AT_ONCE]
             pipe = redis.pipeline(transaction=False)
@@ -88,7 +88,7 @@ class RedisRegistry:
         return [row for row in rows if row is not None]
 
 
-def _to_fields(row: Row) -> dict[FieldT, EncodableT]:
+def _to_fields(row: InstanceRow) -> dict[FieldT, EncodableT]:
     fields: dict[FieldT, EncodableT] = {
         "incarnation": str(row.instance.incarnation),
         "address": row.instance.address,
@@ -104,7 +104,7 @@ def _to_fields(row: Row) -> dict[FieldT, EncodableT]:
     return fields
 
 
-def _from_fields(key: str, fields: dict[str, str]) -> Row | None:
+def _from_fields(key: str, fields: dict[str, str]) -> InstanceRow | None:
     if not fields:  # expired between two commands
         return None
     try:
@@ -117,7 +117,7 @@ def _from_fields(key: str, fields: dict[str, str]) -> Row | None:
         )
         load = _LOAD.validate_json(fields["load"]) if "load" in fields else None
         whole = _WHOLE.validate_json(fields["whole"]) if "whole" in fields else None
-        return Row(instance, fields["draining"] == "1", load, float(fields["report_age_s"]), whole)
+        return InstanceRow(instance, fields["draining"] == "1", load, float(fields["report_age_s"]), whole)
     except (KeyError, ValueError, ValidationError) as error:
         get_logger().warning("registry row of another version left out", key=key, why=str(error))
         return None

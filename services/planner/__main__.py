@@ -9,7 +9,7 @@ from ballast.common.errors import ConfigError
 from ballast.common.overload import OverloadPolicy
 from ballast.rpc.server import RpcServer
 from ballast.service import logs
-from ballast.service.elected import Candidate, serve_elected
+from ballast.service.elected import ElectionCandidate, serve_elected
 from ballast.service.leadership import Floor, LeaderAddress
 from ballast.service.lifecycle import Lifecycle, advertised_address, run_service
 from ballast.service.metrics import MetricsServer
@@ -27,7 +27,7 @@ from services.planner.core.sizing import SizingRules
 from services.planner.core.stages import CoordinatorRules
 from services.planner.metrics import PlannerMetrics
 from services.planner.peers import Members, MonitorEvents
-from services.planner.policy.compare import Targets
+from services.planner.policy.compare import ComparisonTargets
 from services.planner.policy.migrate import MigrationRules
 from services.planner.servicer import PlannerServicer
 from services.planner.shell.planner import PlannerShell
@@ -76,7 +76,7 @@ async def main(life: Lifecycle) -> None:
         address = advertised_address(settings.host, settings.advertise_host, port)
         logs.get_logger().info("starting", address=address, settings=settings.model_dump())
         await serve_elected(
-            Candidate(_NAME, settings.planner_id, address, settings.leadership_ttl_s),
+            ElectionCandidate(_NAME, settings.planner_id, address, settings.leadership_ttl_s),
             state=state,
             server=server,
             stopping=life.stopping,
@@ -111,7 +111,7 @@ def build_shell(
                 dwell_s=settings.park_dwell_s,
                 last_name=settings.park_order == "last-name",
             ),
-            planning=Planning(targets=Targets(ttft_s=settings.ttft_target_s)),
+            planning=Planning(targets=ComparisonTargets(ttft_s=settings.ttft_target_s)),
             coordinator=CoordinatorRules(restore_prepare_timeout_s=settings.restore_timeout_s),
         ),
     )

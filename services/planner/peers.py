@@ -38,7 +38,6 @@ from ballastpb.monitor.v1 import monitor_pb2 as pb
 from ballastpb.monitor.v1 import monitor_pb2_grpc
 from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.planner.core.messages import (
-    Call,
     CallMember,
     ClusterLoad,
     InstanceDraining,
@@ -51,6 +50,7 @@ from services.planner.core.messages import (
     ReliefRaised,
     SnapshotBegan,
     SnapshotEnded,
+    WorkerCall,
 )
 from services.planner.core.transition import Journal, MemberSaid
 from services.planner.policy.migrate import Move
@@ -247,7 +247,7 @@ class Members:
             with self._asking(worker_id):
                 answer = await self._ask(command, timeout_s)
         except BallastError as why:
-            if command.call is Call.PREPARE and isinstance(why, (InvalidRequest, StaleEpoch, NotPossible)):
+            if command.call is WorkerCall.PREPARE and isinstance(why, (InvalidRequest, StaleEpoch, NotPossible)):
                 return MemberSaid(time.monotonic(), worker_id, Phase.FAILED, str(why))
             if not isinstance(why, (Unavailable, DeadlineExceeded)):
                 get_logger().warning("member does not do as asked", worker=worker_id, epoch=epoch, why=str(why))
@@ -309,14 +309,14 @@ class Members:
     async def _ask(self, command: CallMember, timeout_s: float) -> _Answer:
         stub, epoch, orders = self._stub(command.member.address), command.journal.epoch, self._orders
         match command.call:
-            case Call.PREPARE:
+            case WorkerCall.PREPARE:
                 call = stub.Prepare(_prepare_request(command), timeout=timeout_s, metadata=orders)
-            case Call.COMMIT:
+            case WorkerCall.COMMIT:
                 call = stub.Commit(worker_pb2.CommitRequest(epoch=epoch), timeout=timeout_s, metadata=orders)
-            case Call.ABORT:
+            case WorkerCall.ABORT:
                 request = worker_pb2.AbortRequest(epoch=epoch, why=command.why)
                 call = stub.Abort(request, timeout=timeout_s, metadata=orders)
-            case Call.POLL:
+            case WorkerCall.POLL:
                 call = stub.GetTransition(worker_pb2.GetTransitionRequest(epoch=epoch), timeout=timeout_s)
         return await call
 

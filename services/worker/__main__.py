@@ -40,7 +40,7 @@ from services.worker.emulation.machine import read_machine
 from services.worker.engine.model_config import read_model_config
 from services.worker.links.config import TransportConfig
 from services.worker.metrics import LinkCollector, export
-from services.worker.pipeline.build import Instance, join, stage_core
+from services.worker.pipeline.build import BuiltInstance, join, stage_core
 from services.worker.pipeline.context import BlockCopier
 from services.worker.pipeline.events import GrammarComes
 from services.worker.pipeline.grammars import CompileGrammar
@@ -52,11 +52,11 @@ from services.worker.policy.step_limits import StepLimits, step_limits, what_lim
 from services.worker.policy.token_target import TokenTarget
 from services.worker.ranks.channel import RankLog, RankLost
 from services.worker.reporter import MonitorReporter
-from services.worker.servicer import Identity, WorkerServicer
-from services.worker.shell import Engine as ShellEngine
+from services.worker.servicer import WorkerIdentity, WorkerServicer
+from services.worker.shell import StepEngine as ShellEngine
 from services.worker.shell import WorkerShell
 from services.worker.spans import RequestSpans
-from services.worker.store import Gpu, claimed_devices
+from services.worker.store import StoredGpu, claimed_devices
 from services.worker.text import load_tokenizer, primed_detokenizer
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Kit:
     joins: bool = True  # may join groups and migrate KV
 
 
-class LoadedEngine(Instance, ShellEngine, Protocol):
+class LoadedEngine(BuiltInstance, ShellEngine, Protocol):
     """A loaded model, to be executed as a whole or as a stage."""
 
 
@@ -432,7 +432,7 @@ class WorkerProcess:
     def _make_server(self, worker_id: WorkerId, incarnation: Incarnation, exporter: Exporter | None) -> RpcServer:
         servicer = WorkerServicer(
             shell=self._shell,
-            identity=Identity(worker_id, incarnation, self._engine.info, self._device),
+            identity=WorkerIdentity(worker_id, incarnation, self._engine.info, self._device),
             max_waiting_count=step_limits_of(self._settings).queued,
             detokenizer=self._detokenizer,
             compile_grammar=self._grammar_comes if self._compile_grammar is not None else None,
@@ -565,10 +565,10 @@ async def serve(
         await WorkerProcess(life, settings, security, kit, state, worker_id).run(worker_id)
 
 
-def _gpus() -> list[Gpu]:
+def _gpus() -> list[StoredGpu]:
     from services.worker.memory.gpus import gpu_uuids  # imports torch
 
-    return [Gpu(f"cuda:{index}", uuid) for index, uuid in enumerate(gpu_uuids())]
+    return [StoredGpu(f"cuda:{index}", uuid) for index, uuid in enumerate(gpu_uuids())]
 
 
 if __name__ == "__main__":

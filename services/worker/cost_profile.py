@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from ballast.common.cost import KNEE_TOKENS, CostModel
 from ballast.common.errors import ConfigError
-from services.worker.policy.cost_fit import ErrorSummary, Form, StageCosts
+from services.worker.policy.cost_fit import CostForm, ErrorSummary, StageCosts
 
 VERSION = 1
 _REMEDY = "make a new one with `ballast profile`"
@@ -105,14 +105,14 @@ class HeldOut(_Strict):
     with_prefix: Errors
 
 
-class Link(_Strict):
+class LinkCosts(_Strict):
     """Between two processes on this machine, over the loopback device."""
 
     bandwidth_bytes_per_s: float = Field(gt=0)
     latency_s: float = Field(gt=0)  # half a round trip of a small activation
 
 
-class Copies(_Strict):
+class CopyCosts(_Strict):
     """Host memory to and from the device's; on a CPU both are the same memory."""
 
     to_device_bytes_per_s: float = Field(gt=0)
@@ -130,10 +130,10 @@ class CostProfile(_Strict):
     key: ProfileKey
     costs: Costs
     sample_count: int  # of the fit
-    held_out: dict[Form, HeldOut]
-    link: Link | None
+    held_out: dict[CostForm, HeldOut]
+    link: LinkCosts | None
     remap_s_per_gb: float | None = Field(ge=0)  # parameters to KV; None for a model of one layer
-    copies: Copies
+    copies: CopyCosts
 
 
 def now() -> str:

@@ -32,7 +32,7 @@ class OutputStream:
         self.broken = asyncio.Event()  # closed with an error: abandon the current write, too
         self._outputs: deque[Output] = deque()
         self._wake = asyncio.Event()
-        self._closed: BallastError | _End | None = None
+        self._closed: BallastError | _StreamEnd | None = None
 
     @property
     def backlog_count(self) -> int:
@@ -66,7 +66,7 @@ class OutputStream:
         """Close after the queued outputs, or at once with an error."""
         if self._closed is not None:
             return
-        self._closed = why or _End()
+        self._closed = why or _StreamEnd()
         if why is not None:
             self._outputs.clear()
             self.broken.set()
@@ -76,7 +76,7 @@ class OutputStream:
         """The next output; None at the end. Raises the closing error."""
         while not self._outputs:
             if self._closed is not None:
-                if isinstance(self._closed, _End):
+                if isinstance(self._closed, _StreamEnd):
                     return None
                 raise self._closed
             self._wake.clear()
@@ -84,5 +84,5 @@ class OutputStream:
         return self._outputs.popleft()
 
 
-class _End:
+class _StreamEnd:
     """A stream's regular end."""

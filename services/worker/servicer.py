@@ -66,7 +66,7 @@ class TransitionPort(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class WorkerIdentity:
     """Identity of a worker."""
 
     worker_id: WorkerId
@@ -80,7 +80,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self,
         *,
         shell: WorkerShell,
-        identity: Identity,
+        identity: WorkerIdentity,
         max_waiting_count: int,
         detokenizer: Callable[[NewSequence], Detokenizing],
         transitions: TransitionPort,

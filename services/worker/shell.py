@@ -33,7 +33,7 @@ from services.worker.core.events import (
     StreamsLost,
     Submitted,
 )
-from services.worker.core.turns import Member, MemberEvent, StepOutcome, Turns
+from services.worker.core.turns import MemberEvent, StepOutcome, TurnMember, Turns
 from services.worker.core.worker import WorkerCore
 from services.worker.output_stream import OutputStream
 from services.worker.policy.ending import may_end
@@ -46,7 +46,7 @@ _LAST_STEP_S = 30.0  # maximum for the running step at a stop
 _FAILED_STEPS = 3  # consecutive failures after which the engine counts as broken
 
 
-class Engine(Protocol):
+class StepEngine(Protocol):
     """Executes batches. Called from the engine thread only."""
 
     def compute_here(self) -> None:
@@ -74,7 +74,7 @@ class EngineTurns(Turns):
     def __init__(
         self,
         core: WorkerCore,
-        engine: Engine,
+        engine: StepEngine,
         detokenizer: Callable[[NewSequence], Detokenizing],
         check_every_steps: int,
     ) -> None:
@@ -86,7 +86,7 @@ class EngineTurns(Turns):
         self._failed_steps = 0
         self.texts: dict[SequenceId, Detokenizing] = {}
 
-    def join_group(self, member: Member) -> None:
+    def join_group(self, member: TurnMember) -> None:
         self._member = member
 
     def run(self, command: Execute | Removed) -> StepOutcome | None:
@@ -174,14 +174,14 @@ class WorkerShell:
         self,
         *,
         core: WorkerCore,
-        engine: Engine,
+        engine: StepEngine,
         detokenizer: Callable[[NewSequence], Detokenizing],
         check_every_steps: int = 0,
     ) -> None:
         self._core = core
         self._engine = engine
         self._turns = EngineTurns(core, engine, detokenizer, check_every_steps)
-        self._member: Member | None = None
+        self._member: TurnMember | None = None
         self._requests_came: Callable[[LoadReport], None] | None = None
         self._inbox: queue.SimpleQueue[Event | MemberEvent | None] = queue.SimpleQueue()
         self._preempting = threading.Event()  # the inbox has online work
@@ -238,7 +238,7 @@ class WorkerShell:
             self._draining = True
             self._inbox.put(DrainRequested(time.monotonic()))
 
-    def join_group(self, member: Member) -> None:
+    def join_group(self, member: TurnMember) -> None:
         """Before `run`: set the group member."""
         self._member = member
         self._turns.join_group(member)

@@ -12,7 +12,7 @@ from services.worker.core.events import Emit, Ending, Submitted
 
 
 @dataclass(slots=True)
-class _Stay:
+class _WorkerStay:
     context: Context  # of the request's span
     submitted: Submitted
     first_token_at_s: float | None = None
@@ -32,7 +32,7 @@ class RequestSpans:
     def __init__(self, exporter: Exporter | None, worker_id: WorkerId) -> None:
         self._exporter = exporter
         self._worker_id = worker_id
-        self._open: dict[int, dict[int, _Stay]] = {}  # by stream and handle; as many as requests here
+        self._open: dict[int, dict[int, _WorkerStay]] = {}  # by stream and handle; as many as requests here
 
     def submitted(self, event: Submitted, traceparent: str) -> None:
         """`traceparent`: of the request's span at its dispatcher."""
@@ -40,7 +40,7 @@ class RequestSpans:
             return
         context = Context.read(traceparent)
         if context is not None and context.sampled:
-            self._open.setdefault(event.key.stream_id, {})[event.key.handle] = _Stay(context, event)
+            self._open.setdefault(event.key.stream_id, {})[event.key.handle] = _WorkerStay(context, event)
 
     def told(self, emit: Emit, at_s: float) -> None:
         """Tokens and endings sent to their dispatcher."""
@@ -64,11 +64,11 @@ class RequestSpans:
         for stay in self._open.pop(stream_id, {}).values():
             self._end(stay, at_s, None)
 
-    def _end(self, stay: _Stay, at_s: float, ending: Ending | None) -> None:
+    def _end(self, stay: _WorkerStay, at_s: float, ending: Ending | None) -> None:
         if self._exporter is not None:
             self._exporter.put(self._spans_of(stay, at_s, ending, wall_offset_s()))
 
-    def _spans_of(self, stay: _Stay, at_s: float, ending: Ending | None, offset_s: float) -> list[Span]:
+    def _spans_of(self, stay: _WorkerStay, at_s: float, ending: Ending | None, offset_s: float) -> list[Span]:
         event, first_s = stay.submitted, stay.first_token_at_s
         said = {
             "ballast.worker_id": self._worker_id,

@@ -17,7 +17,7 @@ _RETRY_S = 0.5
 _ANSWER_WITHIN_S = 60.0  # maximum silence of the state server before the worker exits and is restarted
 
 
-class Gpu(NamedTuple):
+class StoredGpu(NamedTuple):
     device: str  # cuda:0 ...
     uuid: str
 
@@ -32,7 +32,7 @@ class Leases(Protocol):
 
 @contextlib.asynccontextmanager
 async def claimed_device(
-    wanted: str, gpus: Callable[[], Sequence[Gpu]], leases: Leases, worker_id: WorkerId
+    wanted: str, gpus: Callable[[], Sequence[StoredGpu]], leases: Leases, worker_id: WorkerId
 ) -> AsyncGenerator[str]:
     """The configured device, or for `cuda:auto` the first free one, leased to this worker.
 
@@ -63,7 +63,7 @@ async def claimed_device(
 
 @contextlib.asynccontextmanager
 async def claimed_devices(
-    wanted: str, count: int, gpus: Callable[[], Sequence[Gpu]], leases: Leases, worker_id: WorkerId
+    wanted: str, count: int, gpus: Callable[[], Sequence[StoredGpu]], leases: Leases, worker_id: WorkerId
 ) -> AsyncGenerator[tuple[str, ...]]:
     """One for each rank, from the configured device on, or for `cuda:auto` as many free ones.
 
@@ -81,14 +81,14 @@ async def claimed_devices(
     async with contextlib.AsyncExitStack() as claims:
         for _ in range(count):  # its own leases would be granted again, so these are excluded
 
-            def others() -> Sequence[Gpu]:
+            def others() -> Sequence[StoredGpu]:
                 return [gpu for gpu in gpus() if gpu.device not in claimed]
 
             claimed.append(await claims.enter_async_context(claimed_device(wanted, others, leases, worker_id)))
         yield tuple(claimed)
 
 
-async def _first_free(there: Sequence[Gpu], leases: Leases, worker_id: WorkerId) -> Gpu | None:
+async def _first_free(there: Sequence[StoredGpu], leases: Leases, worker_id: WorkerId) -> StoredGpu | None:
     give_up_at_s = time.monotonic() + _ANSWER_WITHIN_S
     for gpu in there:
         while True:
@@ -105,7 +105,7 @@ async def _first_free(there: Sequence[Gpu], leases: Leases, worker_id: WorkerId)
     return None
 
 
-async def _renew(gpu: Gpu, leases: Leases, worker_id: WorkerId) -> None:
+async def _renew(gpu: StoredGpu, leases: Leases, worker_id: WorkerId) -> None:
     while True:
         await asyncio.sleep(_RENEW_S)
         with contextlib.suppress(Unavailable):
@@ -113,5 +113,5 @@ async def _renew(gpu: Gpu, leases: Leases, worker_id: WorkerId) -> None:
                 get_logger().error("another worker has claimed this one's GPU", device=gpu.device, uuid=gpu.uuid)
 
 
-def _lease(gpu: Gpu) -> str:
+def _lease(gpu: StoredGpu) -> str:
     return f"gpu:{gpu.uuid}"

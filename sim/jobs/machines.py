@@ -8,9 +8,9 @@ from ballast.common.errors import ConfigError
 from services.worker.core.batch import Slice
 from services.worker.cost_profile import read_profile
 from services.worker.emulation.engine import emulate
-from services.worker.emulation.machine import Machine, Measured, Outline, Roofline, read_machine, write_machine
+from services.worker.emulation.machine import Machine, MeasuredCosts, Outline, Roofline, read_machine, write_machine
 from services.worker.emulation.tokens import answer
-from sim.cost import Roofline as RooflineOf
+from sim.cost import SimRoofline as RooflineOf
 from sim.cost import fitted
 from sim.hardware import Cluster, Gpu, ModelSpec, find_gpu, find_model, is_gpu_file, timings
 from tools.bench.emulation import Emulation
@@ -94,7 +94,7 @@ def profiled_machine(path: Path, checkpoint: CheckpointInfo, memory_bytes: int) 
             dtype=profile.key.dtype,
         ),
         memory_bytes=memory_bytes,
-        execution=Measured(layer=costs.layer, step=costs.step, first=costs.first, last=costs.last),
+        execution=MeasuredCosts(layer=costs.layer, step=costs.step, first=costs.first, last=costs.last),
         link_bytes_per_s=profile.link.bandwidth_bytes_per_s,
         host_bytes_per_s=profile.copies.to_device_bytes_per_s,
         disk_bytes_per_s=profile.copies.to_device_bytes_per_s,

@@ -13,7 +13,7 @@ from statistics import fmean
 import numpy as np
 
 from services.worker.policy.roofline import RooflineCosts
-from sim.cost import Roofline
+from sim.cost import SimRoofline
 from sim.hardware import Cluster, ModelSpec, Timings
 from tools.bench.traces import Trace, TraceRequest
 
@@ -66,7 +66,7 @@ def capacity_tokens(model: ModelSpec, cluster: Cluster, timings: Timings) -> flo
 
 
 def settled(model: ModelSpec, cluster: Cluster, timings: Timings, load: Load) -> Settled:
-    costs, layers = Roofline(model, cluster, timings).costs, model.layer_count
+    costs, layers = SimRoofline(model, cluster, timings).costs, model.layer_count
     capacity = capacity_tokens(model, cluster, timings)
     prompts = load.rate_per_s * prompt_s(costs, layers, load.input_tokens)
     if prompts >= 1.0:
@@ -90,7 +90,7 @@ def prompt_s(costs: RooflineCosts, layers: int, tokens: float) -> float:
 
 def peak_demand(model: ModelSpec, cluster: Cluster, timings: Timings, phases: Sequence[tuple[float, Load]]) -> float:
     """Peak KV demand over phases (seconds, load), as a fraction of the memory, if it were unlimited."""
-    costs, layers = Roofline(model, cluster, timings).costs, model.layer_count
+    costs, layers = SimRoofline(model, cluster, timings).costs, model.layer_count
     capacity = capacity_tokens(model, cluster, timings)
     running = held = most = 0.0
     for seconds, load in phases:
@@ -119,7 +119,7 @@ def prompt_share(model: ModelSpec, cluster: Cluster, timings: Timings, trace: Tr
     """Fraction of all engines' time for the prompts of the densest half minute."""
     if not trace.requests:
         return 0.0
-    costs, instances = Roofline(model, cluster, timings).costs, cluster.instances_of(model)
+    costs, instances = SimRoofline(model, cluster, timings).costs, cluster.instances_of(model)
     at_s = np.array([r.arrival_s for r in trace.requests])
     each_s = [prompt_s(costs, model.layer_count, r.input_tokens) for r in trace.requests]
     total_s = np.concatenate([[0.0], np.cumsum(each_s)])

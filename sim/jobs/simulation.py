@@ -24,7 +24,7 @@ from services.planner.core.conductor import ConductorRules
 from services.planner.core.machine import PlannerRules
 from services.planner.core.record import TransitionRecord
 from services.planner.core.stages import CoordinatorRules
-from services.planner.policy.compare import Targets
+from services.planner.policy.compare import ComparisonTargets
 from services.planner.policy.migrate import MigrationRules
 from services.worker.config import WorkerSettings
 from services.worker.policy.step_limits import step_limits
@@ -36,12 +36,12 @@ from sim.jobs.settled import prompt_share, reading_is_short
 from sim.offline import OfflineLoad
 from sim.policies import DEFAULT_SWAP_BYTES, find_policy
 from sim.results import Outcome as SimOutcome
-from sim.results import Sample, SimRun
+from sim.results import SimRun, SimSample
 from sim.rules import ClusterRules, WorkerRules
 from sim.world import World, WorldOptions, instance_count
 from tools.bench.environment import describe_environment
 from tools.bench.policies import PolicySpec, parse_policies
-from tools.bench.records import Outcome, PlannerTransition, ReplayRun, RequestRecord, StatusSample, TimedTransition
+from tools.bench.records import BenchRecord, PlannerTransition, ReplayRun, RequestOutcome, StatusSample, TimedTransition
 from tools.bench.results import (
     BenchConfig,
     BenchResult,
@@ -56,11 +56,11 @@ Progress = Callable[[str, int, float], None]  # policy, requests ended, instant 
 
 _DROP = "drop"  # Ballast's policy; the others are baselines
 _OUTCOMES = {
-    SimOutcome.FINISHED: Outcome.FINISHED,
-    SimOutcome.REFUSED: Outcome.REFUSED,
-    SimOutcome.DEADLINE: Outcome.DEADLINE,
-    SimOutcome.FAILED: Outcome.FAILED,
-    SimOutcome.OPEN: Outcome.CANCELLED,
+    SimOutcome.FINISHED: RequestOutcome.FINISHED,
+    SimOutcome.REFUSED: RequestOutcome.REFUSED,
+    SimOutcome.DEADLINE: RequestOutcome.DEADLINE,
+    SimOutcome.FAILED: RequestOutcome.FAILED,
+    SimOutcome.OPEN: RequestOutcome.CANCELLED,
 }
 
 
@@ -252,7 +252,7 @@ def with_knobs(spec: PolicySpec, rules: ClusterRules) -> ClusterRules:
             case "degree":
                 transitions = replace(transitions, pipeline_degree=int(_number(setting)))
             case "ttft-target-s":
-                planning = replace(transitions.planning, targets=Targets(ttft_s=_seconds(setting)))
+                planning = replace(transitions.planning, targets=ComparisonTargets(ttft_s=_seconds(setting)))
                 transitions = replace(transitions, planning=planning)
             case "park":
                 sizing = replace(transitions.sizing, parks=_switch(setting, "on", "off"))
@@ -357,7 +357,7 @@ def _settings(job: SimJob, runs: Mapping[str, SimRun]) -> dict[str, str | int | 
     return settings
 
 
-def stranded_fraction(samples: Sequence[Sample]) -> float:
+def stranded_fraction(samples: Sequence[SimSample]) -> float:
     """Fraction of waiting time spent on a full instance while another one has room."""
     waiting = sum(sample.waiting_count for sample in samples)
     return sum(sample.stranded_count for sample in samples) / waiting if waiting else 0.0
@@ -380,7 +380,7 @@ def _policy_results(runs: Mapping[str, SimRun]) -> dict[str, PolicyResult]:
 def replay_run(run: SimRun) -> ReplayRun:
     """The run in the format of a measurement."""
     records = [
-        RequestRecord(
+        BenchRecord(
             index=r.index,
             request_id=r.request_id,
             input_tokens=r.input_tokens,

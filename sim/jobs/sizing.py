@@ -18,7 +18,7 @@ from queue import Empty
 import numpy as np
 
 from ballast.common.errors import ConfigError
-from sim.cost import Roofline
+from sim.cost import SimRoofline
 from sim.hardware import Cluster, ModelSpec, Timings
 from sim.jobs.settled import capacity_tokens, prompt_s
 from sim.jobs.simulation import SimJob, specs_of, world_of
@@ -118,7 +118,7 @@ def _silent(policy: str, gpu_count: int, ended_count: int, at_s: float, /) -> No
 
 
 def bounds_of(trace: Trace, model: ModelSpec, cluster: Cluster, timings: Timings, slo: Slo) -> SizingBounds:
-    costs, layers = Roofline(model, cluster, timings).costs, model.layer_count
+    costs, layers = SimRoofline(model, cluster, timings).costs, model.layer_count
     each_s = np.array([prompt_s(costs, layers, r.input_tokens) for r in trace.requests])
     spared_s = float(np.sort(each_s)[::-1][: _spared(len(each_s), slo)].sum())  # the longest ones may miss the goal
     at_s = np.array([r.arrival_s for r in trace.requests])
@@ -138,7 +138,7 @@ def _spared(count: int, slo: Slo) -> int:
 
 def _memory(requests: Sequence[TraceRequest], model: ModelSpec, cluster: Cluster, timings: Timings) -> float:
     """Peak of KV demand, with step times of a nearly full memory."""
-    costs, layers = Roofline(model, cluster, timings).costs, model.layer_count
+    costs, layers = SimRoofline(model, cluster, timings).costs, model.layer_count
     capacity = capacity_tokens(model, cluster, timings)
     mean = sum(r.input_tokens + r.output_tokens / 2 for r in requests) / len(requests)
     running, held = max(1.0, _USED * capacity / mean), _USED * capacity

@@ -25,7 +25,7 @@ from services.worker.links.open import open_plane
 from services.worker.links.plane import DataPlane
 from services.worker.links.ports import LinkEnding, LinkState
 from services.worker.links.traffic import TrafficClass
-from services.worker.links.transfer import Outcome
+from services.worker.links.transfer import TransferOutcome
 from tests.unit.worker.links.processes import CONFIG, PeerProcess
 from tests.unit.worker.links.recorder import ECHO, REFUSE, Recorder, checksum, pattern
 
@@ -134,7 +134,7 @@ def test_a_transfer_lands_where_the_receiver_wants_it(
     cuts = [5, MB, 100, total - MB - 105]
     transfer = link.transfer(TrafficClass.KV, sources, meta=str(cuts).encode(), stream=5)
     report = transfer.done.result(60)
-    assert (report.outcome, report.sent_bytes) == (Outcome.DELIVERED, total)
+    assert (report.outcome, report.sent_bytes) == (TransferOutcome.DELIVERED, total)
     ended = shared_peer.call("received")["ended"]
     assert [(e["stream"], e["outcome"], e["checksum"]) for e in ended] == [(5, "delivered", checksum(sources))]
     link.connection.check()
@@ -154,7 +154,7 @@ def test_whole_blocks_are_sent_and_received_in_place(bench: Bench, shared_peer: 
 def test_an_empty_transfer_is_delivered(bench: Bench, shared_peer: PeerProcess) -> None:
     bench.open()
     link = bench.link(shared_peer, "w2")
-    assert link.transfer(TrafficClass.KV, []).done.result(60).outcome is Outcome.DELIVERED
+    assert link.transfer(TrafficClass.KV, []).done.result(60).outcome is TransferOutcome.DELIVERED
 
 
 def test_activations_overtake_bulk(bench: Bench, shared_peer: PeerProcess) -> None:
@@ -166,7 +166,7 @@ def test_activations_overtake_bulk(bench: Bench, shared_peer: PeerProcess) -> No
         link.send(TrafficClass.ACTIVATION, ECHO, tensor=torch.zeros(4, 256)).result(60)
         bench.recorder.wait("messages", trips)
     assert transfer.cancel(), "ten round trips took longer than 64 MiB of bulk: nothing was overtaken"
-    assert transfer.done.result(60).outcome is Outcome.CANCELLED
+    assert transfer.done.result(60).outcome is TransferOutcome.CANCELLED
     shared_peer.call("wait", what="ended", count=1)
     assert shared_peer.call("received")["ended"][0]["urgent_before"] == 10
 
@@ -190,13 +190,13 @@ def test_parameters_leave_time_to_others_and_are_not_waited_for(bench: Bench, sh
     parameters = link.transfer(TrafficClass.PARAMETERS, [pattern(8 * MB, seed=1)], stream=1)
     shared_peer.call("wait", what="openings", count=1)
     kv = link.transfer(TrafficClass.KV, [pattern(MB, seed=2)], stream=2)
-    assert kv.done.result(60).outcome is Outcome.DELIVERED
+    assert kv.done.result(60).outcome is TransferOutcome.DELIVERED
     assert not parameters.done.done(), "8 MiB came through without a rest"
     assert parameters.cancel()
-    assert parameters.done.result(60).outcome is Outcome.CANCELLED
+    assert parameters.done.result(60).outcome is TransferOutcome.CANCELLED
     plane.pace.memory_is_awaited = True
     awaited = link.transfer(TrafficClass.PARAMETERS, [pattern(8 * MB, seed=1)], stream=3)
-    assert awaited.done.result(60).outcome is Outcome.DELIVERED
+    assert awaited.done.result(60).outcome is TransferOutcome.DELIVERED
 
 
 def test_a_transfer_can_be_moved_to_another_class(bench: Bench, shared_peer: PeerProcess) -> None:
@@ -220,13 +220,16 @@ def test_a_cancelled_transfer_ends_at_both_sides_and_the_link_goes_on(bench: Ben
     waiting = link.transfer(TrafficClass.PARAMETERS, [pattern(MB, seed=2)], stream=2)
     shared_peer.call("wait", what="openings", count=1)
     assert waiting.cancel()  # before its first chunk: the peer never hears of it
-    assert waiting.done.result(60).outcome is Outcome.CANCELLED
+    assert waiting.done.result(60).outcome is TransferOutcome.CANCELLED
     assert transfer.cancel()
     report = transfer.done.result(60)
-    assert report.outcome is Outcome.CANCELLED
+    assert report.outcome is TransferOutcome.CANCELLED
     assert 0 < report.sent_bytes < 64 * MB
     shared_peer.call("wait", what="ended", count=1)
-    assert link.transfer(TrafficClass.KV, [pattern(9, seed=3)], stream=3).done.result(60).outcome is Outcome.DELIVERED
+    assert (
+        link.transfer(TrafficClass.KV, [pattern(9, seed=3)], stream=3).done.result(60).outcome
+        is TransferOutcome.DELIVERED
+    )
     ended = shared_peer.call("received")["ended"]
     assert [(e["stream"], e["outcome"]) for e in ended] == [(1, "cancelled"), (3, "delivered")]
     assert not transfer.cancel()
@@ -236,8 +239,8 @@ def test_a_refused_transfer_stops(bench: Bench, shared_peer: PeerProcess) -> Non
     bench.open()
     link = bench.link(shared_peer, "w2")
     report = link.transfer(TrafficClass.KV, [torch.zeros(64 * MB, dtype=torch.uint8)], topic=REFUSE).done.result(60)
-    assert (report.outcome, report.why) == (Outcome.REFUSED, "not wanted")
-    assert link.transfer(TrafficClass.KV, [pattern(MB, seed=2)]).done.result(60).outcome is Outcome.DELIVERED
+    assert (report.outcome, report.why) == (TransferOutcome.REFUSED, "not wanted")
+    assert link.transfer(TrafficClass.KV, [pattern(MB, seed=2)]).done.result(60).outcome is TransferOutcome.DELIVERED
     assert shared_peer.call("counts", peer_id="w1")["discarded_bytes"] == report.sent_bytes < 64 * MB
 
 
@@ -295,7 +298,7 @@ def test_a_killed_peer_breaks_its_link_only(bench: Bench, shared_peer: PeerProce
     assert doomed.connection.wait_ended(60)
     healthy.send(TrafficClass.ACTIVATION, ECHO, meta=b"alive").result(60)
     bench.recorder.wait("messages", 1)
-    assert healthy.transfer(TrafficClass.KV, [pattern(MB, seed=2)]).done.result(60).outcome is Outcome.DELIVERED
+    assert healthy.transfer(TrafficClass.KV, [pattern(MB, seed=2)]).done.result(60).outcome is TransferOutcome.DELIVERED
     assert set(bench.recorder.endings) == {"w3"}
 
 
@@ -378,7 +381,7 @@ def test_a_peer_that_leaves_an_epoch_ends_what_is_under_way(bench: Bench, shared
         link.send(TrafficClass.ACTIVATION, 0)
     shared_peer.call("wait", what="ended", count=1)
     assert [(e["stream"], e["outcome"]) for e in shared_peer.call("received")["ended"]] == [(1, "cancelled")]
-    assert other.transfer(TrafficClass.KV, [pattern(9, seed=3)]).done.result(60).outcome is Outcome.DELIVERED
+    assert other.transfer(TrafficClass.KV, [pattern(9, seed=3)]).done.result(60).outcome is TransferOutcome.DELIVERED
 
 
 def test_a_broken_link_can_be_made_again_in_the_same_epoch(bench: Bench, shared_peer: PeerProcess) -> None:

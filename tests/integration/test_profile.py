@@ -6,7 +6,7 @@ import pytest
 
 from ballast.common.cost import Chunk
 from services.worker.cost_profile import read_profile
-from services.worker.policy.cost_fit import Form, StageShape
+from services.worker.policy.cost_fit import CostForm, StageShape
 from tools.cli.main import main
 from tools.model.tiny import make_tiny
 
@@ -32,7 +32,7 @@ def test_a_profile_is_measured_shown_and_written(tmp_path: Path, capsys: pytest.
     assert profile.link is not None
     assert profile.link.bandwidth_bytes_per_s > 1e6
     assert profile.link.latency_s < 1
-    assert set(profile.held_out) == set(Form)
+    assert set(profile.held_out) == set(CostForm)
     costs = profile.costs.stages()
     whole, half = (costs.of(StageShape(*shape)) for shape in ((3, True, True), (1, False, False)))
     assert whole.batch_cost_s([Chunk(0, 64)]) > half.batch_cost_s([Chunk(0, 64)]) > 0

@@ -39,7 +39,7 @@ from services.worker import output_stream
 from services.worker import servicer as servicer_module
 from services.worker.engine import load as loading
 from services.worker.pipeline.stage_clock import StageClock
-from services.worker.servicer import Identity, WorkerServicer
+from services.worker.servicer import WorkerIdentity, WorkerServicer
 from services.worker.text import load_tokenizer, primed_detokenizer
 from tests.support.attached import Attached, hello, status_of, until_idle
 from tests.support.shells import running_shell, slow
@@ -117,7 +117,7 @@ async def worker(
     async with running_shell(model_dir, slow) as shell:
         servicer = WorkerServicer(
             shell=shell,
-            identity=Identity(WORKER, INCARNATION, MODEL),
+            identity=WorkerIdentity(WORKER, INCARNATION, MODEL),
             max_waiting_count=64,
             detokenizer=functools.partial(primed_detokenizer, load_tokenizer(model_dir)),
             transitions=Alone(),

@@ -15,7 +15,7 @@ from ballast.common.layout import Layout
 from ballast.common.load import LoadReport
 from services.monitor.policy.pressure import Overload
 from sim.faults import Fault, FaultKind
-from sim.instance import Instance
+from sim.instance import SimInstance
 from sim.troubles import Troubles
 from sim.world import World
 from tests.support.reporting_worker import load_report
@@ -87,10 +87,10 @@ def test_a_new_monitor_does_not_declare_everybody_lost() -> None:
 def load_is(monkeypatch: pytest.MonkeyPatch, blocks: Callable[[], int]) -> None:
     """Of every worker, as it reports it."""
 
-    def load(_: Instance) -> LoadReport:
+    def load(_: SimInstance) -> LoadReport:
         return load_report(blocks())
 
-    monkeypatch.setattr(Instance, "load", load)
+    monkeypatch.setattr(SimInstance, "load", load)
 
 
 def overloads(world: World) -> list[float]:

@@ -36,9 +36,9 @@ class PlayedWorker:
     """What a worker knows: its requests in order of arrival, and the last handle it has read."""
 
     key: WorkerKey
-    requests: dict[int, d.Place] = field(default_factory=dict[int, d.Place])
+    requests: dict[int, d.PlaceOnWorker] = field(default_factory=dict[int, d.PlaceOnWorker])
     generated: dict[int, int] = field(default_factory=dict[int, int])  # handle -> tokens so far
-    unread: list[d.Place] = field(default_factory=list[d.Place])
+    unread: list[d.PlaceOnWorker] = field(default_factory=list[d.PlaceOnWorker])
     seen_handle: int = 0
     asked_back: set[int] = field(default_factory=set[int])  # handles
     preempted: set[int] = field(default_factory=set[int])  # handles, some of what is no more among them
@@ -85,7 +85,7 @@ class DispatcherMachine(RuleBasedStateMachine):
                 case d.Disconnect(worker=worker):
                     self.linked.remove(worker)
                     self.workers.pop(worker, None)
-                case d.Place():
+                case d.PlaceOnWorker():
                     worker = self.workers[command.worker]  # a KeyError: placed where nobody listens
                     if command.expects_handover:
                         assert command.request.request_id in self.moved_at_s
@@ -282,7 +282,7 @@ class DispatcherMachine(RuleBasedStateMachine):
                 seen_handle=worker.seen_handle,
                 incarnation=worker.key.incarnation,
             )
-            assert not [place for place in self.take(answer).of(d.Place) if place.expects_handover]
+            assert not [place for place in self.take(answer).of(d.PlaceOnWorker) if place.expects_handover]
 
     @property
     def busy(self) -> list[WorkerKey]:
@@ -371,7 +371,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule(pass_s=st.sampled_from([0.01, 0.3, 1.0, 4.0]))
     def tick(self, pass_s: float) -> None:
         self.story.now_s += pass_s
-        self.take(self.story.handle(d.Tick(self.story.now_s)))
+        self.take(self.story.handle(d.DispatcherTick(self.story.now_s)))
         for name, tracked in self.story.core.requests.items():
             assert tracked.request.deadline_at_s > self.story.now_s, f"{name} has outlived its deadline"
             assert not tracked.moving or self.moved_at_s[name] + LIMITS.move_wait_s > self.story.now_s, f"{name} waits"
@@ -405,7 +405,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             assert set(book.preempted) == worker.preempted & worker.requests.keys()
 
     def teardown(self) -> None:
-        self.take(self.story.handle(d.DrainRequested(self.story.now_s)))
+        self.take(self.story.handle(d.DispatcherDrainRequested(self.story.now_s)))
         self.take(self.story.handle(d.TimeIsUp(self.story.now_s)))
         assert not self.story.core.requests
         assert self.story.core.recall_count == self.given_back

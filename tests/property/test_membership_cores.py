@@ -229,7 +229,7 @@ class PlannerMachine(RuleBasedStateMachine):
     @rule(worker_id=WORKERS, request_id=st.sampled_from(["d0", "d1", "d2"]))
     def ask_to_drain(self, worker_id: WorkerId, request_id: str) -> None:
         self.asked[request_id] = self.asked.get(request_id, 0) + 1
-        self.tell(p.DrainRequested(self.now_s, "c", request_id, worker_id))
+        self.tell(p.WorkerDrainRequested(self.now_s, "c", request_id, worker_id))
 
     @rule(pause_s=PAUSES_S)
     def fire(self, pause_s: float) -> None:

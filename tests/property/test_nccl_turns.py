@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from services.worker.links.channels.nccl import NcclMover
-from services.worker.links.channels.turns import Lane, Posted, Turns
+from services.worker.links.channels.turns import ChannelTurns, Lane, Posted
 from services.worker.links.ports import ChannelBroken
 from tests.support.fake_nccl import GARBAGE, Fate, HostStream, Wires, fates
 
@@ -39,7 +39,8 @@ class Pair:
         self.wires = wires
         ends = socket.socketpair()
         self.sides = [
-            Turns(ends[rank], NcclMover(wires.groups[rank], HostStream(), rank), rank, f"{rank}") for rank in (0, 1)
+            ChannelTurns(ends[rank], NcclMover(wires.groups[rank], HostStream(), rank), rank, f"{rank}")
+            for rank in (0, 1)
         ]
 
     def close(self) -> None:
@@ -136,11 +137,11 @@ def _steps(pair: Pair, chance: random.Random, count: int) -> tuple[list[Callable
     return steps, all_sent
 
 
-def _send(side: Turns, sent: Sent) -> None:
+def _send(side: ChannelTurns, sent: Sent) -> None:
     sent.sending = side.send(sent.lane, sent.source)
 
 
-def _receive(side: Turns, sent: Sent) -> None:
+def _receive(side: ChannelTurns, sent: Sent) -> None:
     sent.receiving = side.receive(sent.lane, sent.target)
 
 

@@ -40,7 +40,7 @@ class Played:
     def take(self, commands: list[d.Command]) -> None:
         for command in commands:
             match command:
-                case d.Place(worker=worker, request=placed):
+                case d.PlaceOnWorker(worker=worker, request=placed):
                     self.on[placed.request_id] = worker.worker_id
                     if not placed.priority.offline:
                         self.told.append(("place", placed.request_id, worker.worker_id, command.attempt))
@@ -77,7 +77,7 @@ def _events(rng: random.Random, played: Played, step: int) -> None:
     extra = random.Random(rng.random())
     if choice < 0.4:
         wanted = request(f"online{step}", prompt=prompt, priority=priority)
-        played.take([*core.handle(d.Submitted(story.now_s, wanted))])
+        played.take([*core.handle(d.RequestSubmitted(story.now_s, wanted))])
     elif choice < 0.85:
         report = load(
             used_block_count=blocks, waiting_count=waiting, waiting_block_count=waiting, running_count=running
@@ -125,11 +125,11 @@ def _events(rng: random.Random, played: Played, step: int) -> None:
         if open_:
             played.take([*core.handle(d.Withdrawn(story.now_s, open_[int(picked * len(open_))], "gone"))])
     else:
-        played.take([*core.handle(d.Tick(story.now_s))])
+        played.take([*core.handle(d.DispatcherTick(story.now_s))])
     if played.offline:
         for number in range(extra.randrange(4)):
             offline = request(f"offline{step}-{number}", prompt=extra.choice((5, 200, 900)), priority=BATCH)
-            played.take([*core.handle(d.Submitted(story.now_s, offline))])
+            played.take([*core.handle(d.RequestSubmitted(story.now_s, offline))])
         gone = [one for one in core.requests if one.startswith("offline")]
         if gone and extra.random() < 0.2:
             played.take([*core.handle(d.Withdrawn(story.now_s, extra.choice(gone), "gone"))])

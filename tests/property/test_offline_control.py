@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ballast.common.load import LoadReport
-from sim.instance import Instance
+from sim.instance import SimInstance
 from sim.world import World
 from tests.support.reporting_worker import load_report
 from tests.support.simulated import options
@@ -23,14 +23,14 @@ def _told(
     made = replace(options(policy, cluster="4xA100-40G", seed=seed), check_every=0)
     world = World(made, [])
 
-    def load(instance: Instance) -> LoadReport:
+    def load(instance: SimInstance) -> LoadReport:
         period = int(world.clock.now_s / _STEP_S)
         of_all, drawn = random.Random(f"{seed} {period}"), random.Random(f"{seed} {instance.worker_id} {period}")
         used, waiting = (97, 6) if of_all.random() < 0.4 else (drawn.choice(_LOADS), drawn.choice((0, 0, 6)))
         report = replace(load_report(used), waiting_count=waiting, waiting_block_count=3 * waiting)
         return beside(report)
 
-    patch.setattr(Instance, "load", load)
+    patch.setattr(SimInstance, "load", load)
     layouts: list[object] = []
     world.state.watch(lambda layout: layouts.append((world.clock.now_s, layout)))
     while world.clock.now_s < world.zero_s + 40.0:

@@ -85,18 +85,18 @@ class TransitionMachine(RuleBasedStateMachine):
         key = (worker_id, command.member.incarnation, epoch)
         phase = self.phases.get(key)
         match command.call:
-            case p.Call.PREPARE if phase is None:
+            case p.WorkerCall.PREPARE if phase is None:
                 self.phases[key] = Phase.PREPARING
-            case p.Call.COMMIT if phase is Phase.PREPARED:
+            case p.WorkerCall.COMMIT if phase is Phase.PREPARED:
                 assert self.stored is not None
                 assert self.stored.journal is not None
                 assert self.stored.journal.epoch >= epoch, "commit is told before it is decided"
                 assert any(layout.epoch == epoch for layout in self.in_force), "commit is told before it is decided"
                 self.phases[key] = Phase.COMMITTING
-            case p.Call.ABORT if command.journal.stage is Stage.EXCHANGING:
+            case p.WorkerCall.ABORT if command.journal.stage is Stage.EXCHANGING:
                 assert command.journal.kind is TransitionKind.RESTORE, "only what dissolves gives way"
                 assert phase in (Phase.EXCHANGING, Phase.DONE)
-            case p.Call.ABORT:
+            case p.WorkerCall.ABORT:
                 assert phase in (None, *_TAKEN_BACK), f"{worker_id} is to abort epoch {epoch} while {phase}"
                 self.phases[key] = Phase.ABORTED
             case _:

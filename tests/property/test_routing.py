@@ -10,8 +10,8 @@ from services.dispatcher.policy.freeness import (
     Hits,
     Need,
     RoutingRules,
-    Shape,
     WorkerKey,
+    WorkerShape,
     WorkerView,
     blocks_for,
     freeness,
@@ -58,8 +58,8 @@ def choose(
     views: Sequence[WorkerView], need: Need, rules: RoutingRules, hits: Hits, *, may_queue_large: bool
 ) -> WorkerView | None:
     """The rule in its plain form, by a look at every worker: None keeps the request in the backlog."""
-    freest: dict[Shape, WorkerView] = {}  # of each shape, of those where it runs at once and can grow
-    tight: dict[Shape, WorkerView] = {}  # where it runs at once
+    freest: dict[WorkerShape, WorkerView] = {}  # of each shape, of those where it runs at once and can grow
+    tight: dict[WorkerShape, WorkerView] = {}  # where it runs at once
     queue: WorkerView | None = None
     holders: tuple[list[WorkerView], list[WorkerView]] = [], []  # those that have a part of it, likewise
     for view in views:

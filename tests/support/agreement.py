@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
-from sim.instance import Instance
+from sim.instance import SimInstance
 from sim.world import World
 
 _WITHIN_S = 1.5
@@ -34,13 +34,13 @@ class Agreement:
                     raise InvariantViolation(f"{name} counts on {capacities.counts} and not on {has}")
         self._since_s = found
 
-    def _stages(self, leader: Instance) -> list[Instance]:
+    def _stages(self, leader: SimInstance) -> list[SimInstance]:
         """Of the group that it leads, as far as they are in it."""
         role = leader.member.role
         found = [self._world.instances[stage.worker_id] for stage in role.stages if role.leads]
         return [each for each in found if each.member.role.stages == role.stages]
 
-    def _rest(self, stages: Sequence[Instance]) -> bool:
+    def _rest(self, stages: Sequence[SimInstance]) -> bool:
         """All live and hear each other, and change nothing."""
         resting = [not (each.crashed or each.paused or each.member._driver.under_way) for each in stages]
         return self._world.lines.whole and all(resting) and len(resting) == len(stages[0].member.role.stages)

@@ -9,7 +9,7 @@ from ballast.common.ids import Incarnation, WorkerId
 from ballast.common.layout import Layout
 from services.dispatcher.policy.freeness import WorkerKey
 from sim.dispatcher import DispatcherNode
-from sim.instance import Instance
+from sim.instance import SimInstance
 from sim.world import World
 
 _WELL_S = 5.0  # longer than a lease and a probe: what was wrong before has had its consequences
@@ -63,7 +63,7 @@ class Availability:
         lines = self._world.lines
         return not (lines.is_cut(one, other) or lines.is_cut(other, one))
 
-    def _is_well(self, instance: Instance) -> bool:
+    def _is_well(self, instance: SimInstance) -> bool:
         if instance.crashed or instance.paused:
             return False
         return all(self._hears(instance.worker_id, node.name) for node in self._world.dispatchers)

@@ -15,7 +15,7 @@ from services.planner.core import messages as p
 from services.planner.core.stages import Stage
 from services.planner.core.transition import Journal, changed_members
 from sim.faults import Fault, FaultKind
-from sim.instance import Instance
+from sim.instance import SimInstance
 from sim.planning import PlannerNode
 from sim.state import STATE
 from sim.troubles import Troubles
@@ -204,11 +204,11 @@ class Swarm:
 
     # ------------------------------------------------------------ where the victim is
 
-    def _instance(self, number: int) -> Instance:
+    def _instance(self, number: int) -> SimInstance:
         return self.world.instances[WorkerId(f"w{number}")]
 
     @staticmethod
-    def _phases(instance: Instance) -> set[str]:
+    def _phases(instance: SimInstance) -> set[str]:
         progress = instance.member.progress.values()
         phases = {p.phase.name.lower() for p in progress}
         if any(p.parameter_bytes_to_pull and p.phase.name == "PREPARING" for p in progress):

@@ -18,11 +18,11 @@ from services.dispatcher.core.events import (
     Fail,
     Finish,
     LayoutChanged,
-    Place,
+    PlaceOnWorker,
     Refuse,
     Request,
+    RequestSubmitted,
     StepReceived,
-    Submitted,
     WorkerConnected,
     WorkerLost,
 )
@@ -146,7 +146,7 @@ class Answer:
 
     @property
     def places(self) -> list[tuple[str, str]]:
-        return [(p.request.request_id, p.worker.worker_id) for p in self.of(Place)]
+        return [(p.request.request_id, p.worker.worker_id) for p in self.of(PlaceOnWorker)]
 
     @property
     def errors(self) -> dict[str, str]:
@@ -233,7 +233,7 @@ class Story:
             begins=begins,
             caller=caller,
         )
-        return self.handle(Submitted(self.now_s, wanted))
+        return self.handle(RequestSubmitted(self.now_s, wanted))
 
     def handle_of(self, name: str) -> int:
         return self.core.requests[RequestId(name)].handle

@@ -23,7 +23,7 @@ from ballast.common.targets import for_all
 from ballast.common.transition import Phase, TransitionKind
 from services.worker.core.batch import Batch, TokenLogprobs
 from services.worker.core.room import RoomSizes
-from services.worker.core.spans import Piece, Span
+from services.worker.core.spans import KvRange, Piece
 from services.worker.core.transition_messages import (
     AbortRequested,
     CommitRequested,
@@ -537,7 +537,7 @@ def _stale(rng: random.Random, cluster: Cluster, name: str) -> list[MemberEvent]
             Told(epoch, EpochEnded(0.0, epoch, peer)),
             Told(epoch, HandoverReceived(0.0, epoch, peer, ())),
             Told(epoch, KvReceived(0.0, epoch, some_id, peer)),
-            KvLanded(peer, Piece(epoch, some_id, 0, 1, Span(0, 1, 16, last=True)), delivered=True),
+            KvLanded(peer, Piece(epoch, some_id, 0, 1, KvRange(0, 1, 16, last=True)), delivered=True),
             Told(epoch, KvCompleteReceived(0.0, epoch, some_id, peer)),
         ]
     return [event for event in found if rng.random() < 0.5]

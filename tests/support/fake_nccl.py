@@ -120,7 +120,7 @@ class Wires:
 
 
 class FakeGroup:
-    """See `channels.nccl.Group`."""
+    """See `channels.nccl.NcclGroup`."""
 
     def __init__(self, wires: Wires, rank: int) -> None:
         self._wires = wires
@@ -162,7 +162,7 @@ class FakeGroup:
 
 
 class HostStream:
-    """See `channels.nccl.Stream`: a fake group is through when its work is."""
+    """See `channels.nccl.NcclStream`: a fake group is through when its work is."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         pass

@@ -29,10 +29,10 @@ from services.worker.links.config import TransportConfig
 from services.worker.memory.backend import MemoryBackend
 from services.worker.memory.host_blocks import HostBlocks
 from services.worker.output_stream import OutputStream
-from services.worker.pipeline.build import Membership, join, stage_core
+from services.worker.pipeline.build import BuiltMembership, join, stage_core
 from services.worker.pipeline.events import MigrationOrdered, PlanReceived, Told
 from services.worker.pipeline.member import GroupMember
-from services.worker.pipeline.progress import Progress
+from services.worker.pipeline.progress import TransitionProgress
 from services.worker.policy.harvest import Harvest
 from services.worker.policy.lookahead import lookahead
 from services.worker.ranks.channel import RankLog
@@ -201,7 +201,7 @@ class GroupWorker:
             check_every_steps=1,
         )
         self.copier = Copier(self.engine.memory.kv, sizes.swap_block_count) if sizes.swap_block_count else None
-        self.membership: Membership = join(
+        self.membership: BuiltMembership = join(
             self.shell,
             me=self.name,
             core=self.core,
@@ -224,7 +224,7 @@ class GroupWorker:
         """Of the group in force."""
         return self.member._context.book
 
-    def progress(self, epoch: int) -> Progress | None:
+    def progress(self, epoch: int) -> TransitionProgress | None:
         return self.member.progress.get(Epoch(epoch))
 
 
@@ -432,12 +432,12 @@ class Cluster:
             self.post(name, Told(target.epoch, CommitRequested(time.monotonic(), target.epoch)))
         self.in_force = target
 
-    async def change(self, kind: TransitionKind, target: Layout) -> dict[str, Progress]:
+    async def change(self, kind: TransitionKind, target: Layout) -> dict[str, TransitionProgress]:
         members = await self.prepare(kind, target)
         self.commit(members, target)
         return await self.done(members, target.epoch)
 
-    async def done(self, members: Sequence[WorkerId], epoch: Epoch) -> dict[str, Progress]:
+    async def done(self, members: Sequence[WorkerId], epoch: Epoch) -> dict[str, TransitionProgress]:
         await self.until(members, epoch, Phase.DONE)
         found = {name: self.workers[name].progress(epoch) for name in members}
         return {name: progress for name, progress in found.items() if progress is not None}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ballast.common.errors import Unavailable
 from ballast.service.http_client import BrokenCall
-from services.jobs.core.batch import Batch
-from services.jobs.gateways import Answer
+from services.jobs.core.batch import JobBatch
+from services.jobs.gateways import GatewayAnswer
 from services.jobs.runner import Rules, Runner
 from services.jobs.store import Store, StoredFile
 
@@ -35,7 +35,7 @@ class ScriptedGateway:
         self._fails = fails
         self._takes_s = takes_s
 
-    async def ask(self, url: str, body: bytes) -> Answer:
+    async def ask(self, url: str, body: bytes) -> GatewayAnswer:
         prompt = json.loads(body)["prompt"]
         self.asked[prompt] += 1
         try:
@@ -50,9 +50,9 @@ class ScriptedGateway:
                 case 1:
                     raise BrokenCall("in the middle")
                 case _:
-                    return Answer(503, "r", 0.01, {"error": {}})
+                    return GatewayAnswer(503, "r", 0.01, {"error": {}})
         status = 400 if prompt.endswith("3") else 200
-        return Answer(status, "r", None, {"said": prompt})
+        return GatewayAnswer(status, "r", None, {"said": prompt})
 
     def close(self) -> None:
         """Has nothing open."""
@@ -66,8 +66,8 @@ def put_file(store: Store, lines: Sequence[str], file_id: str = "file-in", owner
     return file
 
 
-def batch(batch_id: str = "batch_1", file_id: str = "file-in", *, window_s: float = 1e6, owner: str = "") -> Batch:
-    return Batch(
+def batch(batch_id: str = "batch_1", file_id: str = "file-in", *, window_s: float = 1e6, owner: str = "") -> JobBatch:
+    return JobBatch(
         id=batch_id,
         owner=owner,
         url=URL,
@@ -95,8 +95,12 @@ async def running(
 
 
 async def until(
-    runner: Runner, holds: Callable[[Batch], bool], batch_id: str = "batch_1", owner: str = "", within_s: float = 30.0
-) -> Batch:
+    runner: Runner,
+    holds: Callable[[JobBatch], bool],
+    batch_id: str = "batch_1",
+    owner: str = "",
+    within_s: float = 30.0,
+) -> JobBatch:
     async with asyncio.timeout(within_s):
         while True:
             found = await runner.stored(runner.store.batch, batch_id, owner)
@@ -105,11 +109,11 @@ async def until(
             await asyncio.sleep(0.01)
 
 
-async def ended(runner: Runner, batch_id: str = "batch_1", owner: str = "") -> Batch:
+async def ended(runner: Runner, batch_id: str = "batch_1", owner: str = "") -> JobBatch:
     return await until(runner, lambda one: one.has_ended, batch_id, owner)
 
 
-def results(folder: Path, one: Batch) -> dict[str, object]:
+def results(folder: Path, one: JobBatch) -> dict[str, object]:
     """By custom id: a status, or the code of an error. Every line has exactly one, and those of a file are in order."""
     found: dict[str, object] = {}
     for file_id in (one.output_file_id, one.error_file_id):

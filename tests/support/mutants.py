@@ -21,7 +21,7 @@ from services.planner.core.evictions import Suspects
 from services.planner.core.membership import Membership
 from services.planner.core.stages import Stage
 from services.planner.core.transition import Coordinator
-from services.worker.core.arrivals import Arrivals
+from services.worker.core.arrivals import KvArrivals
 from services.worker.core.mover import Mover
 from services.worker.core.suspended import Suspended
 from services.worker.core.transition import Transition
@@ -123,7 +123,7 @@ def _deaf_to_losses(handle: Any) -> Any:
 def _leader_only(landed: Any) -> Any:
     """A sequence that comes into a pipeline runs when its leader's stage has its KV."""
 
-    def one(self: Arrivals, at_s: float, migration_id: int, stage: Any, span: Any) -> Any:
+    def one(self: KvArrivals, at_s: float, migration_id: int, stage: Any, span: Any) -> Any:
         if (arrival := self._open.get(migration_id)) is not None and span is not None and stage in arrival.writing:
             arrival.writing = {stage}
         return landed(self, at_s, migration_id, stage, span)
@@ -157,7 +157,7 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     ),
     "B9-refused-transfer": (_instead(Mover, "refused", _nothing),),  # what the link has no room for is never sent
     "migrated-without-copy": (_instead(Phantom, "clone", lambda _: lambda self: self),),
-    "migrated-before-all-stages-have-it": (_instead(Arrivals, "landed", _leader_only),),
+    "migrated-before-all-stages-have-it": (_instead(KvArrivals, "landed", _leader_only),),
     "resumed-before-its-KV": (_instead(Suspended, "bind", _at_once),),
     "swapped-out-for-good": (_instead(stage_runner, "block_copies", _only_out),),
     "two-owners": (_instead(Handover, "_hand_over", _kept_too),),

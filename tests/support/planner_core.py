@@ -154,7 +154,7 @@ class Planner:
         self.said.clear()
         return found
 
-    def calls(self, call: p.Call) -> list[str]:
+    def calls(self, call: p.WorkerCall) -> list[str]:
         return [c.member.worker_id for c in self.said if isinstance(c, p.CallMember) and c.call is call]
 
     @property

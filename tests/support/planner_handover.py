@@ -223,14 +223,14 @@ class Handover:
         key = worker, command.journal.epoch
         phase = self.phases.get(key, Phase.NONE)
         match command.call:
-            case p.Call.PREPARE if phase is Phase.NONE:
+            case p.WorkerCall.PREPARE if phase is Phase.NONE:
                 self.phases[key] = Phase.PREPARING
-            case p.Call.COMMIT:
+            case p.WorkerCall.COMMIT:
                 assert command.journal.epoch in self.in_force, "commit is told before it is decided"
                 assert phase not in (Phase.NONE, Phase.PREPARING, Phase.ABORTED), f"commit while {phase}"
                 if phase is Phase.PREPARED:
                     self.phases[key] = Phase.COMMITTING
-            case p.Call.ABORT:
+            case p.WorkerCall.ABORT:
                 assert phase in _TAKEN_BACK, f"{worker} is to abort while {phase}"
                 self.phases[key] = Phase.ABORTED
             case _:

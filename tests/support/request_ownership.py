@@ -13,15 +13,15 @@ from services.dispatcher.core.events import (
     AbortOnWorker,
     Command,
     Deliver,
+    DispatcherTick,
     Ending,
     Event,
     Fail,
     Finish,
     LayoutChanged,
-    Place,
+    PlaceOnWorker,
+    RequestSubmitted,
     StepReceived,
-    Submitted,
-    Tick,
     Withdrawn,
     WorkerConnected,
     WorkerLost,
@@ -40,7 +40,7 @@ class Peer:
 
     def __init__(self) -> None:
         self.connected = True
-        self.to_worker: list[Place | AbortOnWorker] = []
+        self.to_worker: list[PlaceOnWorker | AbortOnWorker] = []
         self.to_dispatcher: list[tuple[int, list[int], Ending | None]] = []  # handle, tokens
         self.running: dict[int, int] = {}  # handle -> the next token
         self.seen_handle = 0
@@ -59,7 +59,7 @@ class Ownership:
         self.tell(LayoutChanged(0.0, layout(1, *self.peers)))
         for worker in self.peers:
             self.tell(WorkerConnected(0.0, worker, MODEL, load(), 8))
-        self.tell(Submitted(0.0, request(NAME, max_tokens=token_count, deadline_at_s=1e9)))
+        self.tell(RequestSubmitted(0.0, request(NAME, max_tokens=token_count, deadline_at_s=1e9)))
 
     def key(self) -> object:
         core = self.core
@@ -78,7 +78,7 @@ class Ownership:
 
     def _do(self, command: Command) -> None:
         match command:
-            case Place() | AbortOnWorker():
+            case PlaceOnWorker() | AbortOnWorker():
                 if self.peers[command.worker].connected:
                     self.peers[command.worker].to_worker.append(command)
             case Deliver():
@@ -108,7 +108,7 @@ class Ownership:
                     yield f"fault: {name} fails {handle}", lambda w, k=worker, h=handle: w.fail(k, h)
             if self.losses:
                 yield f"fault: {name} is lost", lambda w, k=worker: w.lose(k)
-                if peer.to_worker and isinstance(peer.to_worker[0], Place):
+                if peer.to_worker and isinstance(peer.to_worker[0], PlaceOnWorker):
                     yield f"fault: {name} refuses", lambda w, k=worker: w.refuse(k)
         if self.losses and not self.withdrawn and not self.ending:
             yield "fault: the client leaves", lambda w: w.withdraw()
@@ -122,7 +122,7 @@ class Ownership:
     def hear(self, worker: WorkerKey) -> None:
         peer = self.peers[worker]
         message = peer.to_worker.pop(0)
-        if isinstance(message, Place):
+        if isinstance(message, PlaceOnWorker):
             assert list(message.output_token_ids) == self.received, "it goes on elsewhere behind other tokens"
             peer.running[message.handle] = len(message.output_token_ids)
             peer.seen_handle = message.handle
@@ -188,7 +188,7 @@ class Ownership:
 
     def tick(self) -> None:
         self.now_s = max(self.now_s, self.core.next_timer_s())
-        self.tell(Tick(self.now_s))
+        self.tell(DispatcherTick(self.now_s))
 
     # ------------------------------------------------------------------------------------------ what is promised
 
@@ -209,5 +209,5 @@ class Ownership:
         assert not any(peer.running for peer in self.peers.values()), "a worker goes on with what has ended"
 
 
-def _what(message: Place | AbortOnWorker) -> str:
-    return f"{'place' if isinstance(message, Place) else 'abort'} {message.handle}"
+def _what(message: PlaceOnWorker | AbortOnWorker) -> str:
+    return f"{'place' if isinstance(message, PlaceOnWorker) else 'abort'} {message.handle}"

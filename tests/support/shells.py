@@ -19,7 +19,7 @@ from services.worker.core.limits import WorkerLimits
 from services.worker.core.worker import WorkerCore
 from services.worker.engine.load import load_engine
 from services.worker.output_stream import OutputStream
-from services.worker.shell import Engine, WorkerShell
+from services.worker.shell import StepEngine, WorkerShell
 from services.worker.text import load_tokenizer, primed_detokenizer
 
 MEMORY_BYTES = 4 << 20
@@ -29,7 +29,7 @@ _handles = count(1)
 class Disturbed:
     """Passes everything on to a real engine. `before_step` may raise, or keep the engine thread waiting."""
 
-    def __init__(self, engine: Engine, before_step: Callable[[int], None]) -> None:
+    def __init__(self, engine: StepEngine, before_step: Callable[[int], None]) -> None:
         self._engine = engine
         self._before_step = before_step
         self.steps = 0

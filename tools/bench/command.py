@@ -12,7 +12,7 @@ from ballast.common.arguments import figure_file, output_file, size
 from ballast.common.errors import BallastError
 from tools.bench.overload_command import Emulate, add_overload_parser
 from tools.bench.progress import open_console
-from tools.bench.records import Outcome
+from tools.bench.records import RequestOutcome
 from tools.bench.replay import ReplayOptions
 from tools.bench.results import STANDARD_OUTPUT, BenchResult, write_result
 from tools.bench.session import ReplayJob, replay_on
@@ -120,5 +120,7 @@ def _report(result: BenchResult, args: argparse.Namespace, console: Console) -> 
             console.print(f"wrote {path}")
     if not result.complete:
         return _INTERRUPTED
-    served = all(policy.outcomes[Outcome.FINISHED] == policy.request_count for policy in result.policies.values())
+    served = all(
+        policy.outcomes[RequestOutcome.FINISHED] == policy.request_count for policy in result.policies.values()
+    )
     return 0 if served else _FAILED

@@ -48,7 +48,7 @@ class Emulation:
         return Speed(workers * few, pace(few), workers * full, pace(full))
 
 
-class Usage:
+class ProcessorUsage:
     """Processor time that a cluster and its client take from here on."""
 
     def __init__(self, cluster: LocalCluster) -> None:

@@ -27,7 +27,7 @@ from rich.console import Console
 from ballast.client import AsyncClient
 from ballast.common.errors import BallastError, ConfigError, Unavailable
 from ballast.common.units import duration
-from tools.bench.emulation import Emulation, Usage, why_void, with_effort, with_settings
+from tools.bench.emulation import Emulation, ProcessorUsage, why_void, with_effort, with_settings
 from tools.bench.overload_plan import (
     ComparisonArguments,
     WorkloadPlan,
@@ -40,8 +40,8 @@ from tools.bench.overload_plan import (
 from tools.bench.policies import PolicySpec
 from tools.bench.probe import PROBE_S, probe, warm_up
 from tools.bench.progress import ComparisonDisplay
-from tools.bench.records import Outcome
-from tools.bench.replay import Progress, ReplayOptions
+from tools.bench.records import RequestOutcome
+from tools.bench.replay import ReplayOptions, ReplayProgress
 from tools.bench.results import BenchResult, ComparisonFacts, read_result, write_result
 from tools.bench.session import ClusterSettings, ReplayJob, replay_on
 from tools.bench.sizing import (
@@ -94,7 +94,7 @@ def order_of(workloads: list[Workload], specs: list[PolicySpec], repetitions: in
     return runs
 
 
-class Comparison:
+class OverloadComparison:
     """All runs of one output folder."""
 
     def __init__(
@@ -361,7 +361,7 @@ async def run_on(
     job: ReplayJob,
     console: Console,
     settings: ClusterSettings,
-    display: Callable[[Progress], None],
+    display: Callable[[ReplayProgress], None],
 ) -> BenchResult:
     """Starts the cluster, warms it up and replays the job's trace on it. Its settings say what processors it took."""
     assert isinstance(job.trace, Trace), "read and scaled"
@@ -377,14 +377,14 @@ async def run_on(
         )
         await wait_at_rest(cluster.address, spec.pipeline_degree)
         planner = cluster.processes["planner"][0].address
-        usage = Usage(cluster)
+        usage = ProcessorUsage(cluster)
         result = await replay_on(cluster.address, job, console, settings, planner=planner, display=display)
         return with_settings(result, usage.cores())
 
 
 def describe_run(title: str, result: BenchResult) -> str:
     (policy,) = result.policies.values()
-    unserved = policy.request_count - policy.outcomes.get(Outcome.FINISHED, 0)
+    unserved = policy.request_count - policy.outcomes.get(RequestOutcome.FINISHED, 0)
     return (
         f"{title}: TTFT {duration(policy.ttft_s.p50)} at the median, {duration(policy.ttft_s.p99)} at P99; TPOT"
         f" {duration(policy.tpot_s.p50)}; {policy.duration_s:.0f} s" + (f"; {unserved} not served" if unserved else "")

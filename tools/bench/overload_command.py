@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ballast.common.errors import ConfigError
 from tools.bench.emulation import Emulation
-from tools.bench.overload import Comparison
+from tools.bench.overload import OverloadComparison
 from tools.bench.overload_plan import NO_PEAK, Timetable, arguments_of, span_within
 from tools.bench.policies import ABLATION, COMPARED, KNOBS, POLICIES, SWEEP, PolicySpec, parse_policies
 from tools.bench.probe import PROBE_S
@@ -257,7 +257,7 @@ def _say_timetable(
         console.print(f"together about {minutes(sum(table.total_s for table in tables))} min", highlight=False)
 
 
-def _comparison(part: _ComparisonPart, args: argparse.Namespace, console: Console) -> Comparison:
+def _comparison(part: _ComparisonPart, args: argparse.Namespace, console: Console) -> OverloadComparison:
     if args.engine == "emulated":
         model = args.emulate(args.out / "machine", args.profile, args.model)
         info, gpu = model.info, model.gpu
@@ -279,7 +279,7 @@ def _comparison(part: _ComparisonPart, args: argparse.Namespace, console: Consol
         settings=dict(_setting(text) for text in args.set),
         gpu=gpu,
     )
-    return Comparison(model, arguments, part.out, console, args.probe_s)
+    return OverloadComparison(model, arguments, part.out, console, args.probe_s)
 
 
 def _preset(path: Path, seed: int) -> Path:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ballast.common.errors import ConfigError
 from ballast.common.extras import lacking
-from tools.bench.records import Outcome
+from tools.bench.records import RequestOutcome
 from tools.bench.results import BenchResult, PolicyResult
 from tools.bench.style import BLUE, GREEN, GREY, MIB, ORANGE, RC, VERMILION
 
@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 _REPORT_S = 0.2  # until all workers have reported their capacity after a transition
 _WIDE, _NARROW = 6.0, 4.4  # inches of a column, where there are up to two and more
-_FAILURE_MARKS = {Outcome.REFUSED: "refused", Outcome.DEADLINE: "over its deadline", Outcome.FAILED: "failed"}
+_FAILURE_MARKS = {
+    RequestOutcome.REFUSED: "refused",
+    RequestOutcome.DEADLINE: "over its deadline",
+    RequestOutcome.FAILED: "failed",
+}
 
 
 def plot_result(result: BenchResult, path: Path) -> None:

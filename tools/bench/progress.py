@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from tools.bench.replay import Progress
+from tools.bench.replay import ReplayProgress
 
 _LINE_INTERVAL_S = 10.0
 _LOG_WIDTH = 120
@@ -22,7 +22,7 @@ def open_console(*, stderr: bool = False) -> Console:
 
 
 class ProgressDisplay:
-    """A context manager that is called with each `Progress`."""
+    """A context manager that is called with each `ReplayProgress`."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -47,7 +47,7 @@ class ProgressDisplay:
         if self._console.is_terminal:
             self._bar.stop()
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: ReplayProgress) -> None:
         if self._console.is_terminal:
             self._bar.update(
                 self._task,
@@ -60,7 +60,7 @@ class ProgressDisplay:
             self._console.print(f"{progress.ended_count}/{progress.total_count}  {describe(progress)}")
 
 
-def describe(progress: Progress) -> str:
+def describe(progress: ReplayProgress) -> str:
     parts = [f"{progress.running_count} running"]
     if progress.refused_count:
         parts.append(f"{progress.refused_count} refused")
@@ -123,7 +123,7 @@ class ComparisonDisplay:
         self._began_s = 0.0
         self._update("", refresh=True)
 
-    def on_progress(self, progress: Progress) -> None:
+    def on_progress(self, progress: ReplayProgress) -> None:
         self._update(f"{progress.ended_count}/{progress.total_count} requests, {progress.running_count} running")
 
     def say(self, line: str) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 
-class Outcome(StrEnum):
+class RequestOutcome(StrEnum):
     FINISHED = "finished"
     REFUSED = "refused"  # RESOURCE_EXHAUSTED: a bound of the cluster was reached
     DEADLINE = "deadline"
@@ -34,7 +34,7 @@ class PlannerTransition:
 
 
 @dataclass(slots=True)
-class RequestRecord:
+class BenchRecord:
     """One request of the trace. `planned_s` is when the trace wants it, `submit_s` when it was really sent."""
 
     index: int
@@ -45,7 +45,7 @@ class RequestRecord:
     submit_s: float
     token_times_s: "array[float]" = field(default_factory=lambda: array("d"))  # one for each token received
     end_s: float | None = None
-    outcome: Outcome = Outcome.CANCELLED  # unless and until it ends in another way
+    outcome: RequestOutcome = RequestOutcome.CANCELLED  # unless and until it ends in another way
     error: str = ""
     prompt_token_ids: list[int] = field(default_factory=list[int])  # only if they are to be recorded
     output_token_ids: list[int] = field(default_factory=list[int])
@@ -98,7 +98,7 @@ class TimedTransition:
 class ReplayRun:
     """Everything recorded by a replay."""
 
-    records: list[RequestRecord]
+    records: list[BenchRecord]
     samples: list[StatusSample]
     complete: bool  # False: interrupted
     duration_s: float  # from time zero to the end of the last request

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from ballast.common.errors import BallastError, DeadlineExceeded, Overloaded
-from tools.bench.records import Outcome, ReplayRun, RequestRecord, StatusSample
+from tools.bench.records import BenchRecord, ReplayRun, RequestOutcome, StatusSample
 from tools.bench.traces import Trace, TraceRequest
 
 _STATUS_INTERVAL_S = 0.5
@@ -51,7 +51,7 @@ class ReplayOptions:
 
 
 @dataclass(slots=True)
-class Progress:
+class ReplayProgress:
     """Counts for whoever watches."""
 
     total_count: int
@@ -92,15 +92,15 @@ class Replay:
         trace: Trace,
         options: ReplayOptions,
         vocab_size: int,
-        on_progress: Callable[[Progress], None] = lambda _: None,
+        on_progress: Callable[[ReplayProgress], None] = lambda _: None,
     ) -> None:
-        self.progress = Progress(len(trace.requests), trace.span_s)
+        self.progress = ReplayProgress(len(trace.requests), trace.span_s)
         self._target = target
         self._trace = trace
         self._options = options
         self._vocab_size = vocab_size
         self._on_progress = on_progress
-        self._records: list[RequestRecord] = []
+        self._records: list[BenchRecord] = []
         self._samples: list[StatusSample] = []
         self._failed_sample_count = 0
         self._stopped = asyncio.Event()
@@ -145,8 +145,8 @@ class Replay:
                 record = self._begin(index, request, prompt)
                 requests.create_task(self._follow(record, prompt, last), name=record.request_id)
 
-    def _begin(self, index: int, request: TraceRequest, prompt: list[int]) -> RequestRecord:
-        record = RequestRecord(
+    def _begin(self, index: int, request: TraceRequest, prompt: list[int]) -> BenchRecord:
+        record = BenchRecord(
             index=index,
             request_id=f"{self._options.request_id_prefix}-{index}",
             input_tokens=len(prompt),
@@ -161,7 +161,7 @@ class Replay:
         self._tell()
         return record
 
-    async def _follow(self, record: RequestRecord, prompt: list[int], last_token: int | None) -> None:
+    async def _follow(self, record: BenchRecord, prompt: list[int], last_token: int | None) -> None:
         """Read one stream to its end and record the ending."""
         try:
             wanted, deadline_s = record.wanted_tokens, self._options.deadline_s
@@ -171,24 +171,24 @@ class Replay:
                 self.progress.token_count += len(token_ids)
                 if self._options.record_tokens:
                     record.output_token_ids.extend(token_ids)
-            record.outcome = Outcome.FINISHED
+            record.outcome = RequestOutcome.FINISHED
             if record.output_tokens != record.wanted_tokens:
-                record.outcome = Outcome.FAILED
+                record.outcome = RequestOutcome.FAILED
                 record.error = f"ended with {record.output_tokens} tokens instead of {record.wanted_tokens}"
         except Overloaded as error:
-            record.outcome, record.error = Outcome.REFUSED, str(error)
+            record.outcome, record.error = RequestOutcome.REFUSED, str(error)
         except DeadlineExceeded as error:
-            record.outcome, record.error = Outcome.DEADLINE, str(error)
+            record.outcome, record.error = RequestOutcome.DEADLINE, str(error)
         except BallastError as error:
-            record.outcome, record.error = Outcome.FAILED, f"{type(error).__name__}: {error}"
+            record.outcome, record.error = RequestOutcome.FAILED, f"{type(error).__name__}: {error}"
         finally:
             record.end_s = self.now_s()
             self._count(record.outcome)
 
-    def _count(self, outcome: Outcome) -> None:
-        self.progress.finished_count += outcome is Outcome.FINISHED
-        self.progress.refused_count += outcome is Outcome.REFUSED
-        self.progress.failed_count += outcome not in (Outcome.FINISHED, Outcome.REFUSED)
+    def _count(self, outcome: RequestOutcome) -> None:
+        self.progress.finished_count += outcome is RequestOutcome.FINISHED
+        self.progress.refused_count += outcome is RequestOutcome.REFUSED
+        self.progress.failed_count += outcome not in (RequestOutcome.FINISHED, RequestOutcome.REFUSED)
         self._tell()
 
     async def _watch(self) -> None:

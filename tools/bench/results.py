@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ballast.common.errors import ConfigError
-from tools.bench.records import Outcome, ReplayRun, RequestRecord, StatusSample, TimedTransition
+from tools.bench.records import BenchRecord, ReplayRun, RequestOutcome, StatusSample, TimedTransition
 from tools.bench.traces import Trace
 
 SCHEMA_VERSION = 1
@@ -68,7 +68,7 @@ class Series(_StrictModel):
     group_sizes: list[list[int]] = []  # members of each group
 
 
-class Transition(_StrictModel):
+class TransitionResult(_StrictModel):
     """One change of the layout. Null: not measured, or no drop or restore."""
 
     at_s: float
@@ -99,7 +99,7 @@ class RequestResult(_StrictModel):
     first_token_s: float | None
     end_s: float | None
     tpot_s: float | None
-    outcome: Outcome
+    outcome: RequestOutcome
     error: str
     prompt_token_ids: list[int] | None = None
     output_token_ids: list[int] | None = None
@@ -110,7 +110,7 @@ class PolicyResult(_StrictModel):
 
     duration_s: float
     request_count: int  # sent
-    outcomes: dict[Outcome, int]
+    outcomes: dict[RequestOutcome, int]
     input_token_count: int  # of the requests that finished
     output_token_count: int  # of all requests
     ttft_s: Summary
@@ -125,7 +125,7 @@ class PolicyResult(_StrictModel):
     tpot_slo_violation_fraction: dict[int, float | None]
     series: Series
     failed_sample_count: int
-    transitions: list[Transition]
+    transitions: list[TransitionResult]
     bubble_fraction: float | None = None
     verified_count: int | None = None  # answers computed anew
     token_mismatches: int | None = None  # among them; null until verified
@@ -239,7 +239,7 @@ class BenchResult(_StrictModel):
 
 def policy_result(run: ReplayRun, policy: str, reference: SloReference | None = None) -> PolicyResult:
     """Figures of a run. `reference`: the medians that SLO scales multiply; by default this run's own."""
-    finished = [r for r in run.records if r.outcome is Outcome.FINISHED]
+    finished = [r for r in run.records if r.outcome is RequestOutcome.FINISHED]
     ttft_s = Summary.of([r.ttft_s for r in finished if r.ttft_s is not None])
     tpot_s = Summary.of([r.tpot_s for r in finished if r.tpot_s is not None])
     if reference is None:
@@ -249,7 +249,7 @@ def policy_result(run: ReplayRun, policy: str, reference: SloReference | None = 
     return PolicyResult(
         duration_s=run.duration_s,
         request_count=len(run.records),
-        outcomes={outcome: sum(r.outcome is outcome for r in run.records) for outcome in Outcome},
+        outcomes={outcome: sum(r.outcome is outcome for r in run.records) for outcome in RequestOutcome},
         input_token_count=sum(r.input_tokens for r in finished),
         output_token_count=output_token_count,
         ttft_s=ttft_s,
@@ -272,7 +272,7 @@ def policy_result(run: ReplayRun, policy: str, reference: SloReference | None = 
 
 def slo_reference(run: ReplayRun, policy: str) -> SloReference:
     """The medians of a run; of its calm part if most requests waited for memory: their latencies are no goal."""
-    finished = [r for r in run.records if r.outcome is Outcome.FINISHED]
+    finished = [r for r in run.records if r.outcome is RequestOutcome.FINISHED]
     at_s = [sample.at_s for sample in run.samples]
     short = [sample.kv_demand_bytes > sample.kv_capacity_bytes > 0 for sample in run.samples]
     short_until = [0, *itertools.accumulate(short)]
@@ -286,7 +286,7 @@ def slo_reference(run: ReplayRun, policy: str) -> SloReference:
     return SloReference(policy=policy, ttft_s=ttft_s.p50, tpot_s=tpot_s.p50, calm=overloaded)
 
 
-def _is_calm(record: RequestRecord, at_s: Sequence[float], short_until: Sequence[int]) -> bool:
+def _is_calm(record: BenchRecord, at_s: Sequence[float], short_until: Sequence[int]) -> bool:
     """Memory was never short between its arrival and its first token.
 
     `at_s`: of the samples, each of which holds until the next. `short_until`: how many before each found it short.
@@ -299,12 +299,12 @@ def _is_calm(record: RequestRecord, at_s: Sequence[float], short_until: Sequence
 Fractions = dict[int, float | None]
 
 
-def _slo_violations(records: list[RequestRecord], reference: SloReference) -> tuple[Fractions, Fractions, Fractions]:
+def _slo_violations(records: list[BenchRecord], reference: SloReference) -> tuple[Fractions, Fractions, Fractions]:
     """Shares over both SLOs together, over TTFT, over TPOT. A request that was not served violates all of them.
 
     Requests that we cancelled ourselves do not count.
     """
-    counted = [r for r in records if r.outcome is not Outcome.CANCELLED]
+    counted = [r for r in records if r.outcome is not RequestOutcome.CANCELLED]
     either: Fractions = {}
     ttft_only: Fractions = {}
     tpot_only: Fractions = {}
@@ -317,8 +317,8 @@ def _slo_violations(records: list[RequestRecord], reference: SloReference) -> tu
     return either, ttft_only, tpot_only
 
 
-def _over(record: RequestRecord, value_s: float | None, reference_s: float | None, scale: int) -> bool:
-    if record.outcome is not Outcome.FINISHED:
+def _over(record: BenchRecord, value_s: float | None, reference_s: float | None, scale: int) -> bool:
+    if record.outcome is not RequestOutcome.FINISHED:
         return True
     return value_s is not None and reference_s is not None and value_s > scale * reference_s
 
@@ -341,17 +341,17 @@ def _series(samples: list[StatusSample]) -> Series:
     )
 
 
-def _transitions(run: ReplayRun) -> list[Transition]:
+def _transitions(run: ReplayRun) -> list[TransitionResult]:
     """What the planner told, and other changes of the epoch as the samples saw them; the first layout is none."""
     told = {timed.told.epoch for timed in run.transitions}
     changes = [after for before, after in itertools.pairwise(run.samples) if after.epoch != before.epoch]
-    seen = [Transition(at_s=s.at_s, epoch=s.epoch, reason=s.epoch_reason) for s in changes if s.epoch not in told]
+    seen = [TransitionResult(at_s=s.at_s, epoch=s.epoch, reason=s.epoch_reason) for s in changes if s.epoch not in told]
     return sorted([*seen, *map(_told_transition, run.transitions)], key=lambda transition: transition.at_s)
 
 
-def _told_transition(timed: TimedTransition) -> Transition:
+def _told_transition(timed: TimedTransition) -> TransitionResult:
     told = timed.told
-    return Transition(
+    return TransitionResult(
         at_s=timed.at_s,
         epoch=told.epoch,
         reason=told.reason,
@@ -368,7 +368,7 @@ def _told_transition(timed: TimedTransition) -> Transition:
     )
 
 
-def _request(record: RequestRecord) -> RequestResult:
+def _request(record: BenchRecord) -> RequestResult:
     recorded = bool(record.prompt_token_ids)
     return RequestResult(
         index=record.index,

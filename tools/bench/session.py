@@ -17,7 +17,7 @@ from ballast.common.model import ModelInfo
 from tools.bench.environment import describe_environment
 from tools.bench.progress import ProgressDisplay
 from tools.bench.records import ReplayRun, TimedTransition
-from tools.bench.replay import Progress, Replay, ReplayOptions
+from tools.bench.replay import Replay, ReplayOptions, ReplayProgress
 from tools.bench.results import BenchConfig, BenchResult, ModelFacts, TraceInfo, policy_result
 from tools.bench.stages import bubble_fraction, stage_seconds
 from tools.bench.target import ClusterTarget
@@ -48,7 +48,7 @@ async def replay_on(
     cluster: ClusterSettings | None = None,
     *,
     planner: str | None = None,
-    display: Callable[[Progress], None] | None = None,
+    display: Callable[[ReplayProgress], None] | None = None,
 ) -> BenchResult:
     """Replay on the dispatchers at `address` (host:port, several with commas). Ctrl-C ends it early: complete = False.
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ballast.common.errors import ConfigError
 from ballast.common.units import duration
-from tools.bench.records import Outcome
+from tools.bench.records import RequestOutcome
 from tools.bench.results import PolicyResult, RequestResult
 
 
@@ -23,7 +23,7 @@ class Slo:
 
     def met_by(self, request: RequestResult) -> bool:
         """By its first token and its steps: whether it has ended when the clock stops is not asked."""
-        if request.outcome not in (Outcome.FINISHED, Outcome.CANCELLED) or request.first_token_s is None:
+        if request.outcome not in (RequestOutcome.FINISHED, RequestOutcome.CANCELLED) or request.first_token_s is None:
             return False
         slow = self.tpot_s is not None and request.tpot_s is not None and request.tpot_s > self.tpot_s
         return not slow and request.first_token_s - request.planned_s <= self.ttft_s

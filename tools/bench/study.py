@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 
 from ballast.common.errors import ConfigError
-from tools.bench.records import Outcome
+from tools.bench.records import RequestOutcome
 from tools.bench.results import BenchResult, ComparisonFacts, PolicyResult, RequestResult, read_result
 
 OURS = "drop"  # all others are baselines
@@ -138,7 +138,7 @@ def _lowest(
 
 
 def is_violation(request: RequestResult, reference: Reference, scale: float) -> bool:
-    if request.outcome is not Outcome.FINISHED or request.first_token_s is None:
+    if request.outcome is not RequestOutcome.FINISHED or request.first_token_s is None:
         return True
     late = reference.ttft_s is not None and request.first_token_s - request.planned_s > scale * reference.ttft_s
     slow = reference.tpot_s is not None and request.tpot_s is not None and request.tpot_s > scale * reference.tpot_s
@@ -146,7 +146,7 @@ def is_violation(request: RequestResult, reference: Reference, scale: float) -> 
 
 
 def violation_share(result: PolicyResult, reference: Reference, scale: float) -> float | None:
-    counted = [r for r in result.requests if r.outcome is not Outcome.CANCELLED]
+    counted = [r for r in result.requests if r.outcome is not RequestOutcome.CANCELLED]
     return sum(is_violation(r, reference, scale) for r in counted) / len(counted) if counted else None
 
 

@@ -16,7 +16,7 @@ from ballast.common.errors import ConfigError
 from ballast.common.units import duration, share
 from tools.bench.plot import merged_spans, plot_result
 from tools.bench.progress import open_console
-from tools.bench.records import Outcome
+from tools.bench.records import RequestOutcome
 from tools.bench.results import BenchResult, PolicyResult
 from tools.bench.study import Contestant, Spread, Study, WorkloadStudy, read_study
 from tools.bench.style import require_matplotlib
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class SummaryColumn:
     """One figure of a policy on a workload. `key`: its name in the JSON file, with the unit."""
 
     title: str
@@ -41,13 +41,13 @@ def _number(value: float | None) -> str:
 
 def _column(
     title: str, key: str, of: Callable[[PolicyResult], float | None], text: Callable[[float | None], str] = duration
-) -> Column:
-    return Column(title, key, lambda _, contestant: contestant.spread(of), text)
+) -> SummaryColumn:
+    return SummaryColumn(title, key, lambda _, contestant: contestant.spread(of), text)
 
 
-def _slo(scale: int) -> Column:
+def _slo(scale: int) -> SummaryColumn:
     key = f"over_slo_x{scale}_share"
-    return Column(f"over SLO x{scale}", key, lambda workload, one: workload.violations(one, scale), share)
+    return SummaryColumn(f"over SLO x{scale}", key, lambda workload, one: workload.violations(one, scale), share)
 
 
 def _done(kind: str) -> Callable[[PolicyResult], float]:
@@ -63,13 +63,15 @@ COLUMNS = (
     _column("tokens/s", "output_tokens_per_s", lambda r: r.throughput_tokens_per_s, _number),
     _slo(5),
     _slo(10),
-    Column("KV demand", "mean_kv_demand_share", lambda workload, one: workload.demand_fraction(one), share),
+    SummaryColumn("KV demand", "mean_kv_demand_share", lambda workload, one: workload.demand_fraction(one), share),
     _column("preemptions", "preemptions", lambda r: _preemptions(r), _number),
     _column("drops", "drops", _done("drop"), _number),
     _column("restores", "restores", _done("restore"), _number),
     _column("dropped for", "dropped_s", lambda r: sum(end - begin for begin, end, _ in merged_spans(r))),
     _column("bubbles", "bubble_share", lambda r: r.bubble_fraction, share),
-    _column("not served", "not_served", lambda r: float(r.request_count - r.outcomes[Outcome.FINISHED]), _number),
+    _column(
+        "not served", "not_served", lambda r: float(r.request_count - r.outcomes[RequestOutcome.FINISHED]), _number
+    ),
 )
 
 

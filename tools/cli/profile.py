@@ -19,14 +19,14 @@ from rich.table import Table
 from ballast.common.arguments import output_file
 from ballast.common.errors import ConfigError, Unavailable
 from services.worker.cost_profile import CostProfile, Costs, read_profile
-from services.worker.policy.cost_fit import Form
+from services.worker.policy.cost_fit import CostForm
 from tools.cli.arguments import Commands, add_json
 
 _ENDS_WITHIN_S = 10.0
 _FORMS = {
-    Form.EXTENDED: "this model",
-    Form.PAPER: "the paper's form",
-    Form.TOKEN_COUNT: "token count",
+    CostForm.EXTENDED: "this model",
+    CostForm.PAPER: "the paper's form",
+    CostForm.TOKEN_COUNT: "token count",
 }
 
 

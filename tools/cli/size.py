@@ -23,7 +23,7 @@ from tools.bench.slo import Slo
 from tools.bench.style import require_matplotlib
 from tools.cli.arguments import Commands
 from tools.cli.sim import RunDisplay
-from tools.cli.size_page import Row, draw, page
+from tools.cli.size_page import SizeRow, draw, page
 
 _FIELDS = ("lengths", "rate_scale", "burst_scale", "time_scale", "length_scale", "answer_scale", "limit", "seed")
 _NAMES = {"recompute": "static", DROP: "with dropping", PARK: "with parking", BOTH: "with both"}
@@ -116,12 +116,12 @@ def name_of(policy: str) -> str:
 # ---------------------------------------------------------------- a table
 
 
-def rows_of(found: ClusterSize, price: float | None) -> list[Row]:
+def rows_of(found: ClusterSize, price: float | None) -> list[SizeRow]:
     """What is said of each column."""
     answers = [column.answer for column in found.columns]
 
-    def row(name: str, cell: Callable[[SizingRun], str], missing: str = "-") -> Row:
-        return Row(name, tuple(missing if run is None else cell(run) for run in answers))
+    def row(name: str, cell: Callable[[SizingRun], str], missing: str = "-") -> SizeRow:
+        return SizeRow(name, tuple(missing if run is None else cell(run) for run in answers))
 
     rows = [
         row("GPUs", lambda run: f"{run.gpu_count}", "more than tried"),
@@ -135,7 +135,7 @@ def rows_of(found: ClusterSize, price: float | None) -> list[Row]:
         row("first token, P99", lambda run: duration(run.ttft_p99_s)),
         row("further tokens, P50", lambda run: duration(run.tpot_p50_s)),
         row("drops", lambda run: f"{run.drop_count}"),
-        Row("with one instance less", tuple(map(_less, found.columns))),
+        SizeRow("with one instance less", tuple(map(_less, found.columns))),
     ]
 
 
@@ -148,7 +148,7 @@ def _less(column: Column) -> str:
     return f"{'' if run.ended_early_s is None else 'at most '}{run.met_share:.1%} with {run.gpu_count}"
 
 
-def _table(found: ClusterSize, rows: Sequence[Row], title: str) -> Table:
+def _table(found: ClusterSize, rows: Sequence[SizeRow], title: str) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("")
     for column in found.columns:

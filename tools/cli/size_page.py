@@ -31,12 +31,12 @@ footer { color: var(--dim); font-size: .85rem; }
 """
 
 
-class Row(NamedTuple):
+class SizeRow(NamedTuple):
     name: str
     cells: tuple[str, ...]  # of each column
 
 
-def page(title: str, words: str, names: Sequence[str], rows: Sequence[Row], found: ClusterSize, slo: Slo) -> str:
+def page(title: str, words: str, names: Sequence[str], rows: Sequence[SizeRow], found: ClusterSize, slo: Slo) -> str:
     """One file without anything from elsewhere."""
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     body = "".join(

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidRequest("--json", "is for --once: one page, one object")
     console = Console()
     with Client(args.address) as client:
-        look = Look(client)
+        look = TopLook(client)
         page = look()
         if args.once:
             time.sleep(args.interval_s)
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
             return 0
 
 
-class Look:
+class TopLook:
     """One call is one look at the cluster, shown beside what earlier looks have seen."""
 
     def __init__(self, client: Client) -> None:

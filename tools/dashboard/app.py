@@ -23,7 +23,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from ballast.common.errors import BallastError, PermissionDenied, Unauthenticated
-from tools.dashboard.load import Load
+from tools.dashboard.load import DashboardLoad
 from tools.dashboard.watched import Watched
 
 _PAGE: Final = Path(__file__).parent / "page"
@@ -64,7 +64,7 @@ class Dashboard:
         by_token: bool = False,
     ) -> None:
         self.clusters = clusters
-        self.load = Load(clusters) if with_load else None
+        self.load = DashboardLoad(clusters) if with_load else None
         self._kills = [*kills, *[None] * (len(clusters) - len(kills))]
         self._by_token = by_token
         self._order_count = 0

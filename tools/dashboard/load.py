@@ -28,7 +28,7 @@ _FIRST_TOKEN_ID: Final = 16  # below are special tokens, as a rule
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LoadShape:
     """Lengths of one request, in tokens."""
 
     prompt: int
@@ -69,7 +69,7 @@ class BurstResult:
         }
 
 
-class Load:
+class DashboardLoad:
     """What is sent to some clusters at the same time."""
 
     def __init__(self, clusters: Sequence[Watched]) -> None:
@@ -120,7 +120,7 @@ class Load:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _sizes(self) -> tuple[Shape, int, int]:
+    async def _sizes(self) -> tuple[LoadShape, int, int]:
         """Shape of a request, the KV memory in tokens, and the vocabulary: what suits the smallest of the clusters."""
         infos = [await cluster.client.model_info() for cluster in self._clusters]
         capacities = [await _capacity_tokens(cluster) for cluster in self._clusters]
@@ -128,16 +128,16 @@ class Load:
         tokens = smallest // worker_count // _REQUESTS_PER_WORKER
         tokens = max(16, min(tokens, min(info.max_model_len for info in infos) * 3 // 4))
         prompt = max(1, int(tokens * _PROMPT_SHARE))
-        return Shape(prompt, tokens - prompt), smallest, min(info.vocab_size for info in infos)
+        return LoadShape(prompt, tokens - prompt), smallest, min(info.vocab_size for info in infos)
 
-    def _prompts(self, count: int, shape: Shape, vocab_size: int) -> list[tuple[int, ...]]:
+    def _prompts(self, count: int, shape: LoadShape, vocab_size: int) -> list[tuple[int, ...]]:
         self._seed += 1
         rng = random.Random(self._seed)
         low = min(_FIRST_TOKEN_ID, vocab_size - 1)
         return [tuple(rng.randrange(low, vocab_size) for _ in range(shape.prompt)) for _ in range(count)]
 
     async def _send(
-        self, client: AsyncClient, prompts: Sequence[tuple[int, ...]], shape: Shape, result: BurstResult
+        self, client: AsyncClient, prompts: Sequence[tuple[int, ...]], shape: LoadShape, result: BurstResult
     ) -> None:
         async with asyncio.TaskGroup() as tasks:
             for number, prompt in enumerate(prompts):
@@ -145,7 +145,7 @@ class Load:
                 tasks.create_task(_send_one(client, prompt, shape, delay_s, number, result))
         result.took_s = time.monotonic() - result.began_at_s
 
-    async def _repeat(self, client: AsyncClient, prompt: tuple[int, ...], shape: Shape, share: float) -> None:
+    async def _repeat(self, client: AsyncClient, prompt: tuple[int, ...], shape: LoadShape, share: float) -> None:
         await asyncio.sleep(4.0 * share)
         while True:
             try:
@@ -168,7 +168,7 @@ async def _capacity_tokens(cluster: Watched) -> tuple[int, int]:
 
 
 async def _send_one(
-    client: AsyncClient, prompt: tuple[int, ...], shape: Shape, delay_s: float, seed: int, result: BurstResult
+    client: AsyncClient, prompt: tuple[int, ...], shape: LoadShape, delay_s: float, seed: int, result: BurstResult
 ) -> None:
     await asyncio.sleep(delay_s)
     try:
@@ -186,7 +186,7 @@ async def _send_one(
     result.replay_count += usage.replay_count
 
 
-def _sampling(shape: Shape, seed: int) -> SamplingParams:
+def _sampling(shape: LoadShape, seed: int) -> SamplingParams:
     return SamplingParams(max_tokens=shape.output, temperature=1.0, seed=seed, ignore_eos=True)
 
 

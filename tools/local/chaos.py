@@ -25,7 +25,7 @@ from ballast.common.sampling import Grammar, GrammarKind, SamplingParams
 from ballastpb.planner.v1 import planner_pb2 as pb
 from ballastpb.planner.v1 import planner_pb2_grpc
 from tools.local.cluster import LocalCluster
-from tools.local.faults import BACK_WITHIN_S, Breaker, Fault, Proxies
+from tools.local.faults import BACK_WITHIN_S, Breaker, ClusterFault, Proxies
 from tools.local.keeper import Keeper
 
 _CHANGE_S = 60.0
@@ -270,7 +270,7 @@ class Chaos:
 
     # ------------------------------------------------------------ faults
 
-    def faults(self) -> list[Fault]:
+    def faults(self) -> list[ClusterFault]:
         """The selected faults."""
         chosen = self._rules.faults
         return [fault for fault in self._breaker.faults() if not chosen or fault.name in chosen]
@@ -289,7 +289,7 @@ class Chaos:
             finally:
                 changing.cancel()
 
-    async def _suffer(self, fault: Fault) -> None:
+    async def _suffer(self, fault: ClusterFault) -> None:
         began_s = time.monotonic()
         begun = await fault.begin()
         if begun is None:

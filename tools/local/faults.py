@@ -30,7 +30,7 @@ Heal = Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class ClusterFault:
     """`begin` starts the fault and returns its duration and the function that ends it; None: it does not apply now."""
 
     name: str
@@ -65,33 +65,33 @@ class Breaker:
         self.state_broken_s: list[float] = []  # likewise
         self._wedged: list[StoppedThread] = []
 
-    def faults(self) -> list[Fault]:
+    def faults(self) -> list[ClusterFault]:
         services: tuple[Service, ...] = ("worker", "dispatcher", "monitor", "planner")
-        found = [Fault(f"kill a {s}", lambda s=s: self._kill(s)) for s in services]
-        found += [Fault(f"stop a {s}", lambda s=s: self._stop(s)) for s in services]
-        found += [Fault("disk full for a service", self._fill_disk), Fault("wedged engine", self._wedge)]
+        found = [ClusterFault(f"kill a {s}", lambda s=s: self._kill(s)) for s in services]
+        found += [ClusterFault(f"stop a {s}", lambda s=s: self._stop(s)) for s in services]
+        found += [ClusterFault("disk full for a service", self._fill_disk), ClusterFault("wedged engine", self._wedge)]
         if self._cluster.state_server is not None:
             found += [
-                Fault("kill the state server", self._kill_state_server),
-                Fault("stop the state server", self._stop_state_server),
-                Fault("slow state server", self._slow_state_server),
-                Fault("read-only state server", self._read_only_state_server),
-                Fault("state server back in time", self._state_server_back_in_time),
+                ClusterFault("kill the state server", self._kill_state_server),
+                ClusterFault("stop the state server", self._stop_state_server),
+                ClusterFault("slow state server", self._slow_state_server),
+                ClusterFault("read-only state server", self._read_only_state_server),
+                ClusterFault("state server back in time", self._state_server_back_in_time),
             ]
         if self._proxies.workers:
             found += [
-                Fault("nothing reaches a worker", lambda: self._hold(self._one_way("to_server"), "sent to")),
-                Fault("nothing comes from a worker", lambda: self._hold(self._one_way("to_client"), "sent by")),
-                Fault("connections to a worker cut", lambda: self._cut(*self._one_front())),
-                Fault("long way to a worker", lambda: self._delay(*self._one_front())),
+                ClusterFault("nothing reaches a worker", lambda: self._hold(self._one_way("to_server"), "sent to")),
+                ClusterFault("nothing comes from a worker", lambda: self._hold(self._one_way("to_client"), "sent by")),
+                ClusterFault("connections to a worker cut", lambda: self._cut(*self._one_front())),
+                ClusterFault("long way to a worker", lambda: self._delay(*self._one_front())),
             ]
         if self._proxies.state is not None:
             proxy = self._proxies.state
             found += [
-                Fault("nothing reaches the state server", lambda: self._swallow(proxy.to_server)),
-                Fault("no answer of the state server", lambda: self._swallow(proxy.to_client)),
-                Fault("connections to the state server cut", lambda: self._cut(_STATE, proxy)),
-                Fault("long way to the state server", lambda: self._delay(_STATE, proxy)),
+                ClusterFault("nothing reaches the state server", lambda: self._swallow(proxy.to_server)),
+                ClusterFault("no answer of the state server", lambda: self._swallow(proxy.to_client)),
+                ClusterFault("connections to the state server cut", lambda: self._cut(_STATE, proxy)),
+                ClusterFault("long way to the state server", lambda: self._delay(_STATE, proxy)),
             ]
         return found
 

@@ -1,7 +1,7 @@
 """The dispatcher's decisions: admission, placement, and the ending of each request.
 
-It owns a request from `Submitted` to its only `Refuse`, `Finish` or `Fail` (I6). It keeps the tokens while the request
-runs on a worker, so that another worker can continue after a loss. Each placement has a handle of its own: late
+It owns a request from `RequestSubmitted` to its only `Refuse`, `Finish` or `Fail` (I6). It keeps the tokens while the
+request runs on a worker, so that another worker can continue after a loss. Each placement has a handle of its own: late
 messages about an earlier placement are dropped and counted (I5).
 
 When groups form or dissolve, workers end requests and name the worker that gets their KV. The dispatcher submits each
@@ -35,7 +35,7 @@ from services.dispatcher.core.growth import Growth
 from services.dispatcher.core.limits import MOST_SHARED, Limits, long_too_full, too_full
 from services.dispatcher.core.long_requests import LongRequests
 from services.dispatcher.core.moves import Moves
-from services.dispatcher.core.placement import Outcome, Placement, PlacementRules
+from services.dispatcher.core.placement import Placement, PlacementOutcome, PlacementRules
 from services.dispatcher.core.relay import Relay
 from services.dispatcher.core.story import What
 from services.dispatcher.core.tracked import Tracked, tracked_of
@@ -84,7 +84,7 @@ class DispatcherCore:
         self._no_worker_check_at_s = math.inf
 
     def next_timer_s(self) -> float:
-        """When a `Tick` is needed; infinity for never."""
+        """When a `DispatcherTick` is needed; infinity for never."""
         due_s = self._deadlines.next_s()
         if len(self._moves):
             due_s = min(due_s, self._moves.next_s())
@@ -117,11 +117,11 @@ class DispatcherCore:
         match event:
             case d.StepReceived():
                 return self._step(event)
-            case d.Submitted():
+            case d.RequestSubmitted():
                 return self._submit(event)
             case d.Withdrawn():
                 return self._withdraw(event)
-            case d.Tick():
+            case d.DispatcherTick():
                 return self._tick(event.at_s)
             case d.WorkerConnected():
                 return self._connected(event)
@@ -134,7 +134,7 @@ class DispatcherCore:
                 return self._adopt(event)
             case d.ReachTold():
                 return self._hear_reach(event)
-            case d.DrainRequested(for_good=for_good):
+            case d.DispatcherDrainRequested(for_good=for_good):
                 self.draining, self._for_good = True, self._for_good or for_good
                 return []
             case d.UndrainRequested():
@@ -262,7 +262,7 @@ class DispatcherCore:
 
     # --------------------------------------------------------------------------------------------- requests
 
-    def _submit(self, event: d.Submitted) -> list[d.Command]:
+    def _submit(self, event: d.RequestSubmitted) -> list[d.Command]:
         request, at_s = event.request, event.at_s
         refusal = self._refusal(event)
         if refusal is not None:
@@ -307,7 +307,7 @@ class DispatcherCore:
         self._deadlines.add(request.deadline_at_s, tracked.serial, request.request_id)
         self._line_of(tracked).add(tracked)
 
-    def _refusal(self, event: d.Submitted) -> BallastError | None:
+    def _refusal(self, event: d.RequestSubmitted) -> BallastError | None:
         request = event.request
         if self.draining:
             return Unavailable(self._id, "is draining; use another dispatcher")
@@ -470,7 +470,7 @@ class DispatcherCore:
         """Place offline requests on workers that ask for some."""
         return self._settle(self._placement.pull(at_s), at_s)
 
-    def _settle(self, outcome: Outcome, at_s: float) -> list[d.Command]:
+    def _settle(self, outcome: PlacementOutcome, at_s: float) -> list[d.Command]:
         commands: list[d.Command] = [*outcome.placed]
         for tracked in outcome.hopeless:
             why = f"{tracked.token_count} tokens need more KV blocks than any worker has"

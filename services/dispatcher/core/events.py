@@ -97,7 +97,7 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True)
-class Submitted:
+class RequestSubmitted:
     at_s: float
     request: Request
 
@@ -131,14 +131,14 @@ class StepReceived:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class DispatcherTick:
     """`next_timer_s` has passed."""
 
     at_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class DrainRequested:
+class DispatcherDrainRequested:
     """Refuse new requests. `for_good`: the process is going to exit."""
 
     at_s: float
@@ -164,11 +164,11 @@ Event = (
     | ReachTold
     | WorkerConnected
     | WorkerLost
-    | Submitted
+    | RequestSubmitted
     | Withdrawn
     | StepReceived
-    | Tick
-    | DrainRequested
+    | DispatcherTick
+    | DispatcherDrainRequested
     | UndrainRequested
     | TimeIsUp
 )
@@ -190,7 +190,7 @@ class Disconnect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class PlaceOnWorker:
     worker: WorkerKey
     handle: int
     attempt: int
@@ -272,4 +272,4 @@ class Refuse:
     error: BallastError
 
 
-Command = Connect | Disconnect | Place | AbortOnWorker | Deliver | Finish | Fail | Refuse
+Command = Connect | Disconnect | PlaceOnWorker | AbortOnWorker | Deliver | Finish | Fail | Refuse

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ballast.common.errors import InvariantViolation
 from ballast.common.marks import marks_of
 from services.dispatcher.core.backlog import Backlog, DrainRate, Order
-from services.dispatcher.core.events import AbortOnWorker, Place, Request
+from services.dispatcher.core.events import AbortOnWorker, PlaceOnWorker, Request
 from services.dispatcher.core.feed import Feed
 from services.dispatcher.core.fleet import Fleet, Worker
 from services.dispatcher.core.growth import Growth
@@ -46,8 +46,8 @@ class PlacementRules:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    placed: Sequence[Place]
+class PlacementOutcome:
+    placed: Sequence[PlaceOnWorker]
     hopeless: Sequence[Tracked]  # larger than any worker; still in the backlog
 
 
@@ -78,13 +78,13 @@ class Placement:
         self._held: dict[WorkerKey, None] = {}  # workers that have refused a request recently
         self._next_handle = 1
 
-    def run(self, at_s: float) -> Outcome:
+    def run(self, at_s: float) -> PlacementOutcome:
         """Place all requests that fit, skipping at most `scan_count`."""
         self.retry_at_s = math.inf
-        placed: list[Place] = []
+        placed: list[PlaceOnWorker] = []
         hopeless: list[Tracked] = []
         if not len(self._backlog) and not len(self._long):
-            return Outcome(placed, hopeless)
+            return PlacementOutcome(placed, hopeless)
         self._look_around(at_s)
         if len(self._long):
             placed += self._run_long(at_s)
@@ -104,11 +104,11 @@ class Placement:
                     break
             if len(batch) < _BATCH_COUNT:
                 break
-        return Outcome([*placed, *self._claim(at_s)], hopeless)
+        return PlacementOutcome([*placed, *self._claim(at_s)], hopeless)
 
-    def _claim(self, at_s: float) -> list[Place]:
+    def _claim(self, at_s: float) -> list[PlaceOnWorker]:
         """Place requests of light callers on full workers, which preempt a heavy caller for them."""
-        placed, refused = list[Place](), set[str]()
+        placed, refused = list[PlaceOnWorker](), set[str]()
         for tracked in self._backlog.slice(0, _BATCH_COUNT, at_s):
             caller = tracked.request.caller
             if caller in refused:
@@ -121,11 +121,11 @@ class Placement:
             placed.append(self._place(tracked, best.key, at_s))
         return placed
 
-    def _run_long(self, at_s: float) -> list[Place]:
+    def _run_long(self, at_s: float) -> list[PlaceOnWorker]:
         """Each goes to the fitting group with most room. One that has to wait for its group is not overtaken by other
         long ones.
         """
-        placed, waited_for = list[Place](), set[WorkerKey]()
+        placed, waited_for = list[PlaceOnWorker](), set[WorkerKey]()
         usable = [worker for worker in self._fleet.usable if worker.hold_until_s <= at_s]
         for tracked in list(self._long)[: self.rules.scan_count]:
             groups = [worker for worker in usable if holds(worker, tracked)]
@@ -157,17 +157,17 @@ class Placement:
             return False
         return may_queue(view, self._routing)
 
-    def pull(self, at_s: float) -> Outcome:
+    def pull(self, at_s: float) -> PlacementOutcome:
         """Place offline requests on workers that want some."""
-        feed, placed = self._feed, list[Place]()
+        feed, placed = self._feed, list[PlaceOnWorker]()
         while (found := feed.next(self._fleet, at_s)) is not None:
             tracked, worker = found
             feed.remove(tracked)
             feed.count(at_s)
             placed.append(self._take_out(tracked, worker, at_s))
-        return Outcome(placed, feed.hopeless(self._fleet) if len(feed) else ())
+        return PlacementOutcome(placed, feed.hopeless(self._fleet) if len(feed) else ())
 
-    def move(self, tracked: Tracked, worker: Worker, at_s: float) -> Place:
+    def move(self, tracked: Tracked, worker: Worker, at_s: float) -> PlaceOnWorker:
         """Follow a request to the worker that has taken it over, whether there is room or not.
 
         It is neither in the backlog nor on a worker.
@@ -238,18 +238,18 @@ class Placement:
         growth_tokens = min(left_tokens, self._growth.tokens(tracked.request.priority))
         return Need(tokens=tracked.token_count + 1, growth_tokens=growth_tokens)
 
-    def _place(self, tracked: Tracked, key: WorkerKey, at_s: float) -> Place:
+    def _place(self, tracked: Tracked, key: WorkerKey, at_s: float) -> PlaceOnWorker:
         self._backlog.serve(tracked)
         self.drain_rate.count(at_s)
         worker = self._fleet.get(key)
         assert worker is not None  # a usable worker
         return self._take_out(tracked, worker, at_s)
 
-    def _take_out(self, tracked: Tracked, worker: Worker, at_s: float) -> Place:
+    def _take_out(self, tracked: Tracked, worker: Worker, at_s: float) -> PlaceOnWorker:
         tracked.queue_s += at_s - tracked.queued_at_s
         return self._send(tracked, worker, at_s, expects_handover=False)
 
-    def _send(self, tracked: Tracked, worker: Worker, at_s: float, *, expects_handover: bool) -> Place:
+    def _send(self, tracked: Tracked, worker: Worker, at_s: float, *, expects_handover: bool) -> PlaceOnWorker:
         handle, self._next_handle = self._next_handle, self._next_handle + 1
         worker.place(tracked, handle, self._hits(tracked).get(worker.key, 0))
         if len(self.prefixes):
@@ -260,7 +260,7 @@ class Placement:
         tracked.move_count += expects_handover
         tracked.awaits_token = True
         tracked.note(at_s, What.MOVED if expects_handover else What.PLACED, worker.key.worker_id)
-        return Place(
+        return PlaceOnWorker(
             worker=worker.key,
             handle=handle,
             attempt=tracked.attempt,

@@ -40,7 +40,7 @@ class WorkerKey(NamedTuple):
     incarnation: Incarnation
 
 
-class Shape(NamedTuple):
+class WorkerShape(NamedTuple):
     block_count: int
     block_tokens: int
     has_long_prompt: bool
@@ -75,9 +75,9 @@ class WorkerView:
     has_long_prompt: bool = False  # a prompt that no single instance holds is being computed: batches are long
 
     @property
-    def shape(self) -> "Shape":
+    def shape(self) -> "WorkerShape":
         """Workers of one shape differ only in free blocks and freeness."""
-        return Shape(self.block_count, self.block_tokens, self.has_long_prompt)
+        return WorkerShape(self.block_count, self.block_tokens, self.has_long_prompt)
 
     @property
     def free_block_count(self) -> int:
@@ -127,7 +127,7 @@ def has_place(view: WorkerView, rules: RoutingRules) -> bool:
     return has_room(view, 1) or may_queue(view, rules)
 
 
-class Place(NamedTuple):
+class PlaceRank(NamedTuple):
     """Sort key among the freest of each shape and those with a cached prefix: the least is chosen."""
 
     has_long_prompt: bool  # others are preferred if possible
@@ -138,12 +138,12 @@ class Place(NamedTuple):
     worker: WorkerKey
 
 
-def place_of(view: WorkerView, need: Need, hits: Hits = NO_HITS) -> Place:
+def place_of(view: WorkerView, need: Need, hits: Hits = NO_HITS) -> PlaceRank:
     free = freeness(view)
     load = (view.running_count + view.waiting_count + view.unseen_count) / view.instance_count
     token_count = view.uncomputed_token_count + max(1, need.tokens - hits.get(view.worker, 0)) if hits else 0
     growth = -min(free, blocks_for(need.growth_tokens, view.block_tokens))
-    return Place(view.has_long_prompt, token_count, growth, load, -free, view.worker)
+    return PlaceRank(view.has_long_prompt, token_count, growth, load, -free, view.worker)
 
 
 def runs_at_once(view: WorkerView, block_count: int) -> bool:

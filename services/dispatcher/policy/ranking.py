@@ -15,8 +15,8 @@ from services.dispatcher.policy.freeness import (
     Hits,
     Need,
     RoutingRules,
-    Shape,
     WorkerKey,
+    WorkerShape,
     WorkerView,
     blocks_for,
     freeness,
@@ -27,28 +27,28 @@ from services.dispatcher.policy.freeness import (
 )
 
 
-class _Place(NamedTuple):
+class _RankedWorker(NamedTuple):
     """Sort key: freest first, then the smallest id."""
 
     minus_freeness: float
     worker: WorkerKey
 
 
-class _Shape:
+class _ShapeRanking:
     __slots__ = ("free_block_counts", "queues", "runs")
 
     def __init__(self) -> None:
-        self.runs: list[_Place] = []  # could run a request of one block at once
+        self.runs: list[_RankedWorker] = []  # could run a request of one block at once
         self.free_block_counts: list[int] = []  # of the workers in `runs`, ascending
-        self.queues: list[_Place] = []  # with a free place in the queue
+        self.queues: list[_RankedWorker] = []  # with a free place in the queue
 
 
-class _Entry(NamedTuple):
+class _RankingEntry(NamedTuple):
     """A worker's position."""
 
     view: WorkerView
-    shape: _Shape
-    place: _Place
+    shape: _ShapeRanking
+    place: _RankedWorker
     free_block_count: int
     runs: bool
     queues: bool
@@ -59,8 +59,8 @@ class Ranking:
 
     def __init__(self, rules: RoutingRules) -> None:
         self._rules = rules
-        self._entries: dict[WorkerKey, _Entry] = {}
-        self._shapes: dict[Shape, _Shape] = {}
+        self._entries: dict[WorkerKey, _RankingEntry] = {}
+        self._shapes: dict[WorkerShape, _ShapeRanking] = {}
         self._computing: dict[WorkerKey, WorkerView] = {}  # with room, but busy with prompts
 
     def __len__(self) -> int:
@@ -84,9 +84,9 @@ class Ranking:
         key = view.shape
         shape = self._shapes.get(key)
         if shape is None:
-            shape = self._shapes[key] = _Shape()
-        place, free_block_count = _Place(-freeness(view), view.worker), view.free_block_count
-        self._entries[view.worker] = _Entry(view, shape, place, free_block_count, runs, queues)
+            shape = self._shapes[key] = _ShapeRanking()
+        place, free_block_count = _RankedWorker(-freeness(view), view.worker), view.free_block_count
+        self._entries[view.worker] = _RankingEntry(view, shape, place, free_block_count, runs, queues)
         if runs:
             bisect.insort(shape.runs, place)
             bisect.insort(shape.free_block_counts, free_block_count)
@@ -111,7 +111,7 @@ class Ranking:
         """The worker for the request; None: it stays in the backlog. Ties go to the smallest id."""
         if (at_once := self.at_once(need, hits)) is not None:
             return at_once
-        best: _Place | None = None
+        best: _RankedWorker | None = None
         for (block_count, block_tokens, _), shape in self._shapes.items():
             wanted = blocks_for(need.tokens, block_tokens)
             if not shape.queues or wanted > block_count:
@@ -153,7 +153,7 @@ class Ranking:
             if (place := self._at_once(shape, need, block_count, block_tokens)) is not None
         ]
 
-    def _at_once(self, shape: _Shape, need: Need, block_count: int, block_tokens: int) -> _Place | None:
+    def _at_once(self, shape: _ShapeRanking, need: Need, block_count: int, block_tokens: int) -> _RankedWorker | None:
         if not shape.runs or blocks_for(need.tokens, block_tokens) > block_count:
             return None
         wanted = min(block_count, blocks_for(need.tokens + need.growth_tokens, block_tokens))
@@ -162,5 +162,5 @@ class Ranking:
         return next(place for place in shape.runs if wanted <= self._entries[place.worker].free_block_count)
 
 
-def _take(places: list[_Place], place: _Place) -> None:
+def _take(places: list[_RankedWorker], place: _RankedWorker) -> None:
     del places[bisect.bisect_left(places, place)]

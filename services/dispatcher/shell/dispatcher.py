@@ -63,7 +63,7 @@ class DispatcherShell:
             d.Finish: self._end,
             d.Fail: self._end,
             d.Refuse: self._end,
-            d.Place: self._place,
+            d.PlaceOnWorker: self._place,
             d.AbortOnWorker: self._abort,
             d.Connect: self._connect,
             d.Disconnect: self._disconnect,
@@ -133,7 +133,7 @@ class DispatcherShell:
         self._clients[request.request_id] = stream
         self._idle.clear()
         at_s = self._clock.now_s()
-        self.feed(d.Submitted(at_s, request))
+        self.feed(d.RequestSubmitted(at_s, request))
         self.chronicle.opened(request.request_id, at_s)
         if isinstance(stream.ending, d.Refuse):
             self.turned_away(request.request_id, stream.ending.error, request)
@@ -163,7 +163,7 @@ class DispatcherShell:
 
     def drain(self, *, for_good: bool = False) -> None:
         """`for_good`: the process is going to exit, so `undrain` has no effect."""
-        self.feed(d.DrainRequested(self._clock.now_s(), for_good))
+        self.feed(d.DispatcherDrainRequested(self._clock.now_s(), for_good))
         self.ready_changed.set()
 
     def undrain(self) -> bool:
@@ -212,7 +212,7 @@ class DispatcherShell:
             self._metrics.observe(command.facts)
             self.chronicle.ended(command, self._story[-1].at_s)
 
-    def _place(self, command: d.Place) -> None:
+    def _place(self, command: d.PlaceOnWorker) -> None:
         self._links[command.worker][0].place(command)
 
     def _abort(self, command: d.AbortOnWorker) -> None:
@@ -256,4 +256,4 @@ class DispatcherShell:
 
     def _on_timer(self) -> None:
         self._timer, self._timer_at_s = None, math.inf
-        self.feed(d.Tick(self._clock.now_s()))
+        self.feed(d.DispatcherTick(self._clock.now_s()))

@@ -22,7 +22,7 @@ from ballast.service.otlp import Context
 from ballast.service.tasks import note_failure
 from ballastpb.worker.v1 import worker_pb2 as pb
 from ballastpb.worker.v1 import worker_pb2_grpc
-from services.dispatcher.core.events import Ending, Event, Place, StepReceived, WorkerConnected, WorkerLost
+from services.dispatcher.core.events import Ending, Event, PlaceOnWorker, StepReceived, WorkerConnected, WorkerLost
 from services.dispatcher.policy.freeness import WorkerKey
 
 _ENDING = Mapper(Ending, pb.Ending)
@@ -62,7 +62,7 @@ class WorkerLink:
         self._wake = asyncio.Event()
         self._log = get_logger().bind(worker_id=worker.worker_id, worker_incarnation=worker.incarnation)
 
-    def place(self, place: Place) -> None:
+    def place(self, place: PlaceOnWorker) -> None:
         self._send(pb.AttachRequest(submit=submit_to_proto(place)))
 
     def abort(self, handle: int) -> None:
@@ -183,7 +183,7 @@ class WorkerLink:
         )
 
 
-def submit_to_proto(place: Place) -> pb.Submit:
+def submit_to_proto(place: PlaceOnWorker) -> pb.Submit:
     request = place.request
     return pb.Submit(
         handle=place.handle,

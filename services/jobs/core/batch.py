@@ -8,7 +8,7 @@ from typing import Final
 from ballast.common.errors import NotPossible
 
 
-class State(StrEnum):
+class BatchState(StrEnum):
     VALIDATING = "validating"
     IN_PROGRESS = "in_progress"
     CANCELLING = "cancelling"
@@ -19,12 +19,14 @@ class State(StrEnum):
     CANCELLED = "cancelled"
 
 
-_ENDED: Final = frozenset({State.COMPLETED, State.FAILED, State.EXPIRED, State.CANCELLED})
-_NEXT: Final[Mapping[State, frozenset[State]]] = {
-    State.VALIDATING: frozenset({State.IN_PROGRESS, State.FAILED, State.CANCELLING, State.FINALIZING}),
-    State.IN_PROGRESS: frozenset({State.CANCELLING, State.FINALIZING}),
-    State.CANCELLING: frozenset({State.FINALIZING}),
-    State.FINALIZING: frozenset({State.COMPLETED, State.EXPIRED, State.CANCELLED}),
+_ENDED: Final = frozenset({BatchState.COMPLETED, BatchState.FAILED, BatchState.EXPIRED, BatchState.CANCELLED})
+_NEXT: Final[Mapping[BatchState, frozenset[BatchState]]] = {
+    BatchState.VALIDATING: frozenset(
+        {BatchState.IN_PROGRESS, BatchState.FAILED, BatchState.CANCELLING, BatchState.FINALIZING}
+    ),
+    BatchState.IN_PROGRESS: frozenset({BatchState.CANCELLING, BatchState.FINALIZING}),
+    BatchState.CANCELLING: frozenset({BatchState.FINALIZING}),
+    BatchState.FINALIZING: frozenset({BatchState.COMPLETED, BatchState.EXPIRED, BatchState.CANCELLED}),
 }
 
 
@@ -39,7 +41,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class JobBatch:
     """One job.
 
     Attributes:
@@ -58,9 +60,9 @@ class Batch:
     created_s: float
     expires_s: float
     metadata: Mapping[str, str] = field(default_factory=dict[str, str])
-    state: State = State.VALIDATING
-    outcome: State = State.COMPLETED
-    at_s: Mapping[State, float] = field(default_factory=dict[State, float])
+    state: BatchState = BatchState.VALIDATING
+    outcome: BatchState = BatchState.COMPLETED
+    at_s: Mapping[BatchState, float] = field(default_factory=dict[BatchState, float])
     total: int = 0
     completed: int = 0
     failed: int = 0
@@ -74,47 +76,49 @@ class Batch:
 
     @property
     def is_sending(self) -> bool:
-        return self.state is State.IN_PROGRESS
+        return self.state is BatchState.IN_PROGRESS
 
-    def checked(self, total: int, now_s: float) -> "Batch":
+    def checked(self, total: int, now_s: float) -> "JobBatch":
         """The batch in progress: all `total` lines are valid."""
-        return replace(self._become(State.IN_PROGRESS, now_s), total=total)
+        return replace(self._become(BatchState.IN_PROGRESS, now_s), total=total)
 
-    def refused(self, problems: tuple[Problem, ...], now_s: float) -> "Batch":
-        return replace(self._become(State.FAILED, now_s), problems=problems)
+    def refused(self, problems: tuple[Problem, ...], now_s: float) -> "JobBatch":
+        return replace(self._become(BatchState.FAILED, now_s), problems=problems)
 
-    def cancel(self, now_s: float) -> "Batch":
+    def cancel(self, now_s: float) -> "JobBatch":
         """Itself if that is under way already.
 
         Raises:
             NotPossible: it has ended, or is about to.
         """
-        if self.state is State.CANCELLING or (self.state is State.FINALIZING and self.outcome is State.CANCELLED):
+        if self.state is BatchState.CANCELLING or (
+            self.state is BatchState.FINALIZING and self.outcome is BatchState.CANCELLED
+        ):
             return self
-        return self._become(State.CANCELLING, now_s)
+        return self._become(BatchState.CANCELLING, now_s)
 
-    def counted(self, completed: int, failed: int) -> "Batch":
+    def counted(self, completed: int, failed: int) -> "JobBatch":
         return replace(self, completed=self.completed + completed, failed=self.failed + failed)
 
-    def due(self, now_s: float, *, calls: int) -> "Batch":
+    def due(self, now_s: float, *, calls: int) -> "JobBatch":
         """What time and its lines make of it: itself, or FINALIZING. `calls`: those of its lines that are open."""
-        if self.state is State.CANCELLING:
-            return self if calls else self._finalize(State.CANCELLED, now_s)
-        if self.state not in (State.VALIDATING, State.IN_PROGRESS):
+        if self.state is BatchState.CANCELLING:
+            return self if calls else self._finalize(BatchState.CANCELLED, now_s)
+        if self.state not in (BatchState.VALIDATING, BatchState.IN_PROGRESS):
             return self
         if self.is_sending and self.completed + self.failed == self.total:
-            return self._finalize(State.COMPLETED, now_s)
-        return self._finalize(State.EXPIRED, now_s) if now_s >= self.expires_s else self
+            return self._finalize(BatchState.COMPLETED, now_s)
+        return self._finalize(BatchState.EXPIRED, now_s) if now_s >= self.expires_s else self
 
-    def finished(self, output_file_id: str | None, error_file_id: str | None, now_s: float) -> "Batch":
+    def finished(self, output_file_id: str | None, error_file_id: str | None, now_s: float) -> "JobBatch":
         """Both files are in place."""
         ended = self._become(self.outcome, now_s)
         return replace(ended, output_file_id=output_file_id, error_file_id=error_file_id)
 
-    def _finalize(self, outcome: State, now_s: float) -> "Batch":
-        return replace(self._become(State.FINALIZING, now_s), outcome=outcome)
+    def _finalize(self, outcome: BatchState, now_s: float) -> "JobBatch":
+        return replace(self._become(BatchState.FINALIZING, now_s), outcome=outcome)
 
-    def _become(self, state: State, now_s: float) -> "Batch":
+    def _become(self, state: BatchState, now_s: float) -> "JobBatch":
         if state not in _NEXT.get(self.state, ()):
             raise NotPossible(f"batch {self.id} is {self.state} and cannot become {state}")
         return replace(self, state=state, at_s={**self.at_s, state: now_s})

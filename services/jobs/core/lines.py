@@ -5,19 +5,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, NoReturn, cast
 
-from services.jobs.core.batch import Problem, State
+from services.jobs.core.batch import BatchState, Problem
 
 URLS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _MAX_PROBLEMS: Final = 20  # that are told of one file
 _MAX_CUSTOM_ID: Final = 512
 _UNRUN: Final = {
-    State.EXPIRED: ("batch_expired", "the batch's window was over before this line had an answer"),
-    State.CANCELLED: ("batch_cancelled", "the batch was cancelled before this line had an answer"),
+    BatchState.EXPIRED: ("batch_expired", "the batch's window was over before this line had an answer"),
+    BatchState.CANCELLED: ("batch_cancelled", "the batch was cancelled before this line had an answer"),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class JobLine:
     """Where a line is in its file, in bytes. `number` counts from 1, empty lines included."""
 
     number: int
@@ -30,7 +30,7 @@ class Checker:
     """Takes the lines of a file one by one; `lines` are the good ones, `problems` the first that were found."""
 
     def __init__(self, url: str, *, max_lines: int, max_line_bytes: int) -> None:
-        self.lines: list[Line] = []
+        self.lines: list[JobLine] = []
         self.problems: list[Problem] = []
         self._url = url
         self._max_lines = max_lines
@@ -46,7 +46,7 @@ class Checker:
         if not raw.strip():
             return True
         try:
-            self.lines.append(Line(self._number, self._check(raw), offset, len(raw)))
+            self.lines.append(JobLine(self._number, self._check(raw), offset, len(raw)))
         except _Wrong as wrong:
             self.problems.append(Problem(wrong.code, wrong.why, wrong.param, self._number))
         if len(self.lines) > self._max_lines:
@@ -124,7 +124,7 @@ def unanswered(line_id: str, custom_id: str, code: str, message: str) -> str:
     return _dumps({"id": line_id, "custom_id": custom_id, "response": None, "error": error})
 
 
-def unrun(line_id: str, custom_id: str, outcome: State) -> str:
+def unrun(line_id: str, custom_id: str, outcome: BatchState) -> str:
     """The result of a line that has no answer when its batch ends."""
     return unanswered(line_id, custom_id, *_UNRUN[outcome])
 

@@ -4,7 +4,7 @@ import heapq
 from collections import deque
 from dataclasses import dataclass, field
 
-from services.jobs.core.lines import Line
+from services.jobs.core.lines import JobLine
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +12,7 @@ class Pick:
     """A line to be sent; `failed_count`: times that it was sent in vain, as far as that counts."""
 
     batch_id: str
-    line: Line
+    line: JobLine
     failed_count: int = 0
 
 
@@ -57,7 +57,7 @@ class Queue:
             if not one.is_read and len(one.ready) < self._low
         ]
 
-    def add(self, batch_id: str, lines: list[Line]) -> None:
+    def add(self, batch_id: str, lines: list[JobLine]) -> None:
         """The next lines that have no result; none: there are no others."""
         one = self._open.get(batch_id)
         if one is None:

@@ -11,7 +11,7 @@ _NO_RIGHTS_PAUSE_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class KeepResult:
     """The answer is the line's result."""
 
     is_success: bool
@@ -26,13 +26,13 @@ class Again:
     why: str
 
 
-Verdict = Keep | Again
+Verdict = KeepResult | Again
 
 
 def of_answer(status: int, retry_after_s: float | None, failed_count: int) -> Verdict:
     """`failed_count`: tries before this one that count."""
     if 200 <= status < 300:
-        return Keep(is_success=True)
+        return KeepResult(is_success=True)
     if status in _BUSY:
         return Again(min(retry_after_s or _FIRST_PAUSE_S, _LONGEST_PAUSE_S), counts=False, why="busy")
     if status in (401, 403):  # of this service's own token
@@ -40,8 +40,8 @@ def of_answer(status: int, retry_after_s: float | None, failed_count: int) -> Ve
     if status == 504:  # our own deadline, which is the operator's
         return Again(_FIRST_PAUSE_S, counts=False, why="deadline")
     if status >= 500 or status in _IN_VAIN:
-        return _once_more(failed_count, "error") or Keep(is_success=False)
-    return Keep(is_success=False)
+        return _once_more(failed_count, "error") or KeepResult(is_success=False)
+    return KeepResult(is_success=False)
 
 
 def of_no_connection() -> Again:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ballast.common.ids import DispatcherId
 from ballast.common.traffic import LongDemand, Traffic, sum_traffic
 from services.monitor.core.messages import BacklogWord
-from services.monitor.policy.demand import Backlog
+from services.monitor.policy.demand import BacklogDemand
 
 _NOTHING = Traffic()
 
@@ -35,10 +35,10 @@ class Backlogs:
         fresh = self._fresh(at_s)
         return _sum(known), None if len(fresh) == len(known) else _sum(fresh)
 
-    def total(self, at_s: float) -> Backlog:
+    def total(self, at_s: float) -> BacklogDemand:
         """Of live dispatchers."""
         fresh = self._fresh(at_s)
-        return Backlog(sum([one.queued_count for one in fresh]), sum([one.queued_tokens for one in fresh]))
+        return BacklogDemand(sum([one.queued_count for one in fresh]), sum([one.queued_tokens for one in fresh]))
 
     def long(self, at_s: float) -> LongDemand:
         """Of live dispatchers."""

@@ -17,7 +17,7 @@ class LoadSample:
 
 
 @dataclass(slots=True)
-class Entry:
+class WorkerEntry:
     """One live instance. Readable from outside; only the core writes."""
 
     instance: Instance

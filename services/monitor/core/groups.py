@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from ballast.common.ids import WorkerId
 from ballast.common.layout import Group, Layout, Member
 from ballast.common.load import LoadReport
-from services.monitor.core.entry import Entry
+from services.monitor.core.entry import WorkerEntry
 from services.monitor.policy.demand import (
     GroupDemand,
     GroupLoad,
@@ -17,7 +17,7 @@ from services.monitor.policy.demand import (
 )
 from services.monitor.policy.trend import Point, slope_per_s
 
-Entries = Mapping[WorkerId, Entry]
+Entries = Mapping[WorkerId, WorkerEntry]
 
 
 @dataclass(slots=True)
@@ -102,12 +102,12 @@ class Groups:
         )
 
 
-def _living(member: Member, entries: Entries) -> Entry | None:
+def _living(member: Member, entries: Entries) -> WorkerEntry | None:
     entry = entries.get(member.worker_id)
     return entry if entry is not None and entry.instance.incarnation == member.incarnation else None
 
 
-def _group_load(group: Group, leader: Entry, entries: Entries) -> GroupLoad:
+def _group_load(group: Group, leader: WorkerEntry, entries: Entries) -> GroupLoad:
     assert leader.load is not None  # checked by the caller
     token_bytes = leader.instance.model.kv_bytes_per_token
     living = [entry for entry in (_living(member, entries) for member in group.members) if entry is not None]

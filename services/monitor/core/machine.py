@@ -25,7 +25,7 @@ from ballast.common.load import LoadReport
 from ballast.common.traffic import Pace, Traffic
 from services.monitor.core import messages as m
 from services.monitor.core.backlogs import Backlogs
-from services.monitor.core.entry import Entry
+from services.monitor.core.entry import WorkerEntry
 from services.monitor.core.groups import Groups
 from services.monitor.policy.demand import ClusterDemand, GroupDemand, backlog_bytes, sum_demand
 from services.monitor.policy.pressure import TREND_WINDOW_S, LongRequest, Pressure, PressureRules
@@ -79,7 +79,7 @@ class MonitorCore:
     rules: MonitorRules
     token: int | None = None  # of the lease; None: standby
     warm: bool = False  # the snapshot is complete
-    entries: dict[WorkerId, Entry] = field(default_factory=dict[WorkerId, Entry])
+    entries: dict[WorkerId, WorkerEntry] = field(default_factory=dict[WorkerId, WorkerEntry])
     groups: Groups = field(default_factory=Groups)
     pressure: Pressure = field(init=False)
     _backlogs: Backlogs = field(init=False)
@@ -155,7 +155,7 @@ class MonitorCore:
             commands += self._lose(instance.worker_id, "replaced by a newer life of the worker", event.cause_id)
             entry = None
         if entry is None:
-            entry = Entry(instance, event.at_s, stream_id, deque(maxlen=self.rules.history_length))
+            entry = WorkerEntry(instance, event.at_s, stream_id, deque(maxlen=self.rules.history_length))
             entry.whole = self._wholes.pop((instance.worker_id, instance.incarnation), None)
             self.entries[instance.worker_id] = entry
             commands.append(m.Publish(m.InstanceUp(instance, draining=False, place=event.place), event.cause_id))
@@ -184,7 +184,7 @@ class MonitorCore:
             commands.append(m.Publish(m.InstanceDraining(worker_id, entry.instance.incarnation), event.cause_id))
         return commands
 
-    def _look_at_step(self, event: m.LoadReported, entry: Entry) -> list[m.Command]:
+    def _look_at_step(self, event: m.LoadReported, entry: WorkerEntry) -> list[m.Command]:
         stuck = event.load.step_age_s > self.rules.step_timeout_s
         if stuck == entry.stuck:
             return []
@@ -361,7 +361,7 @@ class MonitorCore:
         lost: list[m.Command] = [] if entry.stuck else [word]
         return lost if entry.stream_id is None else [self._close(entry, m.CloseReason.SILENT), *lost]
 
-    def _close(self, entry: Entry, why: m.CloseReason) -> m.CloseStream:
+    def _close(self, entry: WorkerEntry, why: m.CloseReason) -> m.CloseStream:
         if entry.stream_id is None:
             raise InvariantViolation(f"{entry.instance.worker_id} has no stream to close")
         stream_id, entry.stream_id = entry.stream_id, None

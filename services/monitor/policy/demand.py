@@ -28,7 +28,7 @@ class GroupLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Backlog:
+class BacklogDemand:
     """Requests waiting in a dispatcher."""
 
     request_count: int
@@ -81,7 +81,7 @@ def waiting_bytes(load: LoadReport, kv_bytes_per_token: int) -> int:
     return load.waiting_block_count * load.block_tokens * kv_bytes_per_token
 
 
-def backlog_bytes(backlog: Backlog, block_tokens: int, kv_bytes_per_token: int) -> int:
+def backlog_bytes(backlog: BacklogDemand, block_tokens: int, kv_bytes_per_token: int) -> int:
     """Expected need: including the next token, and half a block on average."""
     tokens = backlog.token_count + backlog.request_count * (1 + block_tokens // 2)
     return tokens * kv_bytes_per_token

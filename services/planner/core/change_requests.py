@@ -25,7 +25,7 @@ from services.planner.core.survey import (
     survey,
 )
 from services.planner.core.transition import changed_members
-from services.planner.policy.compare import Comparison, Targets, compare, compare_long, compare_restore
+from services.planner.policy.compare import Comparison, ComparisonTargets, compare, compare_long, compare_restore
 from services.planner.policy.drop import by_need, plan_of
 from services.planner.policy.explain import explain, explain_restore
 from services.planner.policy.long_request import LongNeed, group_for, held_by
@@ -42,7 +42,7 @@ _BLIND_S, _BLIND_NEED = 10.0, 0.25  # fraction of the memory
 class Planning:
     """Policy for overloads."""
 
-    targets: Targets = field(default_factory=Targets)
+    targets: ComparisonTargets = field(default_factory=ComparisonTargets)
     compares: bool = True  # by predicted loss, doing nothing included; False, or without data: by need
     # By need, groups become deeper than pairs only where pairs leave more than this fraction of the wanted KV unmet.
     # The monitor's need includes a margin: this is a demand of 1.25 times the capacity.
@@ -144,7 +144,7 @@ def explain_now(
     model: ModelInfo | None,
     load: ClusterLoad,
     required_bytes: int | None,
-    targets: Targets,
+    targets: ComparisonTargets,
 ) -> Explained:
     """Explain what `ballast drop` would do now, with the predictions for the layouts that an overload would choose
     from.
@@ -287,7 +287,7 @@ def _compared(
     surveyed: Survey,
     load: ClusterLoad,
     model: ModelInfo | None,
-    targets: Targets,
+    targets: ComparisonTargets,
     restored: Mapping[GroupId, Sequence[int]] | None = None,
 ) -> Comparison | None:
     """None: see `_unknown`. `restored`: see `compare_restore`."""

@@ -13,7 +13,7 @@ from services.planner.policy.replicate import Partial
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class WorkerClaim:
     incarnation: Incarnation  # of the reporting instance
     place: Place
 
@@ -24,11 +24,11 @@ class Rebuilt:
     partial: Partial  # hold only some layers, and belong to no group any more
 
 
-def newer(layout: Layout, claims: Mapping[WorkerId, Claim]) -> dict[WorkerId, Claim]:
+def newer(layout: Layout, claims: Mapping[WorkerId, WorkerClaim]) -> dict[WorkerId, WorkerClaim]:
     return {worker_id: claim for worker_id, claim in claims.items() if claim.place.epoch > layout.epoch}
 
 
-def rebuild(layout: Layout, claims: Mapping[WorkerId, Claim], layer_count: int) -> Rebuilt | None:
+def rebuild(layout: Layout, claims: Mapping[WorkerId, WorkerClaim], layer_count: int) -> Rebuilt | None:
     """The groups whose members agree, and those of `layout` about which nothing newer is reported.
 
     None: nothing newer than the layout is reported.
@@ -61,7 +61,7 @@ def rebuild(layout: Layout, claims: Mapping[WorkerId, Claim], layer_count: int) 
     return Rebuilt(rebuilt, partial)
 
 
-def _is_agreed(claim: Claim, telling: Mapping[WorkerId, Claim], layer_count: int) -> bool:
+def _is_agreed(claim: WorkerClaim, telling: Mapping[WorkerId, WorkerClaim], layer_count: int) -> bool:
     """True if all members live, report the same group, and together hold all layers in distinct places."""
     group, next_layer = claim.place.group, 0
     if len({member.worker_id for member in group.members}) != len(group.members):
@@ -76,7 +76,7 @@ def _is_agreed(claim: Claim, telling: Mapping[WorkerId, Claim], layer_count: int
     return next_layer == layer_count
 
 
-def _layers(worker_id: WorkerId, claim: Claim) -> range:
+def _layers(worker_id: WorkerId, claim: WorkerClaim) -> range:
     for member in claim.place.group.members:
         if (member.worker_id, member.incarnation) == (worker_id, claim.incarnation):
             return range(member.first_layer, member.last_layer)

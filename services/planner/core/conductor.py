@@ -42,11 +42,11 @@ from services.planner.core.transition import (
     Journaled,
     JournalRefused,
     MemberLost,
+    PlannerTick,
     Poll,
     SendAbort,
     SendCommit,
     SendPrepare,
-    Tick,
 )
 from services.planner.core.transition import Command as Step
 from services.planner.core.transition import Event as StepEvent
@@ -440,7 +440,7 @@ class Conductor:
         if self._change is None and not self.busy and at_s >= self.sizing.look_at_s:
             return self._take(SizeRequest(cause_id), at_s)
         asked: list[p.Command] = [p.ReadLoads(cause_id)] if self.prediction_log.asks(at_s) else []
-        return asked + self._steps(Tick(at_s), at_s, cause_id)
+        return asked + self._steps(PlannerTick(at_s), at_s, cause_id)
 
     def _steps(self, event: StepEvent, at_s: float, cause_id: str) -> list[p.Command]:
         if self.coordinator is None:
@@ -478,18 +478,18 @@ class Conductor:
                 return []
             case SendPrepare(worker_id):
                 sources = self._sources.get(worker_id, ())
-                return [self._call(p.Call.PREPARE, worker_id, cause_id, sources=sources)]
+                return [self._call(p.WorkerCall.PREPARE, worker_id, cause_id, sources=sources)]
             case SendCommit(worker_id):
-                return [self._call(p.Call.COMMIT, worker_id, cause_id)]
+                return [self._call(p.WorkerCall.COMMIT, worker_id, cause_id)]
             case SendAbort(worker_id, why):
-                return [self._call(p.Call.ABORT, worker_id, cause_id, why=why)]
+                return [self._call(p.WorkerCall.ABORT, worker_id, cause_id, why=why)]
             case Poll(worker_id):
-                return [self._call(p.Call.POLL, worker_id, cause_id)]
+                return [self._call(p.WorkerCall.POLL, worker_id, cause_id)]
             case Ended():
                 return self._ended(step, at_s, cause_id)
 
     def _call(
-        self, call: p.Call, worker_id: WorkerId, cause_id: str, *, sources: p.Sources = (), why: str = ""
+        self, call: p.WorkerCall, worker_id: WorkerId, cause_id: str, *, sources: p.Sources = (), why: str = ""
     ) -> p.CallMember:
         assert self.coordinator is not None
         journal = self.coordinator.journal

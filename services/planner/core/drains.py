@@ -20,7 +20,7 @@ class Drains:
     limit: int
     _by_request: dict[str, Drain] = field(default_factory=dict[str, Drain])  # oldest first
 
-    def requested(self, event: p.DrainRequested, membership: Membership, *, all_known: bool) -> list[p.Command]:
+    def requested(self, event: p.WorkerDrainRequested, membership: Membership, *, all_known: bool) -> list[p.Command]:
         """Mark the worker as draining. A repeated request gets the first answer."""
         earlier = self._by_request.get(event.request_id)
         if earlier is not None:

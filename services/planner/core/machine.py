@@ -127,7 +127,7 @@ class PlannerCore:
                 return []
             case p.WriteSettled():
                 return self._write_settled(event)
-            case p.DrainRequested():
+            case p.WorkerDrainRequested():
                 return self._drain_requested(event)
             case p.StandingRequested():
                 return self._standing_requested(event)
@@ -331,7 +331,7 @@ class PlannerCore:
         self._replan(event.at_s)
         return commands + self.standings.settle(self.layout)
 
-    def _drain_requested(self, event: p.DrainRequested) -> list[p.Command]:
+    def _drain_requested(self, event: p.WorkerDrainRequested) -> list[p.Command]:
         if not self.active:
             return [p.RefuseDrain(event.request_id, p.DrainRefusal.STANDBY)]
         all_known = self.store.is_read and self.membership.complete

@@ -12,7 +12,7 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, Member, Place, Standing
 from ballast.common.model import ModelInfo
-from services.planner.core.claims import Claim
+from services.planner.core.claims import WorkerClaim
 from services.planner.core.messages import InstanceUp
 from services.planner.policy.replicate import Placeable
 
@@ -157,11 +157,11 @@ class Membership:
             return not whole
         return known.place is None or _stages(known.place.group) != _stages(group)
 
-    def claims(self) -> dict[WorkerId, Claim]:
+    def claims(self) -> dict[WorkerId, WorkerClaim]:
         """Places in the layout reported by instances of the cluster's model."""
         self._choose_model()
         return {
-            worker_id: Claim(known.placeable.incarnation, known.place)
+            worker_id: WorkerClaim(known.placeable.incarnation, known.place)
             for worker_id, known in self.known.items()
             if known.place is not None and self._serves(known)
         }

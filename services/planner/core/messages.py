@@ -149,7 +149,7 @@ class InstanceProbed:
 
 
 @dataclass(frozen=True, slots=True)
-class DrainRequested:
+class WorkerDrainRequested:
     at_s: float
     cause_id: str
     request_id: str  # a repetition gets the same answer
@@ -254,7 +254,7 @@ Event = (
     | WriteSettled
     | MonitorEvent
     | InstanceProbed
-    | DrainRequested
+    | WorkerDrainRequested
     | StandingRequested
     | ChangeRequest
     | LoadsRead
@@ -302,7 +302,7 @@ class WriteJournal:
 Write = WriteLayout | WriteJournal
 
 
-class Call(Enum):
+class WorkerCall(Enum):
     """A call to a member of a transition. Answered by MemberAnswered, or not at all."""
 
     PREPARE = auto()
@@ -313,7 +313,7 @@ class Call(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CallMember:
-    call: Call
+    call: WorkerCall
     member: Member
     journal: Journal
     cause_id: str

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from ballast.common.ids import Epoch
 from ballast.common.traffic import Served, Traffic, served_between
-from services.planner.policy.compare import Comparison, Targets
+from services.planner.policy.compare import Comparison, ComparisonTargets
 from services.planner.policy.fluid_model import Prediction
 
 _KEPT = 64
@@ -25,7 +25,7 @@ class Predicted:
     predicted: Prediction
     nothing: Prediction  # of the candidate without change
     horizon_s: float
-    targets: Targets
+    targets: ComparisonTargets
     at_s: float
     epoch: Epoch | None  # of the transition; None: no change
     before: Traffic

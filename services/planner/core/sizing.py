@@ -16,7 +16,7 @@ from ballast.common.model import ModelInfo
 from ballast.common.wanted import Wanted
 from services.planner.core.messages import ClusterLoad
 from services.planner.core.survey import NoSurvey, running_of, survey
-from services.planner.policy.compare import Comparison, Targets, compare_sizes
+from services.planner.policy.compare import Comparison, ComparisonTargets, compare_sizes
 from services.planner.policy.reserve import Jumps, Reserve, pair_gain, wanted_memory
 
 _LOOK_S, _LOOK_TO_ADVISE_S = 0.5, 5.0  # between two evaluations
@@ -61,7 +61,7 @@ class Sizing:
         layout: Layout,
         model: ModelInfo | None,
         load: ClusterLoad,
-        targets: Targets,
+        targets: ComparisonTargets,
         at_s: float,
         *,
         may_shrink: bool = True,
@@ -131,7 +131,7 @@ class Sizing:
         layout: Layout,
         model: ModelInfo | None,
         load: ClusterLoad,
-        targets: Targets,
+        targets: ComparisonTargets,
         reserve: Reserve,
         at_s: float,
         *,

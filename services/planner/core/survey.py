@@ -15,7 +15,7 @@ from services.planner.policy.drop import DropPlan
 from services.planner.policy.restore import RestorePlan
 from services.planner.policy.snapshot import (
     Columns,
-    Groups,
+    GroupSnapshots,
     GroupState,
     InstanceState,
     ModelShape,
@@ -123,7 +123,7 @@ def survey(
             made.append(state((ids[i], tuple(stages), *counts)))
         return made
 
-    return Survey(Snapshot(shape, Groups(columns, states)), led)
+    return Survey(Snapshot(shape, GroupSnapshots(columns, states)), led)
 
 
 def running_of(led: Sequence[LoadReport]) -> Running:

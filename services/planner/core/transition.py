@@ -68,7 +68,7 @@ class MemberLost:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class PlannerTick:
     at_s: float
 
 
@@ -82,7 +82,7 @@ class AbortWanted:
     why: str
 
 
-Event = Journaled | JournalRefused | MemberSaid | MemberLost | Tick | AbortWanted
+Event = Journaled | JournalRefused | MemberSaid | MemberLost | PlannerTick | AbortWanted
 
 # ---------------------------------------------------------------- commands
 
@@ -193,7 +193,7 @@ class Coordinator:
                 return self._member_lost(event)
             case AbortWanted(why=why):
                 return self._hurry(why) if self.stage is Stage.EXCHANGING else self._abort(why)
-            case Tick(at_s=at_s):
+            case PlannerTick(at_s=at_s):
                 return self._tick(at_s)
 
     # ------------------------------------------------------------ steps

@@ -13,7 +13,7 @@ from operator import add
 from typing import NamedTuple
 
 from ballast.common.ids import GroupId
-from services.planner.policy.fluid_model import Kind
+from services.planner.policy.fluid_model import GroupKind
 from services.planner.policy.merged import group_plan
 from services.planner.policy.snapshot import Columns, GroupState, ModelShape, Snapshot, columns_of
 from services.planner.policy.split import TOWARD_MEMORY, Splitter, SplitTolerance, kinds_of
@@ -75,8 +75,8 @@ class Pool:
         """Sums over the groups [first, last) by load."""
         return _Sums(*[column[last] - column[first] for column in self._sums])
 
-    def kind(self, sums: _Sums, group_count: int, block_tokens: int) -> Kind:
-        return Kind(
+    def kind(self, sums: _Sums, group_count: int, block_tokens: int) -> GroupKind:
+        return GroupKind(
             stages=self.stages,
             group_count=group_count,
             capacity_tokens=float(sums.block_count * block_tokens),
@@ -283,9 +283,9 @@ class Candidates:
         merged = ([m for group in merges.merge(i) for m in group.members] for i in range(merges.count))
         return all(self._splitter.is_feasible(members) for members in merged)
 
-    def kinds(self, candidate: Candidate) -> list[Kind]:
+    def kinds(self, candidate: Candidate) -> list[GroupKind]:
         tokens = self.model.block_tokens
-        found: list[Kind] = []
+        found: list[GroupKind] = []
         for pool in self.pools:
             left, count = pool.between(0, len(pool)), len(pool)
             for part in candidate.parts:
@@ -297,11 +297,11 @@ class Candidates:
                 found.append(pool.kind(left, count, tokens))
         return [*found, *(self._merged(part, candidate.toward_memory) for part in candidate.parts)]
 
-    def _merged(self, part: _Merges, toward_memory: float) -> Kind:
+    def _merged(self, part: _Merges, toward_memory: float) -> GroupKind:
         """The longest stage sets the pace of a pipeline."""
         sums, tokens = part.sums(), self.model.block_tokens
         worth = self._worth(part, toward_memory)
-        return Kind(
+        return GroupKind(
             stages=part.stages,
             group_count=part.count,
             capacity_tokens=float(worth.block_count * tokens),
@@ -342,7 +342,7 @@ class Candidates:
 
     def dissolved(
         self, restored: Mapping[GroupId, Sequence[int]], remaining_s: float, prompt_tokens: float
-    ) -> list[Kind]:
+    ) -> list[GroupKind]:
         """Each member of these pipelines serves alone, with its share of their running requests. The pipelines drain
         gradually, and until then keep more blocks than they use.
 

@@ -17,7 +17,16 @@ from typing import NamedTuple
 from ballast.common.ids import GroupId
 from ballast.common.traffic import MINUTE_S, RECENT_S, Pace, Traffic
 from services.planner.policy.candidates import DISSOLVES_S, NOTHING, Candidate, Candidates, Running
-from services.planner.policy.fluid_model import PARTS, Future, Kind, Machine, Prediction, look_ahead, prompt_s, token_s
+from services.planner.policy.fluid_model import (
+    PARTS,
+    FluidMachine,
+    Future,
+    GroupKind,
+    Prediction,
+    look_ahead,
+    prompt_s,
+    token_s,
+)
 from services.planner.policy.long_request import LongGroup, LongNeed
 from services.planner.policy.long_request import kinds_with as kinds_with_long
 from services.planner.policy.reserve import FEWER, Reserve, home_tokens, more, wanted_memory
@@ -46,7 +55,7 @@ _PRIOR_COUNT, _PRIOR_TOKENS = 2, 128  # pseudo-answers, so that the first one do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Targets:
+class ComparisonTargets:
     """Latency targets; better values count as equal."""
 
     ttft_s: float = 0.5  # or, if longer, a long prompt's time on an instance with half-full memory
@@ -84,7 +93,7 @@ class Comparison:
     chosen: Evaluation
     candidates: tuple[Evaluation, ...]  # the one without change first
     horizon_s: float  # the prediction is about waiting requests and arrivals within it
-    targets: Targets  # the targets used, that of TPOT included
+    targets: ComparisonTargets  # the targets used, that of TPOT included
 
     @property
     def gain(self) -> float:
@@ -97,10 +106,10 @@ class Comparison:
 
 
 def compare(
-    snapshot: Snapshot, running: Running, traffic: Traffic, pace: Pace, targets: Targets | None = None
+    snapshot: Snapshot, running: Running, traffic: Traffic, pace: Pace, targets: ComparisonTargets | None = None
 ) -> Comparison:
     """For an overload. The snapshot is consistent and has at least one group."""
-    evaluator = _Evaluator(snapshot, running, traffic, pace, targets or Targets())
+    evaluator = _Evaluator(snapshot, running, traffic, pace, targets or ComparisonTargets())
     candidates = evaluator.candidates.all()
     kinds = [evaluator.candidates.kinds(candidate) for candidate in candidates]
     found = list(map(evaluator.begin, candidates, kinds))
@@ -120,10 +129,10 @@ def compare_long(
     pace: Pace,
     made: LongGroup,
     need: LongNeed,
-    targets: Targets | None = None,
+    targets: ComparisonTargets | None = None,
 ) -> Comparison:
     """For a long request's group: it is chosen unless the others' loss rises by more than `_BEARABLE`."""
-    evaluator = _Evaluator(snapshot, running, traffic, pace, targets or Targets())
+    evaluator = _Evaluator(snapshot, running, traffic, pace, targets or ComparisonTargets())
     stay = evaluator.evaluate(NOTHING, evaluator.candidates.kinds(NOTHING))
     merged = evaluator.evaluate(Candidate(made.name), kinds_with_long(snapshot, made, need, running))
     chosen = merged if merged.loss <= stay.loss + math.log(_BEARABLE) else stay
@@ -136,7 +145,7 @@ def compare_restore(
     traffic: Traffic,
     pace: Pace,
     restored: Mapping[GroupId, Sequence[int]],
-    targets: Targets | None = None,
+    targets: ComparisonTargets | None = None,
 ) -> Comparison:
     """For a relief: whether to dissolve these pipelines. Chosen if the result is good enough during and after the
     restore, or better than before, and if draining is short, as remaining requests are recomputed.
@@ -144,7 +153,7 @@ def compare_restore(
     Args:
         restored: Blocks of each member of a pipeline, once it holds all layers.
     """
-    evaluator = _Evaluator(snapshot, running, traffic, pace, targets or Targets())
+    evaluator = _Evaluator(snapshot, running, traffic, pace, targets or ComparisonTargets())
     stay = evaluator.evaluate(Candidate("stay"), evaluator.candidates.kinds(NOTHING))
     kinds = evaluator.candidates.dissolved(restored, evaluator.remaining_s, evaluator.prompt_tokens)
     takes_s = max(kind.kept_s for kind in kinds)
@@ -164,13 +173,13 @@ def compare_sizes(
     reserve: Reserve,
     *,
     may_shrink: bool,
-    targets: Targets | None = None,
+    targets: ComparisonTargets | None = None,
 ) -> Comparison:
     """For parking: whether some reserve should serve, or one instance less. An instance has a cost: of all sizes about
     as good as the best the smallest is chosen. One leaves only if the rest is good enough, even at the highest arrival
     count of the last minute.
     """
-    given = targets or Targets()
+    given = targets or ComparisonTargets()
     evaluator = _SizeEvaluator(snapshot, running, traffic, pace, given, reserve)
     stay = evaluator.of(NOTHING)
     if stay.loss <= math.log(_UNSURE):
@@ -198,35 +207,37 @@ def compare_sizes(
 class _Evaluator:
     """Evaluates all candidates of a comparison."""
 
-    def __init__(self, snapshot: Snapshot, running: Running, traffic: Traffic, pace: Pace, targets: Targets) -> None:
+    def __init__(
+        self, snapshot: Snapshot, running: Running, traffic: Traffic, pace: Pace, targets: ComparisonTargets
+    ) -> None:
         layer_count = snapshot.model.layer_count
         self.candidates = Candidates(snapshot, running)
-        self._machine = Machine(pace=pace, layer_count=layer_count, max_running_count=running.max_running_count)
+        self._machine = FluidMachine(pace=pace, layer_count=layer_count, max_running_count=running.max_running_count)
         self._futures = _futures(snapshot, running, traffic)
         calm = _calm(self._machine, self.candidates.kinds(NOTHING), self._futures[0])
         tpot_s = targets.tpot_s or calm.token_s
-        self.targets = Targets(ttft_s=max(targets.ttft_s, calm.prompt_s), tpot_s=tpot_s)
+        self.targets = ComparisonTargets(ttft_s=max(targets.ttft_s, calm.prompt_s), tpot_s=tpot_s)
         first = self._futures[0]
         stays_s = 2 * first.answer_tokens * tpot_s
         self.remaining_s = (first.remaining_tokens or first.answer_tokens) * tpot_s  # of running requests
         self.prompt_tokens = first.prompt_tokens
         self.horizon_s = min(_MOST_S, max(_LEAST_S, stays_s))
 
-    def evaluate(self, candidate: Candidate, kinds: Sequence[Kind]) -> Evaluation:
+    def evaluate(self, candidate: Candidate, kinds: Sequence[GroupKind]) -> Evaluation:
         return self.finish(self.begin(candidate, kinds), kinds)
 
-    def begin(self, candidate: Candidate, kinds: Sequence[Kind]) -> Evaluation:
+    def begin(self, candidate: Candidate, kinds: Sequence[GroupKind]) -> Evaluation:
         """Evaluate in the middle future only."""
         prediction = self._predict(kinds, self._futures[_MIDDLE])
         return Evaluation(candidate, prediction, self._loss([prediction]))
 
-    def finish(self, begun: Evaluation, kinds: Sequence[Kind]) -> Evaluation:
+    def finish(self, begun: Evaluation, kinds: Sequence[GroupKind]) -> Evaluation:
         """Evaluate in the other futures."""
         others = (*self._futures[:_MIDDLE], *self._futures[_MIDDLE + 1 :])
         predicted = [self._predict(kinds, future) for future in others]
         return replace(begun, loss=self._loss([begun.prediction, *predicted]))
 
-    def _predict(self, kinds: Sequence[Kind], future: Future) -> Prediction:
+    def _predict(self, kinds: Sequence[GroupKind], future: Future) -> Prediction:
         return look_ahead(self._machine, kinds, future, self.horizon_s, self.targets.lost_s)
 
     def _loss(self, predicted: Sequence[Prediction]) -> float:
@@ -244,12 +255,12 @@ class _SizeEvaluator(_Evaluator):
         running: Running,
         traffic: Traffic,
         pace: Pace,
-        targets: Targets,
+        targets: ComparisonTargets,
         reserve: Reserve,
     ) -> None:
         super().__init__(snapshot, running, traffic, pace, targets)
         tpot_s = self.targets.tpot_s
-        self.targets = Targets(ttft_s=_PRICED * self.targets.ttft_s, tpot_s=tpot_s and _PRICED * tpot_s)
+        self.targets = ComparisonTargets(ttft_s=_PRICED * self.targets.ttft_s, tpot_s=tpot_s and _PRICED * tpot_s)
         self._snapshot, self._reserve, self._places = snapshot, reserve, running.max_running_count
         self._wanted = wanted_memory(snapshot, reserve, traffic)
         columns = columns_of(snapshot.groups)
@@ -259,17 +270,17 @@ class _SizeEvaluator(_Evaluator):
         self._room = sum(columns.blocks) / home_blocks + len(reserve.waking_s)  # in instances: merged ones have more
         self.alone_count = sum(stages == 1 for stages in columns.stages)
 
-    def kinds(self, candidate: Candidate) -> list[Kind]:
+    def kinds(self, candidate: Candidate) -> list[GroupKind]:
         return kinds_with(self.candidates, self._snapshot, self._reserve, candidate.added, self._places)
 
     def of(self, candidate: Candidate) -> Evaluation:
         return self.evaluate(candidate, self.kinds(candidate))
 
-    def begin(self, candidate: Candidate, kinds: Sequence[Kind]) -> Evaluation:
+    def begin(self, candidate: Candidate, kinds: Sequence[GroupKind]) -> Evaluation:
         begun = super().begin(candidate, kinds)
         return replace(begun, loss=begun.loss + self.fear(candidate))
 
-    def finish(self, begun: Evaluation, kinds: Sequence[Kind]) -> Evaluation:
+    def finish(self, begun: Evaluation, kinds: Sequence[GroupKind]) -> Evaluation:
         finished = super().finish(begun, kinds)
         return replace(finished, loss=finished.loss + self.fear(begun.candidate))
 
@@ -319,7 +330,7 @@ def choose(losses: Sequence[float], changes: Sequence[int], finish: Callable[[in
     return best
 
 
-def loss_of(one: Prediction, targets: Targets) -> float:
+def loss_of(one: Prediction, targets: ComparisonTargets) -> float:
     """Loss of a prediction; 0: within the targets."""
     tpot_s = targets.tpot_s or one.tpot_s
     waits = _wait_loss(one.ttft_p99_s, one.lost_share, targets) + _wait_loss(
@@ -328,7 +339,7 @@ def loss_of(one: Prediction, targets: Targets) -> float:
     return waits / 2 + math.log(max(one.tpot_s, tpot_s) / tpot_s)
 
 
-def _wait_loss(p99_s: float, lost_share: float, targets: Targets) -> float:
+def _wait_loss(p99_s: float, lost_share: float, targets: ComparisonTargets) -> float:
     """If all are lost, twice the loss of the case in which one in a hundred just is."""
     return math.log(min(max(p99_s / targets.ttft_s, 1.0), LOST)) + lost_share * math.log(LOST)
 
@@ -395,7 +406,7 @@ class _Calm(NamedTuple):
     prompt_s: float  # of a long prompt
 
 
-def _calm(machine: Machine, kinds: Sequence[Kind], future: Future) -> _Calm:
+def _calm(machine: FluidMachine, kinds: Sequence[GroupKind], future: Future) -> _Calm:
     instances = capacity = 0.0
     for kind in kinds:
         instances += kind.group_count * kind.stages

@@ -1,8 +1,8 @@
 """Fluid model: predicts the latencies of a layout over the next minutes (pure, no clock).
 
-Groups of equal depth are one `Kind`. Requests arrive at a rate and wait in one line; a kind admits them while it has
-memory and places, computes their prompts beside the decodes of running requests, and loses those whose answers end. The
-cumulative curves of arrivals and of first tokens give the waits, to which a request's own prefill is added
+Groups of equal depth are one `GroupKind`. Requests arrive at a rate and wait in one line; a kind admits them while it
+has memory and places, computes their prompts beside the decodes of running requests, and loses those whose answers end.
+The cumulative curves of arrivals and of first tokens give the waits, to which a request's own prefill is added
 (`prompt_s`); the step duration gives the token time. When running requests outgrow the memory, some are preempted, and
 wait before all others to be recomputed.
 
@@ -37,7 +37,7 @@ _NEARLY = 0.1  # fraction of a request that may be missing, as flows have no las
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class GroupKind:
     """Groups of equal depth, together."""
 
     stages: int
@@ -79,7 +79,7 @@ class Future:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class FluidMachine:
     """One instance."""
 
     pace: Pace
@@ -115,7 +115,7 @@ def token_s(cost: CostModel, decodes: float, context: float, chunk: float, prefi
     """Seconds between two tokens of a sequence: a microbatch's time over all stages.
 
     Args:
-        cost: Of all layers, bubbles included: `Machine.cost_of`.
+        cost: Of all layers, bubbles included: `FluidMachine.cost_of`.
         decodes: Per microbatch.
         context: Tokens whose KV these read.
         chunk: Prompt tokens per microbatch, after `prefix` tokens.
@@ -187,7 +187,7 @@ class _Flow:
         "used",
     )
 
-    def __init__(self, kind: Kind, machine: Machine, future: Future) -> None:
+    def __init__(self, kind: GroupKind, machine: FluidMachine, future: Future) -> None:
         self.cost = machine.cost_of(kind.stages, kind.slowness)
         self.stages, self.group_count, self.stall_s = kind.stages, kind.group_count, kind.stall_s
         self.instances = kind.group_count * kind.stages  # also the number of microbatches in flight
@@ -300,7 +300,7 @@ class _Flow:
 
 
 def look_ahead(
-    machine: Machine, kinds: Sequence[Kind], future: Future, horizon_s: float, lost_after_s: float = math.inf
+    machine: FluidMachine, kinds: Sequence[GroupKind], future: Future, horizon_s: float, lost_after_s: float = math.inf
 ) -> Prediction:
     """`lost_after_s`: waits of twice this are lost, and partly those between."""
     dt = horizon_s / STEPS

@@ -7,7 +7,7 @@ from itertools import groupby
 from ballast.common.ids import GroupId
 from ballast.common.reach import MARGIN
 from services.planner.policy.candidates import MOST_STAGES, Running, pools_of, stall_s
-from services.planner.policy.fluid_model import Kind
+from services.planner.policy.fluid_model import GroupKind
 from services.planner.policy.merged import GroupPlan, group_plan
 from services.planner.policy.snapshot import GroupState, Snapshot
 from services.planner.policy.split import TOWARD_MEMORY, Splitter, SplitTolerance, is_unlike, kinds_of
@@ -99,7 +99,7 @@ def _made(merge: Sequence[GroupState], splitter: Splitter) -> LongGroup | None:
     return max(made, key=lambda one: one.plan.block_count)
 
 
-def kinds_with(snapshot: Snapshot, made: LongGroup, need: LongNeed, running: Running) -> list[Kind]:
+def kinds_with(snapshot: Snapshot, made: LongGroup, need: LongNeed, running: Running) -> list[GroupKind]:
     """Capacity for other requests once the group has the request: without that group, which dispatchers avoid during
     its prefill.
     """
@@ -112,7 +112,7 @@ def kinds_with(snapshot: Snapshot, made: LongGroup, need: LongNeed, running: Run
     used_blocks = sum(group.used_block_count for group in made.merged)
     places = sum(g.max_running_count or running.max_running_count * len(g.members) for g in made.merged)
     new = need.group_id is None
-    merged = Kind(
+    merged = GroupKind(
         stages=made.stages,
         group_count=1,
         capacity_tokens=float(made.plan.block_count * tokens),

@@ -32,7 +32,7 @@ class GroupPlan:
     block_count: int  # the minimum over the stages
 
 
-class _Cut(NamedTuple):
+class _MergedCut(NamedTuple):
     """The stages of equal members, largest KV first: ranges of layers with their consequences."""
 
     parts: tuple[tuple[int, int, Aftermath], ...]  # first and last layer
@@ -49,7 +49,7 @@ class GroupPlanner:
         self._splitter = splitter
         self._toward_memory = toward_memory
         self._equal_singles = equal_singles
-        self._cuts: dict[tuple[bool, ...], _Cut] = {}
+        self._cuts: dict[tuple[bool, ...], _MergedCut] = {}
 
     def plan(self, merged: Sequence[GroupState]) -> GroupPlan:
         """See `group_plan`."""
@@ -62,7 +62,7 @@ class GroupPlanner:
             cut = self._cuts[alike] = _cut_of(group_plan(merged, self._splitter))
         return self._applied(cut, ordered, merged)
 
-    def _applied(self, cut: _Cut, ordered: Sequence[GroupState], merged: Sequence[GroupState]) -> GroupPlan:
+    def _applied(self, cut: _MergedCut, ordered: Sequence[GroupState], merged: Sequence[GroupState]) -> GroupPlan:
         model = self._splitter.model
         members: list[MemberPlan] = []
         sent = before = 0  # blocks; sent ones times layers
@@ -85,11 +85,11 @@ def _by_load(group: GroupState) -> tuple[int, WorkerId]:
     return -group.used_block_count, group.members[0].worker_id
 
 
-def _cut_of(plan: GroupPlan) -> _Cut:
+def _cut_of(plan: GroupPlan) -> _MergedCut:
     parts = tuple(
         (m.first_layer, m.last_layer, Aftermath(m.dropped_layers, m.freed_bytes, m.block_count)) for m in plan.members
     )
-    return _Cut(parts, plan.freed_bytes, plan.block_count)
+    return _MergedCut(parts, plan.freed_bytes, plan.block_count)
 
 
 def surplus_bytes(group: GroupState, model: ModelShape) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ballast.common.traffic import Traffic
 from services.planner.policy.candidates import NOTHING, Candidate, Candidates
-from services.planner.policy.fluid_model import Kind
+from services.planner.policy.fluid_model import GroupKind
 from services.planner.policy.snapshot import GroupState, Snapshot, columns_of
 
 FEWER = Candidate("one less", added=-1)
@@ -106,7 +106,7 @@ class Jumps:
         )
 
 
-def kinds(candidates: Candidates, snapshot: Snapshot, reserve: Reserve, added: int, places: int) -> list[Kind]:
+def kinds(candidates: Candidates, snapshot: Snapshot, reserve: Reserve, added: int, places: int) -> list[GroupKind]:
     """Kinds with `count` more instances of the reserve, leaving ones first; or (-1) with one less. A leaving instance
     has no room and completes its requests; a waking one has room, and starts later.
 
@@ -122,7 +122,7 @@ def kinds(candidates: Candidates, snapshot: Snapshot, reserve: Reserve, added: i
     found += _loaded(snapshot, reserve.leaving[undone:], 0.0, places)
     stalls = Counter([*reserve.waking_s, *[reserve.wake_s] * max(0, added - undone)])
     return found + [
-        Kind(
+        GroupKind(
             stages=1,
             group_count=count,
             capacity_tokens=count * home,
@@ -135,7 +135,7 @@ def kinds(candidates: Candidates, snapshot: Snapshot, reserve: Reserve, added: i
     ]
 
 
-def _one_less(found: Sequence[Kind], home: float, places: int) -> list[Kind]:
+def _one_less(found: Sequence[GroupKind], home: float, places: int) -> list[GroupKind]:
     """One instance less of the lone kind with most instances; its running requests move to the next kind."""
     alone = sorted((kind for kind in found if kind.stages == 1), key=lambda kind: kind.group_count)
     largest = alone[-1]
@@ -157,13 +157,13 @@ def _one_less(found: Sequence[Kind], home: float, places: int) -> list[Kind]:
     return [fuller if kind is heir else kind for kind in found if kind is not largest]
 
 
-def _loaded(snapshot: Snapshot, groups: Sequence[GroupState], each_tokens: float, places: int) -> list[Kind]:
+def _loaded(snapshot: Snapshot, groups: Sequence[GroupState], each_tokens: float, places: int) -> list[GroupKind]:
     if not groups:
         return []
     columns = columns_of(groups)
     used = float(sum(columns.used) * snapshot.model.block_tokens)
     return [
-        Kind(
+        GroupKind(
             stages=1,
             group_count=len(groups),
             capacity_tokens=max(used, len(groups) * each_tokens),

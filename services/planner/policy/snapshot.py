@@ -113,7 +113,7 @@ class Columns(NamedTuple):
     max_running: Sequence[int]  # of all members of a group together; 0: not reported
 
 
-class Groups(Sequence[GroupState]):
+class GroupSnapshots(Sequence[GroupState]):
     """A lazy sequence of groups over known columns."""
 
     def __init__(self, columns: Columns, make: Callable[[Iterable[int]], Sequence[GroupState]]) -> None:
@@ -139,7 +139,7 @@ class Groups(Sequence[GroupState]):
 
 
 def columns_of(groups: Sequence[GroupState]) -> Columns:
-    if isinstance(groups, Groups):
+    if isinstance(groups, GroupSnapshots):
         return groups.columns
     return Columns(
         [group.group_id for group in groups],

@@ -53,7 +53,7 @@ class PlannerShell:
         self._members = members
         self._counting = counting
         self._webhook = webhook
-        self._calls: set[tuple[WorkerId, p.Call]] = set()  # one of a kind at a time
+        self._calls: set[tuple[WorkerId, p.WorkerCall]] = set()  # one of a kind at a time
         self._ordering = set[WorkerId]()  # instances with an order in flight
         self._changes = Answers[p.AnswerChange]()
         self._drains = Answers[Epoch]()
@@ -126,7 +126,7 @@ class PlannerShell:
 
     async def drain(self, request_id: str, worker_id: WorkerId, timeout_s: float) -> Epoch:
         """Drain a worker; returns the epoch from which on it gets no new requests."""
-        event = p.DrainRequested(time.monotonic(), f"{self.planner_id}/{request_id}", request_id, worker_id)
+        event = p.WorkerDrainRequested(time.monotonic(), f"{self.planner_id}/{request_id}", request_id, worker_id)
         late = (
             f"draining {worker_id}: no new layout within {timeout_s:.1f} s (is the state server away?);"
             " it stays planned, ask again with the same request id"

@@ -34,7 +34,7 @@ from services.worker.core.migration_messages import (
     Want,
 )
 from services.worker.core.snapshot import SequenceSnapshot
-from services.worker.core.spans import Span, Stage
+from services.worker.core.spans import KvRange, StageLayers
 
 _TARGET_PATIENCE_S = 2 * PATIENCE_S
 _LAST_PATIENCE_S = 2.0  # for the last span of a sequence that was handed over: it does not run meanwhile
@@ -44,7 +44,7 @@ _SOON_S = 0.1  # after an offer: unless the link is slow, all KV that existed th
 _MOST_WAIT_S = 0.3  # longest time for which prompts are held back for the end of one sequence
 
 
-class Phase(Enum):
+class ArrivalPhase(Enum):
     COPYING = "copying"  # spans may arrive
     HANDED = "handed over"  # only its last span is missing
     ENDING = "ending"  # its blocks are released when all writes into them have ended
@@ -56,18 +56,18 @@ class _End(Enum):
 
 
 @dataclass(slots=True)
-class _Arrival:
+class _KvArrival:
     migration_id: MigrationId
     sequence_id: SequenceId
     source: WorkerId
     epoch: Epoch  # of the links
-    givers: tuple[Stage, ...]
-    takers: tuple[Stage, ...]  # this group's
+    givers: tuple[StageLayers, ...]
+    takers: tuple[StageLayers, ...]  # this group's
     block_count: int  # blocks reserved on each of them
     progress_s: float
     offered_s: float
     nearly_since_s: float = math.inf  # since when only the last span is missing
-    phase: Phase = Phase.COPYING
+    phase: ArrivalPhase = ArrivalPhase.COPYING
     unready: set[WorkerId] = field(default_factory=set[WorkerId])  # stages that have not reserved the blocks asked for
     writing: set[WorkerId] = field(default_factory=set[WorkerId])  # stages that have not confirmed the end of writes
     failed: bool = False  # a stage has not received its span, and the others were told to stop
@@ -79,14 +79,14 @@ class _Arrival:
         return Keep(self.migration_id, self.sequence_id, token_count)
 
 
-class Arrivals:
+class KvArrivals:
     def __init__(self, block_tokens: int, why_no_room: Callable[[int, bool], str]) -> None:
         """`why_no_room(block_count, new)`: why a new sequence, or one that is arriving, cannot get so many more blocks;
         empty if it can.
         """
         self._block_tokens = block_tokens
         self._why_no_room = why_no_room
-        self._open: dict[MigrationId, _Arrival] = {}
+        self._open: dict[MigrationId, _KvArrival] = {}
         self._over: OrderedDict[MigrationId, _End] = OrderedDict()
         self.stale_total = 0
 
@@ -101,7 +101,7 @@ class Arrivals:
     @property
     def running_count(self) -> int:
         """Number of arriving sequences that are going to run here."""
-        return sum(arrival.phase is not Phase.ENDING for arrival in self._open.values())
+        return sum(arrival.phase is not ArrivalPhase.ENDING for arrival in self._open.values())
 
     def prompt_limit_blocks(self, at_s: float) -> int | None:
         """Maximum blocks of prompt tokens in a batch; None: no limit. A sequence that was handed over stands still
@@ -109,7 +109,7 @@ class Arrivals:
         """
         limit: int | None = None
         for arrival in self._open.values():
-            if arrival.phase is Phase.ENDING:
+            if arrival.phase is ArrivalPhase.ENDING:
                 continue
             if arrival.nearly_since_s <= at_s < arrival.nearly_since_s + _MOST_WAIT_S:
                 return 0
@@ -120,7 +120,7 @@ class Arrivals:
     # ------------------------------------------------------------ what the source says
 
     def offered(
-        self, at_s: float, peer: WorkerId, epoch: Epoch, offer: Offer, takers: tuple[Stage, ...], why_not: str
+        self, at_s: float, peer: WorkerId, epoch: Epoch, offer: Offer, takers: tuple[StageLayers, ...], why_not: str
     ) -> list[TargetCommand]:
         """Handle an offer. `epoch`: of the links. `takers`: this group's stages. `why_not`: why no sequence is accepted
         at present; empty if one may be.
@@ -139,7 +139,7 @@ class Arrivals:
             self._remember(migration_id, _End.GIVEN_UP)
             return [Say(peer, Off(migration_id, why_not))]
         givers = offer.givers
-        arrival = _Arrival(migration_id, offer.sequence_id, peer, epoch, givers, takers, block_count, at_s, at_s)
+        arrival = _KvArrival(migration_id, offer.sequence_id, peer, epoch, givers, takers, block_count, at_s, at_s)
         self._note_missing(at_s, arrival, offer.token_count)
         self._open[migration_id] = arrival
         return self._ask(arrival)
@@ -152,13 +152,13 @@ class Arrivals:
         match message:
             case Handed():
                 return self._handed(at_s, arrival, message)
-            case Off() if arrival is not None and arrival.phase is Phase.COPYING:
+            case Off() if arrival is not None and arrival.phase is ArrivalPhase.COPYING:
                 return self._stop(arrival)
             case Off():
                 self.stale_total += 1
                 return []
 
-    def _handed(self, at_s: float, arrival: _Arrival | None, handed: Handed) -> list[TargetCommand]:
+    def _handed(self, at_s: float, arrival: _KvArrival | None, handed: Handed) -> list[TargetCommand]:
         snapshot = handed.snapshot
         if arrival is None:
             if self._over.get(handed.migration_id) is not _End.GIVEN_UP:  # handed over a second time, or forgotten here
@@ -170,9 +170,9 @@ class Arrivals:
             self.stale_total += 1
             return []
         arrival.snapshot, arrival.progress_s = snapshot, at_s
-        if arrival.phase is Phase.ENDING:  # cancelled here before the source knew: see `quiet`
+        if arrival.phase is ArrivalPhase.ENDING:  # cancelled here before the source knew: see `quiet`
             return []
-        arrival.phase = Phase.HANDED
+        arrival.phase = ArrivalPhase.HANDED
         return self._take(arrival) if arrival.kv_tokens else []
 
     # ------------------------------------------------------------ KV
@@ -184,12 +184,14 @@ class Arrivals:
             self.stale_total += 1
             return []
         arrival.unready.discard(stage)
-        if arrival.unready or arrival.failed or arrival.phase is not Phase.COPYING:
+        if arrival.unready or arrival.failed or arrival.phase is not ArrivalPhase.COPYING:
             return []
         first, last = arrival.landed_blocks, arrival.block_count
         return [Say(arrival.source, Want(migration_id, first, last, arrival.takers))]
 
-    def landed(self, at_s: float, migration_id: MigrationId, stage: WorkerId, span: Span | None) -> list[TargetCommand]:
+    def landed(
+        self, at_s: float, migration_id: MigrationId, stage: WorkerId, span: KvRange | None
+    ) -> list[TargetCommand]:
         """Handle a span that has been written on that stage, or its failure (None). No write is under way there any
         more.
         """
@@ -199,13 +201,13 @@ class Arrivals:
             return []
         arrival.writing.discard(stage)
         arrival.unready.discard(stage)
-        if span is None and arrival.writing and not (arrival.failed or arrival.phase is Phase.ENDING):
+        if span is None and arrival.writing and not (arrival.failed or arrival.phase is ArrivalPhase.ENDING):
             arrival.failed = True
             return [Stop(migration_id)]
         arrival.failed = arrival.failed or span is None
         if arrival.writing:
             return []
-        if arrival.phase is Phase.ENDING:
+        if arrival.phase is ArrivalPhase.ENDING:
             return self._quiet(arrival)
         arrival.progress_s = at_s
         if span is None or arrival.failed:
@@ -219,26 +221,26 @@ class Arrivals:
             return self._take(arrival) if arrival.snapshot is not None else []
         return self._make_room(arrival, blocks_for(span.token_count + 1, self._block_tokens) + SPARE_BLOCKS)
 
-    def _note_missing(self, at_s: float, arrival: _Arrival, token_count: int) -> None:
+    def _note_missing(self, at_s: float, arrival: _KvArrival, token_count: int) -> None:
         """Update the number of tokens that the source is known to have."""
         nearly = token_count // self._block_tokens - arrival.landed_blocks < _NEARLY
         arrival.nearly_since_s = min(arrival.nearly_since_s, at_s) if nearly else math.inf
 
-    def _make_room(self, arrival: _Arrival, block_count: int) -> list[TargetCommand]:
+    def _make_room(self, arrival: _KvArrival, block_count: int) -> list[TargetCommand]:
         more = max(0, block_count - arrival.block_count)
         if more and (why := self._why_no_room(more, False)):
             return [Say(arrival.source, Off(arrival.migration_id, why)), *self._stop(arrival)]
         arrival.block_count += more
         return self._ask(arrival)
 
-    def _ask(self, arrival: _Arrival) -> list[TargetCommand]:
+    def _ask(self, arrival: _KvArrival) -> list[TargetCommand]:
         """Have the stages reserve blocks; `Want` is sent when all have them."""
         arrival.unready = {stage.worker_id for stage in arrival.takers}
         arrival.writing = set(arrival.unready)
         first, last = arrival.landed_blocks, arrival.block_count
         return [Take(arrival.migration_id, arrival.sequence_id, arrival.epoch, first, last, arrival.givers)]
 
-    def _take(self, arrival: _Arrival) -> list[TargetCommand]:
+    def _take(self, arrival: _KvArrival) -> list[TargetCommand]:
         assert arrival.snapshot is not None
         with_kv = arrival.kv_tokens == arrival.snapshot.computed_tokens > 0
         self._close(arrival, _End.TAKEN)
@@ -246,9 +248,9 @@ class Arrivals:
         taken = Say(arrival.source, Taken(arrival.migration_id, with_kv))
         return [arrival.keep(kv_tokens), Adopt(arrival.snapshot, kv_tokens), taken]
 
-    def _lose_kv(self, arrival: _Arrival) -> list[TargetCommand]:
+    def _lose_kv(self, arrival: _KvArrival) -> list[TargetCommand]:
         """The remaining KV will not arrive, and no write is under way: adopt by recomputation, or refuse."""
-        if arrival.phase is Phase.HANDED:
+        if arrival.phase is ArrivalPhase.HANDED:
             arrival.kv_tokens = 0
             return self._take(arrival)
         self._close(arrival, _End.GIVEN_UP)
@@ -257,7 +259,7 @@ class Arrivals:
 
     # ------------------------------------------------------------ the end of it
 
-    def _quiet(self, arrival: _Arrival) -> list[TargetCommand]:
+    def _quiet(self, arrival: _KvArrival) -> list[TargetCommand]:
         """All writes for this migration have completed or been cancelled."""
         arrival.kv_tokens = 0
         if arrival.snapshot is not None:
@@ -269,16 +271,16 @@ class Arrivals:
         commands: list[TargetCommand] = []
         for arrival in list(self._open.values()):
             waited_s = at_s - arrival.progress_s
-            if arrival.phase is Phase.COPYING and waited_s > _TARGET_PATIENCE_S:
+            if arrival.phase is ArrivalPhase.COPYING and waited_s > _TARGET_PATIENCE_S:
                 why = f"nothing has come for {_TARGET_PATIENCE_S:g} s"
                 commands += [Say(arrival.source, Off(arrival.migration_id, why)), *self._stop(arrival)]
-            elif arrival.phase is Phase.HANDED and waited_s > _LAST_PATIENCE_S:
+            elif arrival.phase is ArrivalPhase.HANDED and waited_s > _LAST_PATIENCE_S:
                 commands += self._stop(arrival)
         return commands
 
     def abandon(self, why: str) -> list[TargetCommand]:
         """The group is lost with all its blocks. Dispatchers replay what was handed over to it."""
-        copying = [a for a in self._open.values() if a.phase is Phase.COPYING]
+        copying = [a for a in self._open.values() if a.phase is ArrivalPhase.COPYING]
         for arrival in list(self._open.values()):
             self._close(arrival, _End.TAKEN if arrival.snapshot is not None else _End.GIVEN_UP)
         return [Say(arrival.source, Off(arrival.migration_id, why)) for arrival in copying]
@@ -286,23 +288,23 @@ class Arrivals:
     def give_up_all(self, why: str) -> list[TargetCommand]:
         """The layout changes: cancel all migrations that were not handed over; the others go on."""
         commands: list[TargetCommand] = []
-        for arrival in [a for a in self._open.values() if a.phase is Phase.COPYING]:
+        for arrival in [a for a in self._open.values() if a.phase is ArrivalPhase.COPYING]:
             commands += [Say(arrival.source, Off(arrival.migration_id, why)), *self._stop(arrival)]
         return commands
 
     def peer_lost(self, peer: WorkerId) -> list[TargetCommand]:
-        theirs = [a for a in self._open.values() if a.source == peer and a.phase is not Phase.ENDING]
+        theirs = [a for a in self._open.values() if a.source == peer and a.phase is not ArrivalPhase.ENDING]
         return [command for arrival in theirs for command in self._stop(arrival)]
 
-    def _stop(self, arrival: _Arrival) -> list[TargetCommand]:
-        if arrival.phase is Phase.ENDING:
+    def _stop(self, arrival: _KvArrival) -> list[TargetCommand]:
+        if arrival.phase is ArrivalPhase.ENDING:
             return []
-        arrival.phase = Phase.ENDING
+        arrival.phase = ArrivalPhase.ENDING
         if not arrival.writing:
             return self._quiet(arrival)
         return [] if arrival.failed else [Stop(arrival.migration_id)]
 
-    def _close(self, arrival: _Arrival, end: _End) -> None:
+    def _close(self, arrival: _KvArrival, end: _End) -> None:
         del self._open[arrival.migration_id]
         self._remember(arrival.migration_id, end)
 
@@ -320,5 +322,5 @@ class Arrivals:
         for arrival in self._open.values():
             if arrival.landed_blocks > arrival.block_count:
                 raise InvariantViolation(f"more has landed than there is room for: {arrival}")
-            if arrival.phase is Phase.HANDED and (arrival.snapshot is None or arrival.kv_tokens):
+            if arrival.phase is ArrivalPhase.HANDED and (arrival.snapshot is None or arrival.kv_tokens):
                 raise InvariantViolation(f"all is here, and it does not run: {arrival}")

@@ -6,14 +6,14 @@ from services.worker.core.limits import WorkerLimits
 from services.worker.core.sequence import Sequence
 from services.worker.core.swapping import NOTHING, SwapOrders
 from services.worker.policy.batching import PrefillView, chunk_prefills
-from services.worker.policy.microbatching import Candidate, Microbatching, PipelineView
+from services.worker.policy.microbatching import MicrobatchCandidate, Microbatching, PipelineView
 
 _FEW = 0.25  # fraction of a microbatch's decodes
 _LIMITED_BATCHES = 4  # however small the limit, the waiting prompts are spread over no more batches than these
 
 
 @record()
-class Plan:
+class BatchPlan:
     """What the next step computes."""
 
     decodes: list[Sequence]  # one token each
@@ -70,7 +70,7 @@ class BatchFormer:
     ) -> Share:
         """Batch of a pipeline; see `PipelineView`."""
         candidates = [
-            Candidate(
+            MicrobatchCandidate(
                 s.rank,
                 s.computed_tokens,
                 s.dispatched_tokens if s.step_id > completed_step_id else s.computed_tokens,

@@ -8,7 +8,7 @@ from services.worker.core.batch import SequenceId
 _STALE_ENTRIES_KEPT = 64
 
 
-class Deadlines:
+class SequenceDeadlines:
     """A heap of deadlines. Entries of ended sequences are dropped lazily: when due, or once they are the majority."""
 
     def __init__(self) -> None:

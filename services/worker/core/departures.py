@@ -28,7 +28,7 @@ from services.worker.core.migration_messages import (
     Taken,
     Want,
 )
-from services.worker.core.spans import Span, Stage
+from services.worker.core.spans import KvRange, StageLayers
 from services.worker.policy.departure import Decoding
 
 WORTH_BLOCKS = 2  # with fewer whole blocks left no further round: a partial block always remains
@@ -36,7 +36,7 @@ _TAIL_ROUNDS = 8  # rounds that copy KV computed meanwhile; then the sequence st
 _MOST_ROUNDS = 2 * _TAIL_ROUNDS
 
 
-class Phase(Enum):
+class DeparturePhase(Enum):
     OFFERED = "offered"
     READY = "ready"  # waiting for the target's next `Want`
     SENDING = "sending"  # a span is on its way, or not yet confirmed by the target
@@ -51,8 +51,8 @@ class _Departure:
     epoch: Epoch  # epoch of the links to the target
     began_s: float
     progress_s: float
-    phase: Phase = Phase.OFFERED
-    takers: tuple[Stage, ...] = ()  # the target's stages
+    phase: DeparturePhase = DeparturePhase.OFFERED
+    takers: tuple[StageLayers, ...] = ()  # the target's stages
     copied_blocks: int = 0  # blocks whose arrival the target has confirmed
     sent_blocks: int = 0  # end of the last span sent, in blocks
     room_blocks: int = 0  # blocks reserved by the target
@@ -61,7 +61,7 @@ class _Departure:
     last_blocks: int = 0
     handed_s: float = 0.0
 
-    def give(self, span: Span) -> Give:
+    def give(self, span: KvRange) -> Give:
         return Give(self.migration_id, self.sequence_id, self.epoch, span, self.takers)
 
 
@@ -79,7 +79,7 @@ class Departures:
     @property
     def leaving(self) -> frozenset[SequenceId]:
         """Migrating sequences that were not handed over yet."""
-        return frozenset(d.sequence_id for d in self._open.values() if d.phase is not Phase.HANDED)
+        return frozenset(d.sequence_id for d in self._open.values() if d.phase is not DeparturePhase.HANDED)
 
     @property
     def may_begin(self) -> bool:
@@ -92,7 +92,7 @@ class Departures:
         to: WorkerId,
         epoch: Epoch,
         chosen: Decoding,
-        givers: Iterable[Stage],
+        givers: Iterable[StageLayers],
     ) -> list[SourceCommand]:
         """Offer a sequence. `epoch`: of the links. `givers`: this group's stages."""
         sequence_id = chosen.sequence_id
@@ -109,27 +109,27 @@ class Departures:
         match message:
             case Want():
                 self._wanted(departure, message, at_s)
-            case Taken() if departure.phase is Phase.HANDED:
+            case Taken() if departure.phase is DeparturePhase.HANDED:
                 return [self._end(departure, at_s, "", with_kv=message.with_kv)]
-            case Off() if departure.phase is not Phase.HANDED:
+            case Off() if departure.phase is not DeparturePhase.HANDED:
                 return [self._end(departure, at_s, message.why)]
             case _:
                 self.stale_total += 1
         return []
 
     def _wanted(self, departure: _Departure, want: Want, at_s: float) -> None:
-        first_block = {Phase.OFFERED: 0, Phase.SENDING: departure.sent_blocks}.get(departure.phase)
+        first_block = {DeparturePhase.OFFERED: 0, DeparturePhase.SENDING: departure.sent_blocks}.get(departure.phase)
         if want.first_block != first_block:
             self.stale_total += 1
             return
-        departure.phase, departure.progress_s = Phase.READY, at_s
+        departure.phase, departure.progress_s = DeparturePhase.READY, at_s
         departure.copied_blocks, departure.room_blocks = want.first_block, want.last_block
         departure.takers = want.takers
 
     def sent(self, at_s: float, migration_id: MigrationId, why_not: str) -> list[SourceCommand]:
         """The last span has left a stage, or could not be sent."""
         departure = self._open.get(migration_id)
-        if departure is None or departure.phase is not Phase.SENDING:
+        if departure is None or departure.phase is not DeparturePhase.SENDING:
             return []  # the target has reported the outcome already
         if why_not:
             return self._give_up(departure, at_s, why_not)
@@ -147,14 +147,14 @@ class Departures:
         """
         commands: list[SourceCommand] = []
         for departure in list(self._open.values()):
-            if departure.phase is Phase.HANDED:
+            if departure.phase is DeparturePhase.HANDED:
                 if at_s - departure.handed_s > PATIENCE_S:
                     commands.append(self._end(departure, at_s, "its target has not confirmed it", with_kv=False))
                 continue
             token_count = kv_tokens(departure.sequence_id)
             if token_count is None:
                 commands += self._give_up(departure, at_s, "it has ended, or has given way")
-            elif departure.phase is Phase.READY:
+            elif departure.phase is DeparturePhase.READY:
                 commands += self._go_on(departure, at_s, token_count, in_flight)
             elif at_s - departure.progress_s > PATIENCE_S:
                 commands += self._give_up(departure, at_s, f"nothing has happened for {PATIENCE_S:g} s")
@@ -169,17 +169,17 @@ class Departures:
         if enough and end <= room:
             if in_flight(departure.sequence_id):
                 return []  # retried when the token in flight has been computed
-            departure.phase, departure.handed_s, departure.last_blocks = Phase.HANDED, at_s, end - first
-            span = Span(first, end, token_count, last=True)
+            departure.phase, departure.handed_s, departure.last_blocks = DeparturePhase.HANDED, at_s, end - first
+            span = KvRange(first, end, token_count, last=True)
             return [HandAway(departure.to, departure.give(span))]
         if departure.rounds >= _MOST_ROUNDS and departure.tail_rounds >= _TAIL_ROUNDS:
             return self._give_up(departure, at_s, "its KV grows as fast as it is copied")
         last = min(whole, room, first + self._max_span_blocks)
-        departure.phase, departure.progress_s = Phase.SENDING, at_s
+        departure.phase, departure.progress_s = DeparturePhase.SENDING, at_s
         departure.sent_blocks = max(first, last)
         departure.rounds += 1
         departure.tail_rounds += departure.rounds > 1 and whole - first <= self._max_span_blocks
-        span = Span(first, departure.sent_blocks, token_count)
+        span = KvRange(first, departure.sent_blocks, token_count)
         return [departure.give(span)]
 
     def give_up(self, at_s: float, migration_id: MigrationId, why: str) -> list[SourceCommand]:
@@ -192,7 +192,7 @@ class Departures:
 
     def give_up_all(self, at_s: float, why: str) -> list[SourceCommand]:
         """Cancel all migrations that were not handed over: the layout changes."""
-        still_here = [d for d in self._open.values() if d.phase is not Phase.HANDED]
+        still_here = [d for d in self._open.values() if d.phase is not DeparturePhase.HANDED]
         return [command for departure in still_here for command in self._give_up(departure, at_s, why)]
 
     def peer_lost(self, at_s: float, peer: WorkerId, why: str) -> list[SourceCommand]:
@@ -200,12 +200,12 @@ class Departures:
         return [self._end(departure, at_s, f"the link has ended: {why}") for departure in theirs]
 
     def _give_up(self, departure: _Departure, at_s: float, why: str) -> list[SourceCommand]:
-        departure.phase = Phase.OFFERED  # even if it was about to be handed over
+        departure.phase = DeparturePhase.OFFERED  # even if it was about to be handed over
         return [Say(departure.to, Off(departure.migration_id, why)), self._end(departure, at_s, why)]
 
     def _end(self, departure: _Departure, at_s: float, why: str, *, with_kv: bool = False) -> Report:
         del self._open[departure.migration_id]
-        moved = departure.phase is Phase.HANDED
+        moved = departure.phase is DeparturePhase.HANDED
         return Report(
             departure.migration_id,
             departure.sequence_id,
@@ -222,7 +222,7 @@ class Departures:
 
     def check(self) -> None:
         """Raise InvariantViolation if a sequence is in two migrations, or more KV is sent than has room there."""
-        still_here = [d.sequence_id for d in self._open.values() if d.phase is not Phase.HANDED]
+        still_here = [d.sequence_id for d in self._open.values() if d.phase is not DeparturePhase.HANDED]
         if len(set(still_here)) != len(still_here) or len(self._open) > MOST_AT_ONCE:
             raise InvariantViolation(f"sequences that leave: {still_here}, {len(self._open)} in all")
         for departure in self._open.values():

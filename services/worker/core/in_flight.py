@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from ballast.common.errors import InvariantViolation
 from services.worker.core.batch import Batch, NewSequence, SequenceId, Slice, StepResult, SwapCopy
-from services.worker.core.batch_former import Plan
+from services.worker.core.batch_former import BatchPlan
 from services.worker.core.blocks import BlockBook
 from services.worker.core.events import Execute, Removed
 from services.worker.core.prefixes import PrefixIndex
@@ -83,7 +83,7 @@ class InFlightBatches:
             sequence.on_stages = sequence.in_engine = False
             self.to_remove.append(sequence.sequence_id)
 
-    def dispatch(self, plan: Plan) -> Execute:
+    def dispatch(self, plan: BatchPlan) -> Execute:
         step_id = self._steps.next()
         in_flight_batch = InFlightBatch(step_id)
         in_flight_batch.swaps = plan.swaps

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ballast.common.ids import Epoch, WorkerId
 from services.worker.core.batch import SequenceId
 from services.worker.core.snapshot import SequenceSnapshot
-from services.worker.core.spans import Span, Stage
+from services.worker.core.spans import KvRange, StageLayers
 
 MigrationId = int
 MOST_AT_ONCE = 4  # concurrent migrations of a group, in both directions together
@@ -32,7 +32,7 @@ class Offer:
     migration_id: MigrationId
     sequence_id: SequenceId
     token_count: int
-    givers: tuple[Stage, ...]
+    givers: tuple[StageLayers, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Want:
     migration_id: MigrationId
     first_block: int
     last_block: int
-    takers: tuple[Stage, ...]
+    takers: tuple[StageLayers, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,8 @@ class Give:
     migration_id: MigrationId
     sequence_id: SequenceId
     epoch: Epoch  # of the links
-    span: Span
-    takers: tuple[Stage, ...]
+    span: KvRange
+    takers: tuple[StageLayers, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Take:
     epoch: Epoch
     first_block: int
     last_block: int
-    givers: tuple[Stage, ...]
+    givers: tuple[StageLayers, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class Landed:
     """A span has been received, in this stage's layers; None: it will not be, and no write is under way."""
 
     migration_id: MigrationId
-    span: Span | None
+    span: KvRange | None
 
 
 ForStages = Give | Take | Stop | Keep

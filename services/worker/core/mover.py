@@ -22,7 +22,7 @@ from ballast.common.ids import Epoch, WorkerId
 from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import BlockBook, Table, blocks_for
 from services.worker.core.migration_messages import Give, Keep, Landed, Stop, Take
-from services.worker.core.spans import Hop, Key, Piece, Span, Stage, hops, key_of
+from services.worker.core.spans import Hop, Key, KvRange, Piece, StageLayers, hops, key_of
 from services.worker.core.transition_messages import ExpectKv, KvReceived, KvSent, SendKv
 
 _TOGETHER_BYTES = 1 << 20  # maximum of a transfer with pieces of several sequences: it delays those that are complete
@@ -63,7 +63,7 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class KvRequest:
     """Request KV of these sequences: their blocks are reserved."""
 
     giver: WorkerId
@@ -71,7 +71,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class KvPlace:
     """Blocks `[first_block, last_block)` of the table, which receive the KV of this hop."""
 
     key: Key
@@ -95,7 +95,7 @@ class _Coming:
     epoch: Epoch  # of the links
     exchanged: bool
     keys: set[Key] = field(default_factory=set[Key])  # pieces neither received nor cancelled
-    span: Span | None = None
+    span: KvRange | None = None
     failed: bool = False
 
 
@@ -132,11 +132,11 @@ class Mover:
 
     # ------------------------------------------------------------ incoming
 
-    def expect(self, command: ExpectKv, book: BlockBook) -> list[Place | CopyOver]:
+    def expect(self, command: ExpectKv, book: BlockBook) -> list[KvPlace | CopyOver]:
         """Expect KV in blocks of `book`, the one in force."""
         sequence_id, token_count = command.victim.sequence_id, command.victim.computed_tokens
         table, end_block = book.hold(sequence_id, token_count), blocks_for(token_count, self._block_tokens)
-        commands: list[Place | CopyOver] = []
+        commands: list[KvPlace | CopyOver] = []
         if book is not self._is.book:  # this stage's own layers have it in the blocks of the other group
             before = self._is.book.table(sequence_id)[:end_block]
             commands.append(CopyOver(tuple(zip(before, table, strict=True))))
@@ -147,7 +147,7 @@ class Mover:
             self._is.to_ask.setdefault(giver, []).append(sequence_id)
         return commands
 
-    def take(self, take: Take, coming_here: Sequence[Hop], book: BlockBook) -> list[Place] | None:
+    def take(self, take: Take, coming_here: Sequence[Hop], book: BlockBook) -> list[KvPlace] | None:
         """Reserve blocks for a migration. None if there are too few."""
         sequence_id = take.sequence_id
         if take.last_block - len(book.table(sequence_id)) > book.free_count:
@@ -159,9 +159,9 @@ class Mover:
 
     def _let_come(
         self, move: _Move, coming: _Coming, mine: Iterable[Hop], blocks: tuple[int, int], table: Table
-    ) -> list[Place]:
+    ) -> list[KvPlace]:
         self._coming[move] = coming
-        places = [Place((*move, hop.giver, hop.first_layer), hop, *blocks, table) for hop in mine]
+        places = [KvPlace((*move, hop.giver, hop.first_layer), hop, *blocks, table) for hop in mine]
         coming.keys.update(place.key for place in places)
         return places
 
@@ -220,7 +220,7 @@ class Mover:
 
     # ------------------------------------------------------------ outgoing: migrations
 
-    def give(self, give: Give, stage: Stage, book: BlockBook) -> list[Send] | None:
+    def give(self, give: Give, stage: StageLayers, book: BlockBook) -> list[Send] | None:
         """Send a span. None if the sequence is not here."""
         span, table = give.span, book.table(give.sequence_id)
         if len(table) < span.last_block:
@@ -241,7 +241,7 @@ class Mover:
     def order(self, command: SendKv) -> int:
         """Register KV to send: it is sent when its receiver asks, or has asked. Returns its bytes."""
         victim, is_ = command.victim, self._is
-        span = Span(0, blocks_for(victim.computed_tokens, self._block_tokens), victim.computed_tokens, last=True)
+        span = KvRange(0, blocks_for(victim.computed_tokens, self._block_tokens), victim.computed_tokens, last=True)
         _, to, first_layer, last_layer = command.hop
         piece = Piece(command.epoch, victim.sequence_id, first_layer, last_layer, span)
         block_range = BlockRange(piece, self._blocks(piece))
@@ -272,11 +272,11 @@ class Mover:
             else:
                 self._is.asked.add((sequence_id, peer))
 
-    def flush(self) -> list[Ask | Send]:
+    def flush(self) -> list[KvRequest | Send]:
         """Send the requests for expected KV, and the KV requested, since the last call."""
         to_ask, self._is.to_ask = self._is.to_ask, {}
         to_begin, self._is.to_begin = self._is.to_begin, {}
-        commands: list[Ask | Send] = [Ask(giver, tuple(ids)) for giver, ids in to_ask.items()]
+        commands: list[KvRequest | Send] = [KvRequest(giver, tuple(ids)) for giver, ids in to_ask.items()]
         for to, block_ranges in to_begin.items():
             commands += self._together(
                 to, sorted(block_ranges, key=lambda block_range: block_range.piece.span.token_count)

@@ -41,7 +41,7 @@ class Victim:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PlanPart:
     """One worker's part in a plan."""
 
     old: Group | None
@@ -54,14 +54,14 @@ class Part:
     dissolves: bool  # restore: members serve alone at once, and the old group drains beside them
 
 
-def part_of(plan: Plan, me: WorkerId) -> Part | None:
+def part_of(plan: Plan, me: WorkerId) -> PlanPart | None:
     """None if nothing changes for this worker, or it is not in the target layout."""
     old, new = group_of(plan.base, me), group_of(plan.target, me)
     if new is None or old == new:
         return None
     concerned = [g for g in plan.target.groups if me in participants(plan.base, g)]
     leads = new.leader.worker_id == me
-    return Part(
+    return PlanPart(
         old=old,
         new=new,
         peers=tuple(sorted(peers_of(plan.base, plan.target, me))),

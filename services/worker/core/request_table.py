@@ -3,7 +3,7 @@
 from ballast.common.errors import InvariantViolation
 from ballast.common.sampling import FinishReason
 from services.worker.core.batch import SequenceId
-from services.worker.core.deadlines import Deadlines
+from services.worker.core.deadlines import SequenceDeadlines
 from services.worker.core.events import SequenceKey
 from services.worker.core.group_scheduler import GroupScheduler
 from services.worker.core.limits import WorkerLimits
@@ -12,7 +12,7 @@ from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.core.waits import Waits
 
 
-class Stream:
+class DispatcherStream:
     __slots__ = ("live", "seen_handle")
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Stream:
 class RequestTable:
     def __init__(self, limits: WorkerLimits) -> None:
         self._limits = limits
-        self.streams: dict[int, Stream] = {}  # stream id -> its sequences
+        self.streams: dict[int, DispatcherStream] = {}  # stream id -> its sequences
         self.live: dict[SequenceId, Sequence] = {}
         self.group_schedulers: dict[SequenceId, GroupScheduler] = {}  # of each sequence, unless it waits for its KV
         self.waiting_for_kv = Waits(limits.handover_timeout_s)  # requests
@@ -32,7 +32,7 @@ class RequestTable:
         self.turned: list[Sequence] = []  # preempted or resumed since the last report
         self.endings_total = dict.fromkeys(FinishReason, 0)
         self.refused_total = 0
-        self._deadlines = Deadlines()
+        self._deadlines = SequenceDeadlines()
 
     @property
     def next_deadline_at_s(self) -> float | None:

@@ -20,7 +20,7 @@ from collections.abc import Container
 from dataclasses import replace
 
 from services.worker.core.batch import BlockKey, SequenceId
-from services.worker.core.batch_former import Plan
+from services.worker.core.batch_former import BatchPlan
 from services.worker.core.blocks import blocks_for
 from services.worker.core.counts import GroupCounts
 from services.worker.core.line import OFFLINE_RANK, order
@@ -297,7 +297,7 @@ class Scheduler(GroupCounts):
         if missing > 0:
             self._reserve(sequence, missing)
 
-    def plan(self, at_s: float, completed_step_id: int, in_flight_count: int) -> Plan:
+    def plan(self, at_s: float, completed_step_id: int, in_flight_count: int) -> BatchPlan:
         """Plan the next step, without the sequences in a batch after `completed_step_id`."""
         preempted: list[Sequence] = []
         left = self._settle_swaps(at_s) if len(self.swap) else ()
@@ -322,7 +322,7 @@ class Scheduler(GroupCounts):
         else:
             all_ready = not (in_flight_count or len(self.swap))
             decodes, chunks = self.former.batch(self.online, completed_step_id, all_ready=all_ready)
-        plan, online_busy = Plan(decodes, chunks, preempted, begun), bool(decodes or chunks)
+        plan, online_busy = BatchPlan(decodes, chunks, preempted, begun), bool(decodes or chunks)
         self.fit_prefixes()
         if offline := self.offline:
             safepoint_layers = self._fill(plan, offline, at_s, completed_step_id, in_flight_count)
@@ -343,7 +343,7 @@ class Scheduler(GroupCounts):
         return self.swap.has_space and self.prefixes.wants_copies
 
     def _fill(
-        self, plan: Plan, offline: list[Sequence], at_s: float, completed_step_id: int, in_flight_count: int
+        self, plan: BatchPlan, offline: list[Sequence], at_s: float, completed_step_id: int, in_flight_count: int
     ) -> int:
         """Add offline sequences to the batch, as far as it has room. Returns its safepoints."""
         return self.offline_work.fill(

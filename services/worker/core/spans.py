@@ -1,7 +1,7 @@
 """Which KV goes from which stage to which when a sequence changes its group (pure).
 
 Each stage of the target group receives, from each stage of the source group, the layers that both execute. The unit of
-transfer is a `Span` of the sequence, split at stage boundaries into one `Piece` for each hop.
+transfer is a `KvRange` of the sequence, split at stage boundaries into one `Piece` for each hop.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,14 +26,14 @@ class Holder(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class StageLayers:
     worker_id: WorkerId
     first_layer: int
     last_layer: int
 
 
-def stages_of(holders: Iterable[Holder]) -> tuple[Stage, ...]:
-    return tuple(Stage(h.worker_id, h.first_layer, h.last_layer) for h in holders)
+def stages_of(holders: Iterable[Holder]) -> tuple[StageLayers, ...]:
+    return tuple(StageLayers(h.worker_id, h.first_layer, h.last_layer) for h in holders)
 
 
 class Hop(NamedTuple):
@@ -56,7 +56,7 @@ def hops(givers: Sequence[Holder], takers: Sequence[Holder]) -> list[Hop]:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class KvRange:
     """KV of a sequence in all layers: its blocks `[first_block, last_block)`. `last`: nothing follows, and
     `token_count` tokens have KV.
     """
@@ -75,7 +75,7 @@ class Piece:
     sequence_id: SequenceId
     first_layer: int
     last_layer: int
-    span: Span
+    span: KvRange
 
 
 def key_of(piece: Piece, giver: WorkerId) -> Key:

@@ -33,20 +33,20 @@ from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.policy.swapping import CopyPace, bringing_s, copy_budget
 
 
-class Phase(Enum):
+class SwapPhase(Enum):
     LEAVING = "leaving"  # holds blocks on both sides, its KV is complete on the device
     AWAY = "away"  # holds blocks on the host only
     RETURNING = "returning"  # holds blocks on both sides, its KV is complete on the host
 
 
-class _Entry:
+class _SwapEntry:
     __slots__ = ("block_count", "copied_count", "first", "keys", "phase", "sequence")
 
     def __init__(self, sequence: Sequence, block_count: int, first: int = 0, keys: tuple[BlockKey, ...] = ()) -> None:
         self.sequence = sequence
         self.block_count = block_count  # of its KV
         self.copied_count = 0  # in the present direction
-        self.phase = Phase.LEAVING
+        self.phase = SwapPhase.LEAVING
         self.first = first  # index in its table of the first block copied
         self.keys = keys  # not empty: prefix blocks, copied back at its first admission
 
@@ -78,7 +78,7 @@ class SwapSpace:
         self._fixed_blocks = fixed_blocks
         self._host = BlockBook(block_count, block_tokens)
         self.prefixes = HostPrefixes(self._host, block_tokens)
-        self._entries: dict[SequenceId, _Entry] = {}
+        self._entries: dict[SequenceId, _SwapEntry] = {}
         self._mirrors: dict[SequenceId, int] = {}  # offline running sequence -> its full blocks on the host
         self._pace = CopyPace()
         self.swapped_total = 0
@@ -116,37 +116,37 @@ class SwapSpace:
 
     @property
     def has_copies(self) -> bool:
-        return any(entry.phase is not Phase.AWAY for entry in self._entries.values())
+        return any(entry.phase is not SwapPhase.AWAY for entry in self._entries.values())
 
     @property
     def leaving_block_count(self) -> int:
         """Device blocks of sequences being swapped out: free soon."""
-        return sum(s.reserved_block_count for s in self._in(Phase.LEAVING))
+        return sum(s.reserved_block_count for s in self._in(SwapPhase.LEAVING))
 
     @property
     def leaving_count(self) -> int:
         """Online sequences being swapped out; offline ones are out at once."""
-        return len(self._in(Phase.LEAVING))
+        return len(self._in(SwapPhase.LEAVING))
 
     @property
     def returning(self) -> list[Sequence]:
-        return self._in(Phase.RETURNING)
+        return self._in(SwapPhase.RETURNING)
 
     @property
     def holders(self) -> list[Sequence]:
         """Sequences that hold device blocks."""
-        return [*self._in(Phase.LEAVING), *self._in(Phase.RETURNING)]
+        return [*self._in(SwapPhase.LEAVING), *self._in(SwapPhase.RETURNING)]
 
     @property
     def away(self) -> list[Sequence]:
         """Online sequences that are swapped out."""
-        return [s for s in self._in(Phase.AWAY) if s.rank != OFFLINE_RANK]
+        return [s for s in self._in(SwapPhase.AWAY) if s.rank != OFFLINE_RANK]
 
     @property
     def offline_away(self) -> list[Sequence]:
-        return [s for s in self._in(Phase.AWAY) if s.rank == OFFLINE_RANK]
+        return [s for s in self._in(SwapPhase.AWAY) if s.rank == OFFLINE_RANK]
 
-    def _in(self, phase: Phase) -> list[Sequence]:
+    def _in(self, phase: SwapPhase) -> list[Sequence]:
         return [entry.sequence for entry in self._entries.values() if entry.phase is phase]
 
     # ---------------------------------------------------------------- swap out and in
@@ -164,7 +164,7 @@ class SwapSpace:
         """Swap out a sequence. Returns offline sequences that have lost their KV to it."""
         lost = self._free(blocks_for(sequence.computed_tokens, self._block_tokens))
         table = self._host.hold(sequence.sequence_id, sequence.computed_tokens)
-        self._entries[sequence.sequence_id] = _Entry(sequence, len(table))
+        self._entries[sequence.sequence_id] = _SwapEntry(sequence, len(table))
         self.swapped_total += 1
         return lost
 
@@ -187,9 +187,9 @@ class SwapSpace:
 
     def come_back(self, sequence: Sequence) -> None:
         entry = self._entries[sequence.sequence_id]
-        if entry.phase is not Phase.AWAY:
+        if entry.phase is not SwapPhase.AWAY:
             raise InvariantViolation(f"{sequence.name} comes back while it is {entry.phase.value}", sequence.story())
-        entry.phase, entry.copied_count = Phase.RETURNING, 0
+        entry.phase, entry.copied_count = SwapPhase.RETURNING, 0
 
     def forget(self, sequence: Sequence) -> None:
         """It has ended, or lost its KV. A copy under way is harmless: its blocks are not reused
@@ -203,17 +203,17 @@ class SwapSpace:
     def stay_away(self, sequence: Sequence) -> None:
         """It was being copied back: cancel that. Its KV on the host is complete."""
         entry = self._entries[sequence.sequence_id]
-        entry.phase, entry.copied_count = Phase.AWAY, 0
+        entry.phase, entry.copied_count = SwapPhase.AWAY, 0
 
     def settle(self) -> tuple[list[Sequence], list[Sequence]]:
         """Before a step: the sequences that are out now, and those that are back. All copies ordered so far complete
         before it.
         """
         complete = [entry for entry in self._entries.values() if entry.copied_count == entry.block_count]
-        left = [entry for entry in complete if entry.phase is Phase.LEAVING]
-        back = [entry.sequence for entry in complete if entry.phase is Phase.RETURNING]
+        left = [entry for entry in complete if entry.phase is SwapPhase.LEAVING]
+        back = [entry.sequence for entry in complete if entry.phase is SwapPhase.RETURNING]
         for entry in left:
-            entry.phase, entry.copied_count = Phase.AWAY, 0
+            entry.phase, entry.copied_count = SwapPhase.AWAY, 0
         for sequence in back:
             if sequence.rank == OFFLINE_RANK:  # the copy on the host stays valid as its mirror
                 entry = self._entries.pop(sequence.sequence_id)
@@ -234,7 +234,7 @@ class SwapSpace:
         copies: list[SwapCopy] = []
         back: list[Sequence] = []
         entries = sorted(self._entries.items(), key=lambda item: item[1].sequence.rank == OFFLINE_RANK)
-        for phase in (Phase.LEAVING, Phase.RETURNING):
+        for phase in (SwapPhase.LEAVING, SwapPhase.RETURNING):
             for sequence_id, entry in entries:
                 first, limited = entry.copied_count, busy or entry.sequence.rank == OFFLINE_RANK
                 count = entry.block_count - first
@@ -248,8 +248,10 @@ class SwapSpace:
                 if entry.keys:
                     host_blocks = self.prefixes.blocks(entry.keys[first : first + count])
                     tokens = entry.sequence.dispatched_tokens
-                copies.append(SwapCopy(sequence_id, phase is Phase.LEAVING, entry.first + first, tokens, host_blocks))
-                if phase is Phase.RETURNING:
+                copies.append(
+                    SwapCopy(sequence_id, phase is SwapPhase.LEAVING, entry.first + first, tokens, host_blocks)
+                )
+                if phase is SwapPhase.RETURNING:
                     back.append(entry.sequence)
                 entry.copied_count += count
                 budget -= count
@@ -263,8 +265,8 @@ class SwapSpace:
 
     def bring(self, sequence: Sequence, first: int, keys: tuple[BlockKey, ...]) -> None:
         """Order copies of these blocks into its table, from block `first` on."""
-        entry = self._entries[sequence.sequence_id] = _Entry(sequence, len(keys), first, keys)
-        entry.phase = Phase.RETURNING
+        entry = self._entries[sequence.sequence_id] = _SwapEntry(sequence, len(keys), first, keys)
+        entry.phase = SwapPhase.RETURNING
         sequence.dispatched_tokens = (first + len(keys)) * self._block_tokens  # counted as computed from now on
         self.prefixes.read(keys)
 
@@ -350,8 +352,8 @@ class SwapSpace:
         """
         mirrored = self._mirrors.pop(sequence.sequence_id, 0)
         if mirrored:
-            entry = self._entries[sequence.sequence_id] = _Entry(sequence, mirrored)
-            entry.phase = Phase.AWAY
+            entry = self._entries[sequence.sequence_id] = _SwapEntry(sequence, mirrored)
+            entry.phase = SwapPhase.AWAY
         return mirrored * self._block_tokens
 
     def drop_mirror(self, sequence: Sequence) -> None:
@@ -399,7 +401,7 @@ class SwapSpace:
                 needed, held_count = sequence.dispatched_tokens // self._block_tokens - entry.first, len(entry.keys)
             if not 0 < needed == entry.block_count == held_count:
                 raise InvariantViolation(f"{sequence.name} miscounts its host blocks", sequence.story())
-            if (entry.phase is Phase.AWAY) != (sequence.reserved_block_count == 0):
+            if (entry.phase is SwapPhase.AWAY) != (sequence.reserved_block_count == 0):
                 raise InvariantViolation(f"{sequence.name} is {entry.phase.value}", sequence.story())
             if not 0 <= entry.copied_count <= entry.block_count:
                 raise InvariantViolation(f"{sequence.name} has copied {entry.copied_count} blocks", sequence.story())

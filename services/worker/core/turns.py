@@ -27,7 +27,7 @@ from services.worker.core.worker import WorkerCore
 
 
 class MemberEvent:
-    """Base of events for this worker as a member of a group; handled by `Member`, not by the core."""
+    """Base of events for this worker as a member of a group; handled by `TurnMember`, not by the core."""
 
     __slots__ = ()
 
@@ -46,7 +46,7 @@ class StepOutcome:
     why: str = ""
 
 
-class Member(Protocol):
+class TurnMember(Protocol):
     """This worker as a member of its group. Called from the engine thread only."""
 
     @property
@@ -100,7 +100,7 @@ class Turns(ABC):
 
     def __init__(self, core: WorkerCore, now: Callable[[], float]) -> None:
         self.core = core
-        self._member: Member | None = None
+        self._member: TurnMember | None = None
         self.commands: list[Command] = []
         self.fruitless_count = 0  # consecutive BatchWanted without a batch
         self._now = now

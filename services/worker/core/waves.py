@@ -30,14 +30,14 @@ from services.worker.core.events import (
     KvTravels,
 )
 from services.worker.core.group_scheduler import GroupScheduler
-from services.worker.core.plan import Part, Plan, Victim, transfers
+from services.worker.core.plan import Plan, PlanPart, Victim, transfers
 from services.worker.core.snapshot import SequenceSnapshot
 
 _SPARE_BLOCKS = 1  # per sequence of a wave, for tokens that it generates while others wait
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class MovedSequence:
     """A sequence to be moved, as its new leader sees it."""
 
     victim: Victim
@@ -54,15 +54,17 @@ class Standing:
 
 def standing_of(
     plan: Plan, victim: Victim, members: Collection[WorkerId], rank: int, arrival_s: float, need_blocks: int, size: int
-) -> Standing:
+) -> MovedSequence:
     """`members`: of the new group; `size`: tokens of a block."""
     old = members_of(group_of(plan.base, victim.old_leader))
     held_blocks = blocks_for(victim.computed_tokens, size)
     holders = frozenset(old) & frozenset(members)
-    return Standing(victim, rank, (arrival_s, victim.sequence_id), max(need_blocks, held_blocks), held_blocks, holders)
+    return MovedSequence(
+        victim, rank, (arrival_s, victim.sequence_id), max(need_blocks, held_blocks), held_blocks, holders
+    )
 
 
-def may_wait(plan: Plan, part: Part) -> bool:
+def may_wait(plan: Plan, part: PlanPart) -> bool:
     """True if there can be a second wave: members give up layers, and all holders of KV are stages of the new group."""
     return plan.kind is TransitionKind.DROP and set(part.roster_to) <= set(members_of(part.new))
 
@@ -79,7 +81,7 @@ class Wave:
 class Waves:
     """The sequences moved to one new group, kept by its leader: `first`, then `next` whenever a wave has ended."""
 
-    def __init__(self, stages: Sequence[WorkerId], standings: Iterable[Standing]) -> None:
+    def __init__(self, stages: Sequence[WorkerId], standings: Iterable[MovedSequence]) -> None:
         self._stages = tuple(stages)
         self._waiting = sorted(standings, key=lambda standing: standing.order)
 
@@ -97,7 +99,7 @@ class Waves:
         """`counts`: blocks of each stage; `in_the_end`: of the smallest, once all KV has been sent. A second wave is
         possible only where that exceeds `counts`.
         """
-        kept: list[Standing] = []
+        kept: list[MovedSequence] = []
         lost: list[Victim] = []
         left = max(in_the_end, min(counts.values()))
         for standing in self._waiting:
@@ -143,8 +145,8 @@ class Waves:
         self._waiting = [standing for standing in self._waiting if standing.victim.sequence_id not in chosen]
         return tuple(sorted((standing.victim for standing in found), key=lambda victim: victim.sequence_id))
 
-    def _fitting(self, room: Mapping[WorkerId, int], spare_blocks: int) -> list[Standing]:
-        left, found = dict(room), list[Standing]()
+    def _fitting(self, room: Mapping[WorkerId, int], spare_blocks: int) -> list[MovedSequence]:
+        left, found = dict(room), list[MovedSequence]()
         for standing in self._waiting:
             taken = {
                 stage: standing.need_blocks + spare_blocks - (standing.held_blocks if stage in standing.holders else 0)
@@ -178,7 +180,7 @@ class Leading:
     """
 
     def __init__(
-        self, me: WorkerId, plan: Plan, part: Part, group_scheduler: GroupScheduler, block_tokens: int
+        self, me: WorkerId, plan: Plan, part: PlanPart, group_scheduler: GroupScheduler, block_tokens: int
     ) -> None:
         self._me = me
         self._plan = plan

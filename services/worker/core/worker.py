@@ -60,7 +60,7 @@ from services.worker.core.limits import WorkerLimits
 from services.worker.core.line import OFFLINE_RANK
 from services.worker.core.plain import PlainSteps, foresee, take
 from services.worker.core.report import IN_SERVICE, GroupTotals, Parks, ReportTotals, load_of
-from services.worker.core.request_table import RequestTable, Stream
+from services.worker.core.request_table import DispatcherStream, RequestTable
 from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.policy.harvest import Harvest
 from services.worker.policy.microbatching import Microbatching, by_token_count
@@ -146,7 +146,7 @@ class WorkerCore:
             case Tick():
                 self._expire(event.at_s)
             case StreamOpened():
-                self._request_table.streams.setdefault(event.stream_id, Stream())
+                self._request_table.streams.setdefault(event.stream_id, DispatcherStream())
                 self._outbox.marks((event.stream_id,), self.group_scheduler.scheduler.prefixes.marks)
             case StreamClosed():
                 self._close(event)

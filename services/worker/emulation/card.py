@@ -13,13 +13,13 @@ _QUANTUM_S = 0.02  # then a more urgent transfer may go first
 
 
 @dataclass(slots=True)
-class Outgoing:
+class CardTransfer:
     order: tuple[int, int, int]  # traffic class, rank, sequence number
     left_bytes: float
     sent: Callable[[], None]
     is_over: bool = False  # cancelled or refused, or its link has ended
 
-    def __lt__(self, other: "Outgoing") -> bool:
+    def __lt__(self, other: "CardTransfer") -> bool:
         return self.order < other.order
 
 
@@ -29,14 +29,14 @@ class Card:
     def __init__(self, loop: asyncio.AbstractEventLoop, bytes_per_s: float) -> None:
         self._loop = loop
         self._bytes_per_s = bytes_per_s
-        self._queue: list[Outgoing] = []
+        self._queue: list[CardTransfer] = []
         self._timer: asyncio.TimerHandle | None = None
         self.incoming_count = 0
 
     def message_s(self, size_bytes: int) -> float:
         return size_bytes / self._bytes_per_s
 
-    def add(self, outgoing: Outgoing) -> None:
+    def add(self, outgoing: CardTransfer) -> None:
         heapq.heappush(self._queue, outgoing)
         if self._timer is None:
             self._serve()
@@ -57,7 +57,7 @@ class Card:
         part_s = min(first.left_bytes / rate, _QUANTUM_S)
         self._timer = self._loop.call_later(part_s, self._sent, first, part_s * rate)
 
-    def _sent(self, outgoing: Outgoing, size_bytes: float) -> None:
+    def _sent(self, outgoing: CardTransfer, size_bytes: float) -> None:
         outgoing.left_bytes -= size_bytes
         if outgoing.left_bytes < 1.0 and not outgoing.is_over:
             outgoing.is_over = True

@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from ballast.common.errors import BallastError, InvariantViolation, Unavailable
 from ballast.service.logs import get_logger
-from services.worker.emulation.card import Card, Outgoing
+from services.worker.emulation.card import Card, CardTransfer
 from services.worker.emulation.clock import GpuClock
 from services.worker.emulation.phantom import read_all, write_all
 from services.worker.emulation.runner import Activation
-from services.worker.emulation.wire import MAX_BYTES, Frame, Frames, Kind
+from services.worker.emulation.wire import MAX_BYTES, EmulatedFrame, Frames, FrameType
 from services.worker.links.connection import Connection, Link, Receiver
 from services.worker.links.frame_kinds import FrameKind
 from services.worker.links.handshake import Hello, Terms
 from services.worker.links.ports import ChannelBroken, LinkEnding, LinkState, Message
 from services.worker.links.traffic import TrafficClass
-from services.worker.links.transfer import Opening, Outcome, Refusal, Transfer, TransferReport
+from services.worker.links.transfer import Opening, Refusal, Transfer, TransferOutcome, TransferReport
 
 if TYPE_CHECKING:
     import torch
@@ -78,12 +78,12 @@ class EmulatedOpener:
 
 
 @dataclass(slots=True)
-class _Sending:
+class _EmulatedSend:
     epoch: int
     number: int
     size_bytes: int
     pieces: Sequence[torch.Tensor]
-    outgoing: Outgoing
+    outgoing: CardTransfer
     done: Future[TransferReport]
     began_s: float
 
@@ -107,11 +107,11 @@ class EmulatedConnection(Connection):
         self._loop = loop
         self._card = card
         self._ended = Event()
-        self._sendings: dict[int, _Sending] = {}
+        self._sendings: dict[int, _EmulatedSend] = {}
         self._incoming: dict[int, tuple[Link, Opening, Sequence[torch.Tensor]]] = {}
         self._numbers = itertools.count(1)
         self._free_at_s = 0.0  # when the last message has left
-        self._unsent: deque[tuple[float, Frame, Future[None]]] = deque()  # with their times of departure
+        self._unsent: deque[tuple[float, EmulatedFrame, Future[None]]] = deque()  # with their times of departure
         self._call(self._look, None)
 
     # ------------------------------------------------------------ sending: any thread
@@ -139,7 +139,9 @@ class EmulatedConnection(Connection):
             size_bytes, body = size_bytes + what.nbytes, what.wrong
         with_tensor = int(isinstance(what, Activation))
         at_s = self._clock.ended_s + self._card.message_s(size_bytes)
-        frame = Frame(Kind.MESSAGE, traffic, topic, with_tensor, epoch, stream, size_bytes, meta, body, at_s)
+        frame = EmulatedFrame(
+            FrameType.MESSAGE, traffic, topic, with_tensor, epoch, stream, size_bytes, meta, body, at_s
+        )
         done: Future[None] = Future()
         self._call(self._send, (frame, done))
         return done
@@ -158,9 +160,9 @@ class EmulatedConnection(Connection):
         number = next(self._numbers)
         size_bytes = sum(piece.nbytes for piece in pieces)
         done: Future[TransferReport] = Future()
-        outgoing = Outgoing((traffic, rank, number), float(size_bytes), lambda: self._send_content(number))
-        sending = _Sending(epoch, number, size_bytes, pieces, outgoing, done, time.monotonic())
-        frame = Frame(Kind.OPENING, traffic, topic, number, epoch, stream, size_bytes, meta)
+        outgoing = CardTransfer((traffic, rank, number), float(size_bytes), lambda: self._send_content(number))
+        sending = _EmulatedSend(epoch, number, size_bytes, pieces, outgoing, done, time.monotonic())
+        frame = EmulatedFrame(FrameType.OPENING, traffic, topic, number, epoch, stream, size_bytes, meta)
         self._call(self._open, (sending, frame))
         return Transfer(number, size_bytes, self, done)
 
@@ -174,7 +176,9 @@ class EmulatedConnection(Connection):
         raise InvariantViolation("nothing comes along with a message over an emulated link")
 
     def tell(self, kind: FrameKind, epoch: int) -> None:
-        frame = Frame(Kind.JOIN if kind is FrameKind.JOIN else Kind.LEAVE, epoch=epoch, size_bytes=_WORD_BYTES)
+        frame = EmulatedFrame(
+            FrameType.JOIN if kind is FrameKind.JOIN else FrameType.LEAVE, epoch=epoch, size_bytes=_WORD_BYTES
+        )
         self._call(self._send, (frame, Future[None]()))
 
     def cancel(self, number: int) -> bool:
@@ -228,7 +232,7 @@ class EmulatedConnection(Connection):
 
     # ------------------------------------------------------------ event loop: out
 
-    def _send(self, what: tuple[Frame, Future[None]]) -> None:
+    def _send(self, what: tuple[EmulatedFrame, Future[None]]) -> None:
         """Sends in order, each frame after the ideal duration of the previous and its own bytes."""
         frame, done = what
         now_s = self._loop.time()
@@ -246,14 +250,14 @@ class EmulatedConnection(Connection):
             self._unsent.popleft()
             self._send_now(frame, done)
 
-    def _send_now(self, frame: Frame, done: Future[None]) -> None:
+    def _send_now(self, frame: EmulatedFrame, done: Future[None]) -> None:
         if self._has_ended:
             done.set_exception(Unavailable(self.peer_id, "the link has ended"))
             return
         self.protocol.write(frame)
         done.set_result(None)
 
-    def _open(self, what: tuple[_Sending, Frame]) -> None:
+    def _open(self, what: tuple[_EmulatedSend, EmulatedFrame]) -> None:
         sending, frame = what
         if self._has_ended:
             sending.done.set_exception(Unavailable(self.peer_id, "the link has ended"))
@@ -264,64 +268,64 @@ class EmulatedConnection(Connection):
 
     def _send_content(self, number: int) -> None:
         if (sending := self._sendings.get(number)) is not None and not self._has_ended:
-            self.protocol.write(Frame(Kind.CONTENT, transfer=number, body=read_all(sending.pieces)))
+            self.protocol.write(EmulatedFrame(FrameType.CONTENT, transfer=number, body=read_all(sending.pieces)))
 
     def _cancel(self, number: int) -> None:
         sending = self._sendings.get(number)
         if sending is not None and not sending.outgoing.is_over:
-            self.protocol.write(Frame(Kind.CANCEL, transfer=number))
-            self._settle(number, Outcome.CANCELLED)
+            self.protocol.write(EmulatedFrame(FrameType.CANCEL, transfer=number))
+            self._settle(number, TransferOutcome.CANCELLED)
 
     def _end_sendings(self, what: tuple[int, str]) -> None:
         epoch, why = what
         for sending in [s for s in self._sendings.values() if s.epoch == epoch]:
-            self.protocol.write(Frame(Kind.CANCEL, transfer=sending.number))
+            self.protocol.write(EmulatedFrame(FrameType.CANCEL, transfer=sending.number))
             self._fail(sending, why)
 
-    def _fail(self, sending: _Sending, why: str) -> None:
+    def _fail(self, sending: _EmulatedSend, why: str) -> None:
         sending.outgoing.is_over = True
         self._sendings.pop(sending.number, None)
         sending.done.set_exception(Unavailable(self.peer_id, why))
 
-    def _settle(self, number: int, outcome: Outcome, why: str = "") -> None:
+    def _settle(self, number: int, outcome: TransferOutcome, why: str = "") -> None:
         sending = self._sendings.pop(number, None)
         if sending is None:
             return
         sending.outgoing.is_over = True
-        sent = sending.size_bytes if outcome is Outcome.DELIVERED else 0
+        sent = sending.size_bytes if outcome is TransferOutcome.DELIVERED else 0
         sending.done.set_result(TransferReport(outcome, sent, time.monotonic() - sending.began_s, why))
 
     # ------------------------------------------------------------ event loop: in
 
-    def _take(self, frame: Frame) -> None:
+    def _take(self, frame: EmulatedFrame) -> None:
         try:
             self._handle(frame)
         except (BallastError, ValueError, KeyError) as error:
             get_logger().error("what came over a link is wrong", peer=self.peer_id, why=f"{error}")
             self._break(f"{type(error).__name__}: {error}")
 
-    def _handle(self, frame: Frame) -> None:
+    def _handle(self, frame: EmulatedFrame) -> None:
         match frame.kind:
-            case Kind.MESSAGE:
+            case FrameType.MESSAGE:
                 self._message(frame)
-            case Kind.OPENING:
+            case FrameType.OPENING:
                 self._opened(frame)
-            case Kind.CONTENT:
+            case FrameType.CONTENT:
                 self._arrived(frame)
-            case Kind.CANCEL:
-                self._end_incoming(frame.transfer, Outcome.CANCELLED)
-            case Kind.REFUSED:
-                self._settle(frame.transfer, Outcome.REFUSED, frame.meta.decode())
-            case Kind.DELIVERED:
-                self._settle(frame.transfer, Outcome.DELIVERED)
-            case Kind.JOIN:
+            case FrameType.CANCEL:
+                self._end_incoming(frame.transfer, TransferOutcome.CANCELLED)
+            case FrameType.REFUSED:
+                self._settle(frame.transfer, TransferOutcome.REFUSED, frame.meta.decode())
+            case FrameType.DELIVERED:
+                self._settle(frame.transfer, TransferOutcome.DELIVERED)
+            case FrameType.JOIN:
                 self.peer_joined(frame.epoch)
-            case Kind.LEAVE:
+            case FrameType.LEAVE:
                 self.peer_left(frame.epoch)
-            case Kind.CLOSE:
+            case FrameType.CLOSE:
                 self._finish(LinkState.CLOSED, "closed")
 
-    def _message(self, frame: Frame) -> None:
+    def _message(self, frame: EmulatedFrame) -> None:
         link = self.link_of(frame.epoch)
         if link is not None:
             tensor = None
@@ -333,7 +337,7 @@ class EmulatedConnection(Connection):
             message = Message(TrafficClass(frame.traffic), frame.topic, frame.stream, frame.meta, given)
             self._receiver.on_message(link, message)
 
-    def _opened(self, frame: Frame) -> None:
+    def _opened(self, frame: EmulatedFrame) -> None:
         opening = Opening(
             frame.transfer, TrafficClass(frame.traffic), frame.topic, frame.stream, frame.size_bytes, frame.meta
         )
@@ -341,21 +345,21 @@ class EmulatedConnection(Connection):
         pieces = Refusal(f"epoch {frame.epoch} is over") if link is None else self._receiver.on_opening(link, opening)
         if link is None or isinstance(pieces, Refusal):
             why = pieces.why if isinstance(pieces, Refusal) else ""
-            self.protocol.write(Frame(Kind.REFUSED, transfer=frame.transfer, meta=why.encode()))
+            self.protocol.write(EmulatedFrame(FrameType.REFUSED, transfer=frame.transfer, meta=why.encode()))
             return
         if sum(piece.nbytes for piece in pieces) != frame.size_bytes:
             raise ValueError(f"{sum(piece.nbytes for piece in pieces)} bytes for {frame.size_bytes}")
         self._incoming[frame.transfer] = (link, opening, pieces)
         self._card.incoming_count += 1
 
-    def _arrived(self, frame: Frame) -> None:
+    def _arrived(self, frame: EmulatedFrame) -> None:
         if frame.transfer not in self._incoming:
             return  # refused
         write_all(self._incoming[frame.transfer][2], frame.body)
-        self._end_incoming(frame.transfer, Outcome.DELIVERED)
-        self.protocol.write(Frame(Kind.DELIVERED, transfer=frame.transfer))
+        self._end_incoming(frame.transfer, TransferOutcome.DELIVERED)
+        self.protocol.write(EmulatedFrame(FrameType.DELIVERED, transfer=frame.transfer))
 
-    def _end_incoming(self, number: int, outcome: Outcome) -> None:
+    def _end_incoming(self, number: int, outcome: TransferOutcome) -> None:
         if (incoming := self._incoming.pop(number, None)) is not None:
             self._card.incoming_count -= 1
             self._receiver.on_transfer_end(incoming[0], incoming[1], outcome)
@@ -369,7 +373,7 @@ class EmulatedConnection(Connection):
 
     def _say_close(self, _: object) -> None:
         if not self._has_ended:
-            self.protocol.write(Frame(Kind.CLOSE))
+            self.protocol.write(EmulatedFrame(FrameType.CLOSE))
             self._loop.call_later(_CLOSE_WITHIN_S, self._finish, LinkState.CLOSED, "closed")
 
     def _lost(self, why: str) -> None:
@@ -389,21 +393,21 @@ class EmulatedConnection(Connection):
             links = self._take_links()
             self._changed.notify_all()
         if was_up:
-            self.protocol.write(Frame(Kind.CLOSE))
+            self.protocol.write(EmulatedFrame(FrameType.CLOSE))
         self.protocol.close()
         for sending in list(self._sendings.values()):
             self._fail(sending, why)
         for link in links:
             self._receiver.on_link_end(link, LinkEnding(self._state, why))
         for number in list(self._incoming):
-            self._end_incoming(number, Outcome.BROKEN)
+            self._end_incoming(number, TransferOutcome.BROKEN)
         self._ended.set()
 
 
 class _Protocol(asyncio.Protocol):
     """Frames over TCP."""
 
-    def __init__(self, on_frame: Callable[[Frame], None], on_lost: Callable[[str], None]) -> None:
+    def __init__(self, on_frame: Callable[[EmulatedFrame], None], on_lost: Callable[[str], None]) -> None:
         self._on_frame = on_frame
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
@@ -422,7 +426,7 @@ class _Protocol(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._on_lost(str(exc) if exc is not None else "the connection ended")
 
-    def write(self, frame: Frame) -> None:
+    def write(self, frame: EmulatedFrame) -> None:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame.encode())
 

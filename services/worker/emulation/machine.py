@@ -52,7 +52,7 @@ class Roofline(_Strict):
         return self.balance
 
 
-class Measured(_Strict):
+class MeasuredCosts(_Strict):
     """From `ballast profile`: see `policy.cost_fit.StageCosts`."""
 
     kind: Literal["measured"] = "measured"
@@ -80,7 +80,7 @@ class Machine(_Strict):
     name: str  # for people
     model: Outline
     memory_bytes: int = Field(ge=1)  # for parameters and KV, unless configured otherwise
-    execution: Roofline | Measured = Field(discriminator="kind")
+    execution: Roofline | MeasuredCosts = Field(discriminator="kind")
     link_bytes_per_s: float = Field(gt=0)  # of the network cards, both directions together
     disk_bytes_per_s: float = Field(gt=0)
     host_bytes_per_s: float = Field(default=24e9, gt=0)  # between host memory and the devices

@@ -33,7 +33,7 @@ class Activation:
         self.at_s = at_s  # ideal arrival: see `clock`
 
 
-class _Known:
+class _KnownSequence:
     """A sequence: hash of its first `position` tokens. `before`: position, hash and mark of a partial block before its
     last slice, in case that is repeated.
     """
@@ -56,7 +56,7 @@ class Marks:
     def __init__(self, memory: DeviceMemory) -> None:
         self._memory = memory
         self._block_tokens = memory.kv.shape.block_tokens
-        self.known: dict[SequenceId, _Known] = {}
+        self.known: dict[SequenceId, _KnownSequence] = {}
         self._areas: list[Area] = []
         for layer in range(memory.kv.shape.layer_count):
             area = phantom(memory.kv.layer(layer)).area
@@ -74,7 +74,7 @@ class Marks:
         for new in batch.added:
             if new.sequence_id in self.known:
                 raise InvariantViolation(f"sequence {new.sequence_id} is added twice")
-            self.known[new.sequence_id] = _Known(new)
+            self.known[new.sequence_id] = _KnownSequence(new)
 
     def compute(self, batch: Batch, tables: Sequence[Sequence[int]], before: bytes, layers: range) -> bytes:
         """Returns the slices with errors here or, by `before`, in earlier stages."""
@@ -110,7 +110,7 @@ class Marks:
         self.wrong_total += known.is_wrong
         return not known.is_wrong
 
-    def _read_all(self, known: _Known, first: int, table: Sequence[int], layers: range) -> bool:
+    def _read_all(self, known: _KnownSequence, first: int, table: Sequence[int], layers: range) -> bool:
         """Verify every block of the prefix in every layer, computed elsewhere or in an earlier layout."""
         if first > len(known.start):
             raise InvariantViolation(f"a sequence of {len(known.start)} tokens goes on at position {first}")
@@ -126,7 +126,7 @@ class Marks:
                 return False
         return True
 
-    def _write(self, known: _Known, part: Slice, table: Sequence[int], layers: range) -> None:
+    def _write(self, known: _KnownSequence, part: Slice, table: Sequence[int], layers: range) -> None:
         size, at, end = self._block_tokens, part.first_position, part.first_position + len(part.token_ids)
         before, mark, left = (at, known.hash), known.hash, 0
         while at < end:

@@ -9,7 +9,7 @@ HEAD_BYTES = _HEAD.size
 MAX_BYTES = 64 << 20  # of meta or of marks
 
 
-class Kind(IntEnum):
+class FrameType(IntEnum):
     MESSAGE = 2
     OPENING = 3
     CONTENT = 4  # all of a transfer has been sent
@@ -21,8 +21,8 @@ class Kind(IntEnum):
     LEAVE = 10
 
 
-class Frame(NamedTuple):
-    kind: Kind
+class EmulatedFrame(NamedTuple):
+    kind: FrameType
     traffic: int = 0
     topic: int = 0
     transfer: int = 0
@@ -55,11 +55,11 @@ class Frames:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[Frame]:
+    def feed(self, data: bytes) -> list[EmulatedFrame]:
         """Raises:
         ValueError: not this protocol.
         """
-        buffer, frames = self._buffer, list[Frame]()
+        buffer, frames = self._buffer, list[EmulatedFrame]()
         buffer += data
         while len(buffer) >= HEAD_BYTES:
             head: tuple[Any, ...] = _HEAD.unpack_from(buffer)  # Any: whole numbers, and an instant
@@ -71,6 +71,6 @@ class Frames:
             if len(buffer) < end:
                 break
             meta, body = bytes(buffer[HEAD_BYTES:middle]), bytes(buffer[middle:end])
-            frames.append(Frame._make((Kind(head[0]), *head[1:-3], meta, body, head[-3])))
+            frames.append(EmulatedFrame._make((FrameType(head[0]), *head[1:-3], meta, body, head[-3])))
             del buffer[:end]
         return frames

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from services.worker.engine.packing import Chunk, Ints, PackedStep
+from services.worker.engine.packing import Ints, PackedChunk, PackedStep
 
 # Gathered K and V of one bucket: small enough to be still in the cache when attention reads them.
 _BUCKET_BYTES = 4 << 20
@@ -53,7 +53,7 @@ class _Bucket:
 
 @dataclass(frozen=True, slots=True)
 class _PreparedChunk:
-    chunk: Chunk
+    chunk: PackedChunk
     planes: torch.Tensor | None  # None: the chunk has no prefix, its own K and V are all
     mask_TC: torch.Tensor | None
 
@@ -118,7 +118,7 @@ class CpuAttention:
         planes = _planes(step.decode_blocks_SW[first:last, :block_count])
         return _Bucket(first, last, block_count, planes, mask_S11C, unowned)
 
-    def _prepare_chunk(self, chunk: Chunk, block_tokens: int) -> _PreparedChunk:
+    def _prepare_chunk(self, chunk: PackedChunk, block_tokens: int) -> _PreparedChunk:
         if chunk.first_position == 0:
             return _PreparedChunk(chunk, None, None)
         hidden_TC = np.arange(chunk.context_tokens) > chunk.positions[:, None]

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from ballast.common.errors import ConfigError
 from services.worker.engine.model_config import ModelConfig, read_json
 from services.worker.engine.native.library import Kernels
-from services.worker.engine.parameters import Layout, Parameter, Source, end_parameters, layer_parameters
+from services.worker.engine.parameters import Parameter, ParameterLayout, Source, end_parameters, layer_parameters
 from services.worker.engine.pinned_readers import PinnedReaders
 from services.worker.memory.parameters import ParameterStore
 
@@ -127,7 +127,7 @@ def load_parameters(
     model_dir: Path,
     config: ModelConfig,
     store: ParameterStore,
-    layout: Layout,
+    layout: ParameterLayout,
     kernels: Kernels | None = None,
     compute_here: Callable[[], None] | None = None,
 ) -> None:

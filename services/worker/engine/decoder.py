@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 
 from ballast.common.errors import ConfigError
-from services.worker.engine.division import WHOLE, Cut, Division, divide
+from services.worker.engine.division import WHOLE, Division, RankCut, divide
 from services.worker.engine.layer_attention import LayerAttentionStep, LayerKind
 from services.worker.engine.packed_parameters import PackedParameter, pack
 
@@ -53,7 +53,7 @@ class Decoder:
         config: Any,
         dtype: torch.dtype,
         packed: Mapping[str, PackedParameter] | None = None,
-        cuts: Mapping[str, Cut] | None = None,
+        cuts: Mapping[str, RankCut] | None = None,
         division: Division = WHOLE,
         *,
         gives_tuples: bool = False,

@@ -34,7 +34,7 @@ WHOLE = Division(0, 1, lambda _: None)
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class RankCut:
     """What a rank has of a parameter: its share of each of `parts` bands along `dim`; all of it, but only the first
     rank, where `dim` is None.
     """
@@ -58,7 +58,7 @@ class Cut:
         return shares.select(dim + 1, division.rank).flatten(dim, dim + 1)
 
 
-def cuts_of(model: Any, layers_name: str, division: Division) -> dict[str, Cut]:
+def cuts_of(model: Any, layers_name: str, division: Division) -> dict[str, RankCut]:
     """How the parameters of a whole model are cut, by their names; those that are not named each rank has whole.
 
     Raises:
@@ -73,7 +73,7 @@ def cuts_of(model: Any, layers_name: str, division: Division) -> dict[str, Cut]:
     if unknown:
         why = f"transformers' plan for {name} has {', '.join(unknown)}, which is not supported"
         raise ConfigError("tensor_parallel_size", why)
-    cuts: dict[str, Cut] = {}
+    cuts: dict[str, RankCut] = {}
     for path, module in model.named_modules():
         style = plan.get(_pattern(path))
         for leaf, parameter in module.named_parameters(recurse=False):
@@ -86,7 +86,7 @@ def cuts_of(model: Any, layers_name: str, division: Division) -> dict[str, Cut]:
     return cuts
 
 
-def divide(model: Any, layers_name: str, cuts: Mapping[str, Cut], division: Division) -> None:
+def divide(model: Any, layers_name: str, cuts: Mapping[str, RankCut], division: Division) -> None:
     """Leave a model without memory with a rank's share, and let its modules put shares together."""
     for name, cut in cuts.items():
         path, _, leaf = name.rpartition(".")
@@ -112,15 +112,15 @@ def _pattern(path: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
 
 
-def _cut(style: str | None, leaf: str, parameter: torch.Tensor, *, own: bool) -> Cut | None:
+def _cut(style: str | None, leaf: str, parameter: torch.Tensor, *, own: bool) -> RankCut | None:
     if style == "colwise" or style in _GATHERED:
-        return Cut(max(parameter.dim() - 2, 0))
+        return RankCut(max(parameter.dim() - 2, 0))
     if style == "packed_colwise":
-        return Cut(max(parameter.dim() - 2, 0), 1 if parameter.dim() == 1 else 2)
+        return RankCut(max(parameter.dim() - 2, 0), 1 if parameter.dim() == 1 else 2)
     if style == "packed_rowwise":
-        return None if parameter.dim() == 1 else Cut(-1, 2)
+        return None if parameter.dim() == 1 else RankCut(-1, 2)
     if style == "rowwise" or style in _SPLIT:
-        return Cut(None) if leaf == "bias" and not own else Cut(-1)
+        return RankCut(None) if leaf == "bias" and not own else RankCut(-1)
     return None
 
 

@@ -19,7 +19,7 @@ from services.worker.engine.native.library import Kernels
 from services.worker.engine.packed_attention import PagedAttention
 from services.worker.engine.packed_model import PackedModel
 from services.worker.engine.parameters import (
-    Layout,
+    ParameterLayout,
     end_parameters,
     layer_parameters,
     layout_for,
@@ -73,7 +73,7 @@ class MemoryNeeds:
     kv_shape: KvShape
 
     @classmethod
-    def of(cls, config: ModelConfig, layout: Layout, dtype: torch.dtype, block_tokens: int) -> Self:
+    def of(cls, config: ModelConfig, layout: ParameterLayout, dtype: torch.dtype, block_tokens: int) -> Self:
         return cls(
             layers=[part_specs(layer_parameters(config, i, layout), dtype) for i in range(config.layer_count)],
             others={name: part_specs(part, dtype) for name, part in end_parameters(config, layout).items()},
@@ -226,7 +226,7 @@ class BallastModel:
         """Nothing to do: these classes are tested against `transformers`."""
 
     @property
-    def _layout(self) -> Layout:
+    def _layout(self) -> ParameterLayout:
         return layout_for(self.device, self.kernels)
 
 

@@ -18,7 +18,7 @@ from ballast.service.logs import get_logger
 from services.worker.engine.attention import AttentionStep
 from services.worker.engine.attention_cuda import CudaAttention
 from services.worker.engine.packed_attention import PagedAttention
-from services.worker.engine.packing import Chunk, Ints, PackedStep
+from services.worker.engine.packing import Ints, PackedChunk, PackedStep
 from services.worker.engine.upload import upload
 
 _SCORES_BYTES = 64 << 20  # of the scores that exist at once
@@ -228,7 +228,7 @@ class _TorchStep:
             last = found[-1][0]
         return found
 
-    def _parts(self, chunk: Chunk, q_TNH: torch.Tensor) -> list[slice]:
+    def _parts(self, chunk: PackedChunk, q_TNH: torch.Tensor) -> list[slice]:
         """Rows of a chunk whose scores are not too many."""
         per_row = chunk.context_tokens * q_TNH.shape[1] * 4
         rows = max(1, _SCORES_BYTES // per_row)

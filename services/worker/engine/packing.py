@@ -21,7 +21,7 @@ _LEAST_ROWS, _LEAST_WIDTH = 16, 16
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class PackedChunk:
     """A run of more than one token of one sequence."""
 
     first_row: int
@@ -48,7 +48,7 @@ class PackedStep:
     slots_T: Ints  # block * block_tokens + offset: where each row's K and V go
     decode_contexts_S: Ints  # tokens, the new one included; ascending
     decode_blocks_SW: Ints  # whole tables, padded with the sequence's own first block
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[PackedChunk, ...]
     first_rows: Ints  # aligned with the batch's slices: the row of its first token
     sample_rows: Ints  # aligned with the batch's slices that sample
     blocks_end: int  # highest block id in use, plus one
@@ -112,7 +112,7 @@ class Packer:
         width = max((known[i].length for i in decoded), default=0)
         decode_blocks_SW = self._blocks_RW[[known[i].row for i in decoded], :width]
         chunks = tuple(
-            Chunk(int(row), len(slices[i].token_ids), slices[i].first_position, self._cut(known[i], slices[i]))
+            PackedChunk(int(row), len(slices[i].token_ids), slices[i].first_position, self._cut(known[i], slices[i]))
             for row, i in zip(first_rows[decode_count:], chunked, strict=True)
         )
         token_ids = itertools.chain.from_iterable([slices[i].token_ids for i in order.tolist()])
@@ -129,7 +129,7 @@ class Packer:
             blocks_end=max(table.end for table in known),
         )
 
-    def _slots(self, decode_positions: Ints, decode_blocks_SW: Ints, chunks: Sequence[Chunk]) -> Ints:
+    def _slots(self, decode_positions: Ints, decode_blocks_SW: Ints, chunks: Sequence[PackedChunk]) -> Ints:
         size = self._block_tokens
         rows = np.arange(len(decode_positions))
         slots = [decode_blocks_SW[rows, decode_positions // size] * size + decode_positions % size]

@@ -24,7 +24,7 @@ EMBEDDING, HEAD = "embedding", "head"  # the parts that are no layer
 _PADDING = 16  # a vector register of float32
 
 
-class Layout(Enum):
+class ParameterLayout(Enum):
     """How a parameter lies in memory."""
 
     ROWS = "rows"  # as in the checkpoint
@@ -61,30 +61,30 @@ class Parameter:
     name: str  # inside its part
     shape: tuple[int, ...]  # as the checkpoint has it: [out] or [out, in]
     sources: tuple[Source, ...]  # none: all zeros
-    layout: Layout = Layout.ROWS
+    layout: ParameterLayout = ParameterLayout.ROWS
     padding: int = 0  # zeros behind the outputs; panels are filled up without being told
 
     def stored_shape(self, dtype: torch.dtype) -> tuple[int, ...]:
-        if self.layout is Layout.PANELS:
+        if self.layout is ParameterLayout.PANELS:
             return packed_shape(self.shape, dtype)
         out = self.shape[0] + self.padding
-        return (self.shape[1], out) if self.layout is Layout.COLUMNS else (out, *self.shape[1:])
+        return (self.shape[1], out) if self.layout is ParameterLayout.COLUMNS else (out, *self.shape[1:])
 
     def padded_view(self, stored: torch.Tensor) -> torch.Tensor:
         """The stored tensor as [out and padding, ...]. Not of panels."""
-        assert self.layout is not Layout.PANELS
-        return stored.t() if self.layout is Layout.COLUMNS else stored
+        assert self.layout is not ParameterLayout.PANELS
+        return stored.t() if self.layout is ParameterLayout.COLUMNS else stored
 
     def clear_padding(self, stored: torch.Tensor) -> None:
         """Make it zero: checksums cover it, and memory that comes back from the pool holds anything."""
-        if self.layout is not Layout.PANELS:
+        if self.layout is not ParameterLayout.PANELS:
             self.padded_view(stored)[self.shape[0] :].zero_()
         elif self.shape[0] % PANEL:
             stored[-1].zero_()
 
     def write(self, stored: torch.Tensor, first_row: int, rows: torch.Tensor, kernels: Kernels | None) -> None:
         """Fill a band of rows, converting to the dtype of the memory. Panels need the kernels."""
-        if self.layout is Layout.PANELS:
+        if self.layout is ParameterLayout.PANELS:
             assert kernels is not None
             kernels.pack(stored, first_row, rows.to(stored.dtype))
         else:
@@ -92,20 +92,22 @@ class Parameter:
 
     def read(self, stored: torch.Tensor, kernels: Kernels | None) -> torch.Tensor:
         """What is stored, in the checkpoint's shape."""
-        if self.layout is Layout.PANELS:
+        if self.layout is ParameterLayout.PANELS:
             assert kernels is not None
             return kernels.unpack(stored, torch.arange(self.shape[0]), self.shape[1])
         return self.padded_view(stored)[: self.shape[0]]
 
 
-def layout_for(device: torch.device | str, kernels: Kernels | None) -> Layout:
+def layout_for(device: torch.device | str, kernels: Kernels | None) -> ParameterLayout:
     """How matrices lie that these are to multiply."""
     if kernels is not None:
-        return Layout.PANELS
-    return Layout.COLUMNS if torch.device(device).type == "cpu" else Layout.ROWS
+        return ParameterLayout.PANELS
+    return ParameterLayout.COLUMNS if torch.device(device).type == "cpu" else ParameterLayout.ROWS
 
 
-def layer_parameters(config: ModelConfig, layer: int, layout: Layout = Layout.COLUMNS) -> tuple[Parameter, ...]:
+def layer_parameters(
+    config: ModelConfig, layer: int, layout: ParameterLayout = ParameterLayout.COLUMNS
+) -> tuple[Parameter, ...]:
     prefix = f"model.layers.{layer}."
     hidden, inner = config.hidden_size, config.intermediate_size
     qkv = (("q_proj", config.query_size), ("k_proj", config.kv_size), ("v_proj", config.kv_size))
@@ -152,13 +154,15 @@ def layer_parameters(config: ModelConfig, layer: int, layout: Layout = Layout.CO
     return tuple(parameters())
 
 
-def end_parameters(config: ModelConfig, layout: Layout = Layout.COLUMNS) -> dict[str, tuple[Parameter, ...]]:
+def end_parameters(
+    config: ModelConfig, layout: ParameterLayout = ParameterLayout.COLUMNS
+) -> dict[str, tuple[Parameter, ...]]:
     """Part -> its parameters. A tied head multiplies with the embedding part's matrix."""
     shape, hidden = (config.vocab_size, config.hidden_size), config.hidden_size
     embedding = (Source("model.embed_tokens.weight", 0, shape[0]),)
     norm = Parameter("norm", (hidden,), (Source("model.norm.weight", 0, hidden),))
     if config.tied_embeddings:
-        shared = layout if layout is Layout.PANELS else Layout.ROWS
+        shared = layout if layout is ParameterLayout.PANELS else ParameterLayout.ROWS
         return {EMBEDDING: (Parameter("weight", shape, embedding, shared),), HEAD: (norm,)}
     head = Parameter("weight", shape, (Source("lm_head.weight", 0, shape[0]),), layout, _PADDINGS[layout](shape[0]))
     return {EMBEDDING: (Parameter("weight", shape, embedding),), HEAD: (norm, head)}
@@ -190,8 +194,8 @@ def _panel_padding(width: int) -> int:
     return -width % PANEL
 
 
-_PADDINGS: dict[Layout, Callable[[int], int]] = {
-    Layout.ROWS: lambda _: 0,
-    Layout.COLUMNS: _padding,
-    Layout.PANELS: _panel_padding,
+_PADDINGS: dict[ParameterLayout, Callable[[int], int]] = {
+    ParameterLayout.ROWS: lambda _: 0,
+    ParameterLayout.COLUMNS: _padding,
+    ParameterLayout.PANELS: _panel_padding,
 }

@@ -42,7 +42,7 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sequence:
+class _SampledSequence:
     sampling: SamplingParams
     seed: int
     forbidden: tuple[int, ...]  # until min_tokens have been generated
@@ -155,7 +155,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._device = device
-        self._sequences: dict[SequenceId, _Sequence] = {}
+        self._sequences: dict[SequenceId, _SampledSequence] = {}
         self._special = 0  # sequences that are not plain
 
     @property
@@ -167,7 +167,7 @@ class Sampler:
         sampling = new.sampling
         forbidden = forbidden_ends(sampling, self._eos_token_ids, self._vocab_size)
         penalised = sampling.penalised
-        sequence = _Sequence(
+        sequence = _SampledSequence(
             sampling=sampling,
             seed=sampling.seed or 0,
             forbidden=forbidden,
@@ -239,7 +239,9 @@ class Sampler:
         none = np.zeros(len(logits_RV), np.int64)
         return self._kernels.sample(logits_RV, RowParameters(zeros, none, zeros, zeros, zeros)).tolist()
 
-    def _choose(self, rows: Sequence[SampleRow], sequences: Sequence[_Sequence], logits_RV: torch.Tensor) -> list[int]:
+    def _choose(
+        self, rows: Sequence[SampleRow], sequences: Sequence[_SampledSequence], logits_RV: torch.Tensor
+    ) -> list[int]:
         if self._kernels is not None:
             return _choose_at_once(self._kernels, rows, sequences, logits_RV)
         token_ids: list[int] = logits_RV.argmax(-1).tolist()
@@ -255,7 +257,7 @@ class Sampler:
 
 
 def _choose_at_once(
-    kernels: Kernels, rows: Sequence[SampleRow], sequences: Sequence[_Sequence], logits_RV: torch.Tensor
+    kernels: Kernels, rows: Sequence[SampleRow], sequences: Sequence[_SampledSequence], logits_RV: torch.Tensor
 ) -> list[int]:
     given = [sequence.sampling for sequence in sequences]
     seeds = np.array([sequence.seed for sequence in sequences], np.int64)

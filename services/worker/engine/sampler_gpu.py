@@ -33,7 +33,7 @@ _FIRST_HISTORIES, _FIRST_PLACES = 8, 256
 
 
 @dataclass(frozen=True, slots=True)
-class _Sequence:
+class _GpuSequence:
     place: int  # in the sampler's tables
     sampling: SamplingParams
     forbidden: tuple[int, ...]
@@ -54,7 +54,7 @@ class GpuRows:
     """What a step's rows need on the device: the arrays, and which of them there are."""
 
     sampler: "GpuSampler"
-    sequences: Sequence[_Sequence]
+    sequences: Sequence[_GpuSequence]
     arrays: list[np.ndarray]
     draws: bool
     masked: bool
@@ -71,7 +71,7 @@ class GpuChoosing:
     """Tokens that the device is about to choose."""
 
     token_ids_R: torch.Tensor  # there, int32
-    sequences: Sequence[_Sequence]
+    sequences: Sequence[_GpuSequence]
     ranked: tuple[int, ...]
     copies: Sequence[torch.Tensor]  # on the host, once the event is over
     over: torch.cuda.Event | None
@@ -127,7 +127,7 @@ class GpuSampler:
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._device = device
-        self._sequences: dict[SequenceId, _Sequence] = {}
+        self._sequences: dict[SequenceId, _GpuSequence] = {}
         self._numbers = np.zeros((0, 8))  # of each place; columns as in the kernels
         self._wholes = np.zeros((0, 4), np.int32)
         self._seeds = np.zeros(0, np.int64)
@@ -147,7 +147,7 @@ class GpuSampler:
     def add(self, new: NewSequence) -> None:
         require_new(new, self._sequences)
         sampling = new.sampling
-        self._sequences[new.sequence_id] = sequence = _Sequence(
+        self._sequences[new.sequence_id] = sequence = _GpuSequence(
             place=self._place(),
             sampling=sampling,
             forbidden=forbidden_ends(sampling, self._eos_token_ids, self._vocab_size),

@@ -21,7 +21,7 @@ from services.worker.links.pacing import BulkSchedule, Grant, Hold
 from services.worker.links.pieces import Pieces
 from services.worker.links.ports import Pending
 from services.worker.links.traffic import TrafficClass, TrafficCounts
-from services.worker.links.transfer import Outcome, Transfer, TransferReport
+from services.worker.links.transfer import Transfer, TransferOutcome, TransferReport
 
 _LEAST_ON_WIRE_BYTES = 16 * 1024  # on an emulated wire, where a chunk has no fixed cost
 
@@ -44,7 +44,7 @@ class _Outgoing:
     opened: bool = False
     sent_bytes: int = 0
     in_flight: int = 0  # frames that may still be read from memory
-    verdict: Outcome | None = None
+    verdict: TransferOutcome | None = None
     why: str = ""
 
 
@@ -58,7 +58,7 @@ class _Posted:
 
 
 @dataclass(slots=True)
-class _State:
+class _SenderState:
     transfers: dict[int, _Outgoing] = field(default_factory=dict[int, _Outgoing])
     notices: deque[tuple[FrameKind, _Outgoing | None]] = field(
         default_factory=deque[tuple[FrameKind, "_Outgoing | None"]]
@@ -107,7 +107,7 @@ class BulkSender:
         self._in_background = False  # the last chunk was of parameters
         self._changed = Condition()
         self._reading = Lock()  # held while the callers' memory is read outside of _changed
-        self._state = _State()
+        self._state = _SenderState()
         self._schedule = BulkSchedule(
             chunk_bytes=config.chunk_bytes, hold_s=config.hold_s, patience_chunks=config.patience_chunks
         )
@@ -155,7 +155,7 @@ class BulkSender:
             outgoing = self._state.transfers.get(number)
             if outgoing is None or not self._schedule.remove(number):
                 return False
-            finished = self._withdraw(outgoing, Outcome.CANCELLED, "")
+            finished = self._withdraw(outgoing, TransferOutcome.CANCELLED, "")
         _settle(finished)
         return True
 
@@ -178,7 +178,7 @@ class BulkSender:
         with self._changed:
             return self._schedule.queued_bytes
 
-    def acknowledged(self, number: int, outcome: Outcome, why: str) -> None:
+    def acknowledged(self, number: int, outcome: TransferOutcome, why: str) -> None:
         """The peer has received or refused the transfer."""
         with self._changed:
             outgoing = self._state.transfers.get(number)
@@ -199,9 +199,9 @@ class BulkSender:
                 if outgoing.epoch != epoch or outgoing.verdict is not None:
                     continue
                 if self._schedule.remove(outgoing.number):
-                    finished.append(self._withdraw(outgoing, Outcome.BROKEN, why))
+                    finished.append(self._withdraw(outgoing, TransferOutcome.BROKEN, why))
                 else:
-                    outgoing.verdict, outgoing.why = Outcome.BROKEN, why
+                    outgoing.verdict, outgoing.why = TransferOutcome.BROKEN, why
                     finished.append(self._finish_if_quiet(outgoing))
         for outgoing in finished:
             _settle(outgoing)
@@ -230,7 +230,7 @@ class BulkSender:
         with self._reading:  # a chunk that is being gathered
             pass
         for outgoing in failed:
-            outgoing.verdict, outgoing.why = Outcome.BROKEN, why
+            outgoing.verdict, outgoing.why = TransferOutcome.BROKEN, why
             _settle(outgoing)
 
     def release(self) -> None:
@@ -430,7 +430,7 @@ class BulkSender:
         if not self._state.notices and not len(self._schedule):
             self._state.notices.append((FrameKind.KEEPALIVE, None))
 
-    def _withdraw(self, outgoing: _Outgoing, outcome: Outcome, why: str) -> _Outgoing | None:
+    def _withdraw(self, outgoing: _Outgoing, outcome: TransferOutcome, why: str) -> _Outgoing | None:
         """It left the schedule early; the receiver is told if it has been opened."""
         outgoing.verdict, outgoing.why = outcome, why
         if not outgoing.opened:
@@ -448,7 +448,7 @@ class BulkSender:
     def _end(self, outgoing: _Outgoing) -> _Outgoing | None:
         """The link is closing: send no further chunk of it."""
         self._schedule.remove(outgoing.number)
-        outgoing.verdict = outgoing.verdict or Outcome.BROKEN
+        outgoing.verdict = outgoing.verdict or TransferOutcome.BROKEN
         outgoing.why = outgoing.why or "the link is closed"
         return self._finish_if_quiet(outgoing)
 
@@ -475,7 +475,7 @@ def _settle(outgoing: _Outgoing | None) -> None:
     """
     if outgoing is None or outgoing.verdict is None or outgoing.done.done():
         return
-    if outgoing.verdict is Outcome.BROKEN:
+    if outgoing.verdict is TransferOutcome.BROKEN:
         outgoing.done.set_exception(Unavailable(outgoing.peer, outgoing.why))
         return
     duration_s = time.monotonic() - outgoing.queued_at_s

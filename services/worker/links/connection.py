@@ -21,7 +21,7 @@ from services.worker.links.frame_kinds import FrameKind
 from services.worker.links.handshake import Hello
 from services.worker.links.ports import ConnectionFacts, LinkEnding, LinkState, Message
 from services.worker.links.traffic import TrafficClass, TrafficCounts
-from services.worker.links.transfer import Opening, Outcome, Refusal, Transfer
+from services.worker.links.transfer import Opening, Refusal, Transfer, TransferOutcome
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,7 @@ class Receiver(Protocol):
         """
         ...
 
-    def on_transfer_end(self, link: Link, opening: Opening, outcome: Outcome) -> None:
+    def on_transfer_end(self, link: Link, opening: Opening, outcome: TransferOutcome) -> None:
         """Once for every opening that was accepted."""
         ...
 

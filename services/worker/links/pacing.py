@@ -66,7 +66,7 @@ class Wire:
 
 
 @dataclass(slots=True)
-class _Entry:
+class _BulkEntry:
     transfer: int
     traffic: TrafficClass
     rank: int
@@ -82,7 +82,7 @@ class BulkSchedule:
         self.chunk_bytes = chunk_bytes
         self._hold_s = hold_s
         self._patience_chunks = patience_chunks
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _BulkEntry] = {}
         self._passed_over: dict[TrafficClass, int] = {}  # waiting class -> chunks of higher classes since
         self._holding_since_s: float | None = None
 
@@ -103,7 +103,7 @@ class BulkSchedule:
     def add(self, transfer: int, traffic: TrafficClass, total_bytes: int, rank: int = 0) -> None:
         if transfer in self._entries or total_bytes <= 0:
             raise InvariantViolation(f"transfer {transfer} of {total_bytes} bytes cannot be added")
-        self._entries[transfer] = _Entry(transfer, traffic, rank, total_bytes, 0, self._least_served(traffic, rank))
+        self._entries[transfer] = _BulkEntry(transfer, traffic, rank, total_bytes, 0, self._least_served(traffic, rank))
         self._passed_over.setdefault(traffic, 0)
 
     def remove(self, transfer: int) -> bool:
@@ -120,7 +120,7 @@ class BulkSchedule:
             return False
         self._forget_empty_class(entry.traffic)
         served = self._least_served(traffic, rank)
-        self._entries[transfer] = _Entry(transfer, traffic, rank, entry.total_bytes, entry.sent_bytes, served)
+        self._entries[transfer] = _BulkEntry(transfer, traffic, rank, entry.total_bytes, entry.sent_bytes, served)
         self._passed_over.setdefault(traffic, 0)
         return True
 

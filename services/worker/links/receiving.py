@@ -17,7 +17,7 @@ from services.worker.links.lane import Frame, FrameReader
 from services.worker.links.pieces import Pieces
 from services.worker.links.ports import Channel, Message, Pending
 from services.worker.links.traffic import TrafficCounts
-from services.worker.links.transfer import Opening, Outcome, Refusal
+from services.worker.links.transfer import Opening, Refusal, TransferOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class UrgentHandlers:
     link_of: Callable[[Header], Link | None]  # None: this worker takes no part in that epoch
     device_of: Callable[[int], torch.device | str]  # where tensors of a topic are delivered
     on_message: Callable[[Link, Message], None]
-    on_answer: Callable[[int, Outcome, str], None]  # to one of this side's transfers
+    on_answer: Callable[[int, TransferOutcome, str], None]  # to one of this side's transfers
     on_join: Callable[[int], None]
     on_leave: Callable[[int], None]
     on_close: Callable[[], None]
@@ -60,9 +60,11 @@ class UrgentReceiver:
                 case FrameKind.MESSAGE:
                     self._take_message(frame)
                 case FrameKind.DELIVERED:
-                    self._handlers.on_answer(header.transfer, Outcome.DELIVERED, "")
+                    self._handlers.on_answer(header.transfer, TransferOutcome.DELIVERED, "")
                 case FrameKind.REFUSED:
-                    self._handlers.on_answer(header.transfer, Outcome.REFUSED, frame.meta.decode(errors="replace"))
+                    self._handlers.on_answer(
+                        header.transfer, TransferOutcome.REFUSED, frame.meta.decode(errors="replace")
+                    )
                 case FrameKind.KEEPALIVE:
                     pass
                 case FrameKind.JOIN:
@@ -142,7 +144,7 @@ class _Arriving:
 class BulkHandlers:
     link_of: Callable[[Header], Link | None]
     on_opening: Callable[[Link, Opening], Sequence[torch.Tensor] | Refusal]
-    on_transfer_end: Callable[[Link, Opening, Outcome], None]
+    on_transfer_end: Callable[[Link, Opening, TransferOutcome], None]
     answer: Callable[[FrameKind, int, str], None]
     on_close: Callable[[], None]
 
@@ -199,7 +201,7 @@ class BulkReceiver:
         unfinished = list(self._incoming.values())
         self._incoming.clear()
         for incoming in unfinished:
-            self._end(incoming, Outcome.BROKEN)
+            self._end(incoming, TransferOutcome.BROKEN)
 
     def release(self) -> None:
         self._reader.release()
@@ -285,16 +287,16 @@ class BulkReceiver:
 
     def _deliver(self, incoming: _Incoming) -> None:
         self._counts.received[incoming.opening.traffic].messages += 1
-        self._end(incoming, Outcome.DELIVERED)
+        self._end(incoming, TransferOutcome.DELIVERED)
         self._handlers.answer(FrameKind.DELIVERED, incoming.opening.transfer, "")
 
     def _cancel(self, header: Header) -> None:
         self._drain()
         incoming = self._incoming.pop(header.transfer, None)
         if incoming is not None:
-            self._end(incoming, Outcome.CANCELLED)
+            self._end(incoming, TransferOutcome.CANCELLED)
 
-    def _end(self, incoming: _Incoming, outcome: Outcome) -> None:
+    def _end(self, incoming: _Incoming, outcome: TransferOutcome) -> None:
         """A refused transfer has no receiver to notify."""
         if incoming.link is not None and incoming.pieces is not None:
             self._handlers.on_transfer_end(incoming.link, incoming.opening, outcome)

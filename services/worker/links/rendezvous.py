@@ -57,7 +57,7 @@ class _Stranger:
 
 
 @dataclass(frozen=True, slots=True)
-class _Caller:
+class _RendezvousCaller:
     hello: Hello
     said: tuple[bytes, ...]
     connection: socket.socket
@@ -85,7 +85,7 @@ class Rendezvous:
         self._listener.setblocking(False)
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self._changed = Condition()
-        self._parked: dict[tuple[str, str], _Caller] = {}  # by peer and lane; the latest of each
+        self._parked: dict[tuple[str, str], _RendezvousCaller] = {}  # by peer and lane; the latest of each
         self._closed = False
         self.refused: Counter[str] = Counter()  # connections, by reason
         self._strangers: dict[int, _Stranger] = {}  # by file descriptor, oldest first; used by the rendezvous's thread
@@ -136,7 +136,7 @@ class Rendezvous:
         for caller in parked:
             caller.connection.close()
 
-    def _take(self, key: tuple[str, str], deadline_s: float) -> _Caller | None:
+    def _take(self, key: tuple[str, str], deadline_s: float) -> _RendezvousCaller | None:
         with self._changed:
             self._changed.wait_for(
                 lambda: self._closed or key in self._parked, timeout=max(deadline_s - time.monotonic(), 0.0)
@@ -213,12 +213,12 @@ class Rendezvous:
         elif not is_proof(proof, self._secret, "caller", *stranger.said):
             self._refuse(stranger, "wrong proof")
         else:
-            self._park(stranger, _Caller(stranger.hello, (*stranger.said, line), stranger.connection))
+            self._park(stranger, _RendezvousCaller(stranger.hello, (*stranger.said, line), stranger.connection))
 
-    def _park(self, stranger: _Stranger, caller: _Caller) -> None:
+    def _park(self, stranger: _Stranger, caller: _RendezvousCaller) -> None:
         self._forget(stranger)
         key = (caller.hello.worker_id, caller.hello.lane)
-        replaced = list[_Caller]()
+        replaced = list[_RendezvousCaller]()
         with self._changed:
             if (before := self._parked.pop(key, None)) is not None:
                 replaced.append(before)

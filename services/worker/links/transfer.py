@@ -10,7 +10,7 @@ from typing import Protocol
 from services.worker.links.traffic import TrafficClass
 
 
-class Outcome(Enum):
+class TransferOutcome(Enum):
     DELIVERED = "delivered"  # every byte is in its place at the receiver
     CANCELLED = "cancelled"  # by the sender, before the last chunk
     REFUSED = "refused"  # by the receiver
@@ -36,7 +36,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    outcome: Outcome
+    outcome: TransferOutcome
     sent_bytes: int  # up to the end; less than the total unless delivered
     duration_s: float  # from queueing it
     why: str = ""

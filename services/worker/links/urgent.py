@@ -25,7 +25,7 @@ _LAST = max(TrafficClass) + 1  # sorts behind every class
 
 
 @dataclass(slots=True, order=True)
-class _Outgoing:
+class _UrgentMessage:
     order: tuple[int, int]  # class, sequence number
     header: Header = field(compare=False)
     meta: bytes = field(compare=False)
@@ -62,9 +62,9 @@ class UrgentSender:
         self._counts = counts
         self._wire = wire
         self._changed = Condition()
-        self._queue: list[_Outgoing] = []  # heap
-        self._crossing: tuple[_Outgoing, float] | None = None  # on the emulated wire, and until when
-        self._in_flight: deque[_Outgoing] = deque()
+        self._queue: list[_UrgentMessage] = []  # heap
+        self._crossing: tuple[_UrgentMessage, float] | None = None  # on the emulated wire, and until when
+        self._in_flight: deque[_UrgentMessage] = deque()
         self._unsent_bytes = 0  # queued and in flight
         self._arrivals = 0
         self._refusal: str | None = None  # why new messages are refused
@@ -143,7 +143,7 @@ class UrgentSender:
 
     # ------------------------------------------------------------ below: called with _changed held, but for _complete
 
-    def _oldest_in_flight(self) -> _Outgoing | None:
+    def _oldest_in_flight(self) -> _UrgentMessage | None:
         """Post what may be posted; None if nothing is in flight after a short wait."""
         with self._changed:
             self._post_ready()
@@ -154,7 +154,7 @@ class UrgentSender:
                 self._accept(quiet, b"", None, 0)
             return self._in_flight[0] if self._in_flight else None
 
-    def _complete(self, outgoing: _Outgoing) -> None:
+    def _complete(self, outgoing: _UrgentMessage) -> None:
         with self._changed:
             if self._broken:
                 return
@@ -173,7 +173,7 @@ class UrgentSender:
         done.set_running_or_notify_cancel()  # a queued message cannot be cancelled
         self._arrivals += 1
         order = (header.traffic if order_class is None else order_class, self._arrivals)
-        outgoing = _Outgoing(order, header, meta, payload, size_bytes, time.monotonic(), done)
+        outgoing = _UrgentMessage(order, header, meta, payload, size_bytes, time.monotonic(), done)
         heapq.heappush(self._queue, outgoing)
         if header.kind is FrameKind.MESSAGE:
             if header.traffic is TrafficClass.ACTIVATION:
@@ -190,7 +190,7 @@ class UrgentSender:
         self._changed.notify_all()
         return done
 
-    def _fetched(self, outgoing: _Outgoing, payload: torch.Tensor | None) -> None:
+    def _fetched(self, outgoing: _UrgentMessage, payload: torch.Tensor | None) -> None:
         """Any thread. It keeps its place in its class."""
         with self._changed:
             outgoing.payload, outgoing.is_ready = payload, True
@@ -216,7 +216,7 @@ class UrgentSender:
                 counted.total_bytes += outgoing.size_bytes
                 counted.waited_s += time.monotonic() - outgoing.queued_at_s
 
-    def _next_to_post(self) -> _Outgoing | None:
+    def _next_to_post(self) -> _UrgentMessage | None:
         """The next in the queue; on an emulated wire once it has crossed it."""
         if self._wire is None:
             return heapq.heappop(self._queue) if self._has_ready else None

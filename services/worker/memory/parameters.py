@@ -34,7 +34,7 @@ PartSpec = Mapping[str, TensorSpec]  # name of the tensor inside its part -> its
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class TensorPlacement:
     """Position of one tensor in its part's range."""
 
     name: str
@@ -45,13 +45,13 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class PartLayout:
-    placements: tuple[Placement, ...]
+    placements: tuple[TensorPlacement, ...]
     size_bytes: int  # including padding between tensors
 
 
 def lay_out(part: str, specs: PartSpec) -> PartLayout:
     """Place a part's tensors consecutively, in the given order."""
-    placements: list[Placement] = []
+    placements: list[TensorPlacement] = []
     end_bytes = 0
     for name, spec in specs.items():
         if dtype_name(spec.dtype) not in SUPPORTED_DTYPES:
@@ -61,7 +61,7 @@ def lay_out(part: str, specs: PartSpec) -> PartLayout:
             raise ConfigError(f"{part}.{name}", f"shape {tuple(spec.shape)} has a dimension that is not positive")
         offset_bytes = -(-end_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         size_bytes = math.prod(spec.shape) * spec.dtype.itemsize
-        placements.append(Placement(name, spec, offset_bytes, size_bytes))
+        placements.append(TensorPlacement(name, spec, offset_bytes, size_bytes))
         end_bytes = offset_bytes + size_bytes
     return PartLayout(tuple(placements), end_bytes)
 
@@ -226,7 +226,7 @@ class _ParameterPart:
             for placed in layout.placements
         }
 
-    def _bytes_of(self, placed: Placement) -> torch.Tensor:
+    def _bytes_of(self, placed: TensorPlacement) -> torch.Tensor:
         return self.range.bytes[placed.offset_bytes : placed.offset_bytes + placed.size_bytes]
 
     def checksum(self, by: Algorithm, between: Callable[[], None] | None = None) -> bytes:

@@ -48,7 +48,7 @@ class PhysicalPool:
         self._reserved: list[tuple[int, int]] = []  # address, size: released as a whole
         self._closed = False
         self._given_up: list[ExtentRun] = []  # free extents whose memory the device has
-        self._changes: list[_Change] = []
+        self._changes: list[_PoolChange] = []
         self._report: MemoryReport | None = None  # None: changed since the last report
 
     @property
@@ -144,7 +144,7 @@ class PhysicalPool:
             self._changes.pop()
 
     def changed(self, owner: VirtualRange, runs: Sequence[ExtentRun], *, grown: bool) -> None:
-        self._changes.append(_Change(owner, runs, grown))
+        self._changes.append(_PoolChange(owner, runs, grown))
 
     def report(self) -> MemoryReport:
         """The same object until something changes, as every step asks."""
@@ -239,7 +239,7 @@ class PhysicalPool:
         return [f"booked as {booked}", f"mapped in {', '.join(holders) or 'no range'}"]
 
 
-class _Change(NamedTuple):
+class _PoolChange(NamedTuple):
     owner: VirtualRange
     runs: Sequence[ExtentRun]
     grown: bool

@@ -36,7 +36,7 @@ _LEFT_FRACTION = 0.1  # fraction of the host's memory left available
 _LOCK, _BYTES, _MANIFEST = "maker.lock", "parameters.bin", "manifest.json"
 
 
-class Part(NamedTuple):
+class SharedPart(NamedTuple):
     offset_bytes: int
     size_bytes: int
     fast_sum: int
@@ -73,7 +73,7 @@ def copy_summed(target: torch.Tensor, source: torch.Tensor) -> int:
 class SharedCopy:
     """A complete copy, mapped for reading. Safe for use from several threads."""
 
-    def __init__(self, folder: Path, parts: Mapping[str, Part], fd: int) -> None:
+    def __init__(self, folder: Path, parts: Mapping[str, SharedPart], fd: int) -> None:
         """`fd`: of the bytes, with a shared lock on it."""
         self._folder, self._fd = folder, fd
         self.parts = parts
@@ -155,14 +155,14 @@ class Maker:
         return SharedCopy(self._folder, found, fd)
 
 
-def _write(mapped: mmap.mmap, parts: Sequence[Copied]) -> dict[str, Part]:
-    memory, found, at = torch.frombuffer(mapped, dtype=torch.uint8), dict[str, Part](), 0
+def _write(mapped: mmap.mmap, parts: Sequence[Copied]) -> dict[str, SharedPart]:
+    memory, found, at = torch.frombuffer(mapped, dtype=torch.uint8), dict[str, SharedPart](), 0
     for part in parts:
         begin, total = at, 0
         for piece in part.pieces:
             total = _mixed(total, copy_summed(memory[at : at + piece.nbytes], piece))
             at += piece.nbytes
-        found[part.name] = Part(begin, at - begin, total, part.checksum.hex())
+        found[part.name] = SharedPart(begin, at - begin, total, part.checksum.hex())
     del memory
     return found
 
@@ -200,7 +200,9 @@ def open_copy(root: Path, digest: str) -> SharedCopy | Maker:
 def _mapped(folder: Path) -> SharedCopy | None:
     try:
         told: dict[str, Any] = json.loads((folder / _MANIFEST).read_text())  # Any: as JSON has it
-        parts = {name: Part(int(at), int(size), int(total), str(sha)) for name, (at, size, total, sha) in told.items()}
+        parts = {
+            name: SharedPart(int(at), int(size), int(total), str(sha)) for name, (at, size, total, sha) in told.items()
+        }
         fd = os.open(folder / _BYTES, os.O_RDONLY)
     except (OSError, ValueError, TypeError, IndexError, KeyError):
         return None

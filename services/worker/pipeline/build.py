@@ -14,7 +14,7 @@ from services.worker.core.limits import WorkerLimits
 from services.worker.core.turns import MemberEvent
 from services.worker.core.worker import WorkerCore
 from services.worker.pipeline.background import Threads
-from services.worker.pipeline.context import BlockCopier, Environment, StageEngine
+from services.worker.pipeline.context import BlockCopier, MemberEnvironment, StageEngine
 from services.worker.pipeline.grammars import CompileGrammar
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.links import Links
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from services.worker.policy.online_cost import OnlineCost
 
 
-class Instance(Protocol):
+class BuiltInstance(Protocol):
     """A loaded model with its memory, which can execute any range of its layers."""
 
     @property
@@ -62,7 +62,7 @@ class Instance(Protocol):
 
 def stage_core(
     limits: WorkerLimits,
-    engine: Instance,
+    engine: BuiltInstance,
     ordinal: int,
     microbatching: Microbatching = by_token_count,
     target: TokenTarget | None = None,
@@ -83,7 +83,7 @@ def stage_core(
 
 
 @dataclass(frozen=True, slots=True)
-class Membership:
+class BuiltMembership:
     member: GroupMember
     plane: DataPlane
 
@@ -94,7 +94,7 @@ def join(
     me: WorkerId,
     core: WorkerCore,
     book: BlockBook,
-    engine: Instance,
+    engine: BuiltInstance,
     config: TransportConfig,
     advertise_host: str | None,
     costs: OnlineCost | None = None,
@@ -104,7 +104,7 @@ def join(
     transport: str = "auto",
     secret: bytes | None = None,
     compile_grammar: CompileGrammar | None = None,
-) -> Membership:
+) -> BuiltMembership:
     """Opens the data plane; the shell closes it when its engine thread ends. `costs` records durations of stages.
     `copier`: required if the core's limits allow swapping. `compile_grammar`: for the engine, with caching; None:
     constraints are not applied. `runner` replaces the engine's own, `open_plane` the data plane. `secret`: see
@@ -137,7 +137,7 @@ def join(
         core,
         book,
         engine.memory,
-        Environment(
+        MemberEnvironment(
             plane=plane,
             hub=hub,
             engine=runner or own,
@@ -152,7 +152,7 @@ def join(
         ),
     )
     shell.join_group(member)
-    return Membership(member, plane)
+    return BuiltMembership(member, plane)
 
 
 def _real_plane(

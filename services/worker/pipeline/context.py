@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from services.worker.pipeline.hub import Hub
     from services.worker.pipeline.links import Links
     from services.worker.pipeline.progress import Published
-    from services.worker.pipeline.role import Role
+    from services.worker.pipeline.role import MemberRole
     from services.worker.pipeline.stage_clock import StageWatch
 
 
@@ -106,7 +106,7 @@ class Background(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Environment:
+class MemberEnvironment:
     """What an executor gives a member."""
 
     plane: Plane
@@ -115,7 +115,7 @@ class Environment:
     background: Background
     now: Now
     post: Callable[[MemberEvent], None]  # queue an event for the engine thread
-    links: Callable[[Plane, Role, Now, Callable[[MemberEvent], None]], Links]
+    links: Callable[[Plane, MemberRole, Now, Callable[[MemberEvent], None]], Links]
     copier: BlockCopier | None = None  # required if the core's limits allow swapping
     compile_grammar: Callable[[Grammar], Future[Any]] | None = None  # None: constraints are not applied
     watch: Callable[[], StageWatch] | None = None  # makes a stage watch; None: execution is synchronous
@@ -130,11 +130,11 @@ class MemberContext:
     core: WorkerCore  # read only, except that `answers` handles events
     book: BlockBook  # of the group in force; replaced at the commit of a restore
     memory: DeviceMemory
-    role: Role
+    role: MemberRole
     links: Links
     hub: Hub
     published: Published
-    answers: Answers
+    answers: MemberAnswers
     now: Now
     post: Callable[[MemberEvent], None]
     room: GroupRoom
@@ -192,7 +192,7 @@ class MemberContext:
 Answer = Command | StepOutcome
 
 
-class Answers:
+class MemberAnswers:
     """Commands of the core go to the shell, which sends to dispatchers and drops texts."""
 
     def __init__(self, core: WorkerCore, run: Callable[[Removed], StepOutcome | None]) -> None:

@@ -39,7 +39,7 @@ from services.worker.pipeline.layers import LayerLoading
 from services.worker.pipeline.leaving import Leaving
 from services.worker.pipeline.migrations import Migrations
 from services.worker.pipeline.mover import KvMover
-from services.worker.pipeline.role import Role, own_layers
+from services.worker.pipeline.role import MemberRole, own_layers
 from services.worker.pipeline.stage_runner import StageRunner
 from services.worker.pipeline.wire import Topic, room_to_bytes, roster_to_bytes
 from services.worker.policy.placement import MemberView
@@ -57,7 +57,7 @@ class TransitionDriver:
         layer_loading: LayerLoading,
         migrations: Migrations,
         broken: Callable[[Epoch, WorkerId, str], None],
-        second: Callable[[MemberContext, Role], tuple[MemberContext, StageRunner]],
+        second: Callable[[MemberContext, MemberRole], tuple[MemberContext, StageRunner]],
     ) -> None:
         """`broken` is called when the group is lost with a member. `second` makes the context and stage of a draining
         group, beside the group in force.

@@ -19,7 +19,7 @@ from services.worker.core.spans import Piece
 from services.worker.core.transition_messages import Event as TransitionEvent
 from services.worker.core.transition_messages import RosterReceived
 from services.worker.core.turns import MemberEvent
-from services.worker.links.transfer import Outcome, TransferReport
+from services.worker.links.transfer import TransferOutcome, TransferReport
 from services.worker.memory.backend import Algorithm
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class KvLeft(MemberEvent):
         if (error := self.report.exception()) is not None:
             return str(error)
         report = self.report.result()
-        return "" if report.outcome is Outcome.DELIVERED else f"{report.outcome.value}: {report.why}"
+        return "" if report.outcome is TransferOutcome.DELIVERED else f"{report.outcome.value}: {report.why}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from services.worker.pipeline.wire import Topic, grammar_to_bytes
 
 if TYPE_CHECKING:
     from services.worker.pipeline.links import Links
-    from services.worker.pipeline.role import Role
+    from services.worker.pipeline.role import MemberRole
 
 _MOST_WAITING = 32
 # Start compiling a grammar in a thread of its own, or return the cached result.
@@ -30,7 +30,7 @@ CompileGrammar: TypeAlias = Callable[[Grammar], Future[Any]]  # Any: the engine'
 class GrammarsAhead:
     """Grammars that one member compiles ahead."""
 
-    def __init__(self, role: Role, links: Links, compile_grammar: CompileGrammar) -> None:
+    def __init__(self, role: MemberRole, links: Links, compile_grammar: CompileGrammar) -> None:
         self._role = role
         self._links = links
         self._compile = compile_grammar

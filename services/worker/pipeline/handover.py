@@ -17,7 +17,7 @@ from services.worker.core.waves import Decision, Leading
 from services.worker.links.traffic import TrafficClass
 from services.worker.pipeline.context import MemberContext
 from services.worker.pipeline.events import HandoverArrived
-from services.worker.pipeline.progress import Progress
+from services.worker.pipeline.progress import TransitionProgress
 from services.worker.pipeline.wire import SNAPSHOT, Topic, roster_to_bytes
 
 
@@ -107,7 +107,9 @@ class Handover:
             Victim(s.sequence_id, s.computed_tokens, event.source) for s in event.snapshots if s.computed_tokens
         )
 
-    def lead(self, transition: Transition, victims: Sequence[Victim], progress: Progress, now_s: float) -> Decision:
+    def lead(
+        self, transition: Transition, victims: Sequence[Victim], progress: TransitionProgress, now_s: float
+    ) -> Decision:
         """All members are ready: adopt the sequences. Those without room on the smallest stage wait for it, or are
         recomputed.
         """
@@ -139,7 +141,7 @@ class Handover:
             book.release(sequence_id)
         return decision
 
-    def lead_on(self, progress: Progress, now_s: float) -> Decision:
+    def lead_on(self, progress: TransitionProgress, now_s: float) -> Decision:
         """All members have ended the previous wave and reported their capacity."""
         if self._leading is None:
             raise InvariantViolation("a wave is over and no victims have been led")
@@ -148,7 +150,7 @@ class Handover:
         self._carry_out(decision, progress)
         return decision
 
-    def _carry_out(self, decision: Decision, progress: Progress) -> None:
+    def _carry_out(self, decision: Decision, progress: TransitionProgress) -> None:
         for event in decision.events:
             self._tell(event)
         self._recomputed = decision.recomputed

@@ -22,7 +22,7 @@ from services.worker.core.transition_messages import (
     WaveDone,
 )
 from services.worker.core.turns import MemberEvent
-from services.worker.links.transfer import Outcome, Refusal
+from services.worker.links.transfer import Refusal, TransferOutcome
 from services.worker.memory.backend import Algorithm
 from services.worker.pipeline.events import (
     BatchArrived,
@@ -214,15 +214,15 @@ class Hub:
         if pieces is None:
             return Refusal("nobody waits for this")
         if opening.total_bytes != (expected := sum(tensor.nbytes for tensor in pieces)):
-            self.on_transfer_end(link, opening, Outcome.REFUSED)  # likewise
+            self.on_transfer_end(link, opening, TransferOutcome.REFUSED)  # likewise
             raise ValueError(f"{peer} sends {opening.total_bytes} bytes of {expected}")
         with self._lock:
             self._receiving.add((link, opening.transfer))
         return pieces
 
-    def on_transfer_end(self, link: Link, opening: Opening, outcome: Outcome) -> None:
+    def on_transfer_end(self, link: Link, opening: Opening, outcome: TransferOutcome) -> None:
         peer, epoch = WorkerId(link.peer_id), Epoch(link.epoch)
-        delivered = outcome is Outcome.DELIVERED
+        delivered = outcome is TransferOutcome.DELIVERED
         with self._lock:
             self._receiving.discard((link, opening.transfer))
         if opening.topic == Topic.KV:

@@ -28,7 +28,7 @@ from services.worker.pipeline.context import Background, MemberContext
 from services.worker.pipeline.events import LayerArrived, LayerAsked, LayerChecked, Woken
 from services.worker.pipeline.hub import Hub, layer_key, whole
 from services.worker.pipeline.links import LAYERS
-from services.worker.pipeline.progress import Progress
+from services.worker.pipeline.progress import TransitionProgress
 from services.worker.pipeline.wire import Topic
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class LayerPull:
         self,
         epoch: Epoch,
         sources: Mapping[int, Sequence[WorkerId]],
-        progress: Progress,
+        progress: TransitionProgress,
         *,
         hub: Hub,
         ask: Callable[[WorkerId, int], bool],
@@ -330,7 +330,7 @@ class LayerLoading:
         self,
         epoch: Epoch,
         sources: Mapping[int, Sequence[WorkerId]],
-        progress: Progress,
+        progress: TransitionProgress,
         block_count: int,
         *,
         own: bool = False,
@@ -427,7 +427,7 @@ class Rescue:
     """
 
     epoch: Epoch  # reported as failed, and as done once this worker holds all layers
-    progress: Progress
+    progress: TransitionProgress
     layer_loading: LayerLoading
     quiet: Callable[[], bool]  # nothing is sent from or written into the KV cache
     sources: Callable[[], Mapping[int, Sequence[WorkerId]]]  # peers to ask for each layer, in order

@@ -10,7 +10,7 @@ from services.worker.core.draining import Draining
 from services.worker.core.events import CapacityChanged, Event, GroupClosed, HandOver, OfLeaving
 from services.worker.pipeline.context import MemberContext
 from services.worker.pipeline.handover import Handover
-from services.worker.pipeline.progress import Progress
+from services.worker.pipeline.progress import TransitionProgress
 from services.worker.pipeline.stage_runner import StageRunner
 from services.worker.pipeline.wire import Topic, room_to_bytes
 
@@ -34,7 +34,7 @@ class Leaving:
         self.stage = stage
         self._handover = handover
         self._draining = draining
-        self._progress: Progress = context.published.counted
+        self._progress: TransitionProgress = context.published.counted
         self._epoch = epoch
         self._grown = grown
         self._began_s = context.now()

@@ -14,7 +14,7 @@ from services.worker.core.transition_messages import LinksUp, PreparationFailed
 from services.worker.core.turns import MemberEvent
 from services.worker.links.traffic import TrafficClass
 from services.worker.pipeline.events import LinkMade, PlanReceived, Woken
-from services.worker.pipeline.role import Role
+from services.worker.pipeline.role import MemberRole
 from services.worker.pipeline.wire import Topic, batch_to_bytes, failure_to_bytes, result_to_bytes
 
 if TYPE_CHECKING:
@@ -36,7 +36,9 @@ _META_BYTES = 2048  # a longer body of a message without a tensor is sent as a t
 class Links:
     """Without an epoch argument, the link of the layout in force is used."""
 
-    def __init__(self, plane: Plane, role: Role, now: Callable[[], float], post: Callable[[MemberEvent], None]) -> None:
+    def __init__(
+        self, plane: Plane, role: MemberRole, now: Callable[[], float], post: Callable[[MemberEvent], None]
+    ) -> None:
         self._plane = plane
         self._role = role
         self._now = now

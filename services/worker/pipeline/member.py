@@ -2,7 +2,7 @@
 thread only.
 
 Decisions are pure (`core.transition`, `core.worker`); the parts execute them. `StageRunner` runs batches,
-`TransitionDriver` executes transitions, and `Role` is the role that all parts share.
+`TransitionDriver` executes transitions, and `MemberRole` is the role that all parts share.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from services.worker.core.transition_messages import KvReceived, PeerLost
 from services.worker.core.turns import MemberEvent, StepOutcome
 from services.worker.core.worker import WorkerCore
 from services.worker.memory.device import DeviceMemory
-from services.worker.pipeline.context import Answer, Answers, Environment, MemberContext
+from services.worker.pipeline.context import Answer, MemberAnswers, MemberContext, MemberEnvironment
 from services.worker.pipeline.driver import TransitionDriver
 from services.worker.pipeline.events import (
     BatchArrived,
@@ -59,14 +59,14 @@ from services.worker.pipeline.links import LAYERS, Links
 from services.worker.pipeline.migrations import Migrations
 from services.worker.pipeline.mover import KvMover
 from services.worker.pipeline.parking import Parking
-from services.worker.pipeline.progress import Progress, Published
-from services.worker.pipeline.role import Role
+from services.worker.pipeline.progress import Published, TransitionProgress
+from services.worker.pipeline.role import MemberRole
 from services.worker.pipeline.stage_clock import HostWatch
 from services.worker.pipeline.stage_runner import StageRunner
 
 
 class GroupMember:
-    """See `services.worker.shell.Member`."""
+    """See `services.worker.core.turns.TurnMember`."""
 
     def __init__(
         self,
@@ -74,16 +74,16 @@ class GroupMember:
         core: WorkerCore,
         book: BlockBook,
         memory: DeviceMemory,
-        environment: Environment,
+        environment: MemberEnvironment,
     ) -> None:
         self.me = me
         self._now = now = environment.now
         self.published = published = Published(now)
         self._memory = memory
         self._hub = hub = environment.hub
-        self._role = role = Role(me, memory.kv.shape.layer_count)
+        self._role = role = MemberRole(me, memory.kv.shape.layer_count)
         self._links = links = environment.links(environment.plane, role, now, environment.post)
-        self._answers = answers = Answers(core, self.run)
+        self._answers = answers = MemberAnswers(core, self.run)
         compile_grammar = environment.compile_grammar
         self._grammars = None if compile_grammar is None else GrammarsAhead(role, links, compile_grammar)
         self._rescue: Rescue | None = None  # a member of the group is lost
@@ -118,7 +118,7 @@ class GroupMember:
             preempts=environment.preempts,
         )
 
-        def second(context: MemberContext, role: Role) -> tuple[MemberContext, StageRunner]:
+        def second(context: MemberContext, role: MemberRole) -> tuple[MemberContext, StageRunner]:
             links = environment.links(environment.plane, role, now, environment.post)
             context = replace(context, role=role, links=links, leaving=True)
             engine, copier = environment.engine, environment.copier
@@ -165,7 +165,7 @@ class GroupMember:
         return self._memory
 
     @property
-    def role(self) -> Role:
+    def role(self) -> MemberRole:
         return self._role
 
     @property
@@ -199,7 +199,7 @@ class GroupMember:
         return self.published.newest_epoch
 
     @property
-    def progress(self) -> dict[Epoch, Progress]:
+    def progress(self) -> dict[Epoch, TransitionProgress]:
         return self.published.progress
 
     @property

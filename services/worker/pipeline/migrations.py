@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ballast.common.ids import Epoch, WorkerId
 from ballast.service.logs import get_logger
-from services.worker.core.arrivals import Arrivals
+from services.worker.core.arrivals import KvArrivals
 from services.worker.core.batch import SequenceId
 from services.worker.core.departures import Departures
 from services.worker.core.events import (
@@ -45,7 +45,7 @@ from services.worker.core.migration_messages import (
     TargetCommand,
     Want,
 )
-from services.worker.core.spans import Stage, stages_of
+from services.worker.core.spans import StageLayers, stages_of
 from services.worker.links.traffic import TrafficClass
 from services.worker.pipeline.context import MemberContext
 from services.worker.pipeline.events import KvLeft, MigrationOrdered, MigrationTold
@@ -60,7 +60,7 @@ _SPAN_BYTES = 64 << 20  # bytes of a span sent while the sequence decodes, at le
 
 
 @dataclass(slots=True)
-class _Order:
+class _MigrationOrder:
     epoch: Epoch
     blocks_left: int
     until_s: float
@@ -87,9 +87,9 @@ class Migrations:
         self._now = context.now
         block_bytes = shape.layer_count * context.memory.kv.block_bytes
         self._departures = Departures(shape.block_tokens, max(1, _SPAN_BYTES // block_bytes))
-        self._arrivals = Arrivals(shape.block_tokens, self._why_no_room)
+        self._arrivals = KvArrivals(shape.block_tokens, self._why_no_room)
         self._mover = mover
-        self._orders: dict[WorkerId, _Order] = {}
+        self._orders: dict[WorkerId, _MigrationOrder] = {}
         self._epoch = Epoch(0)  # epoch of the links between groups
         self._link: dict[WorkerId, Link] = {}  # links to leaders of other groups, of open and recent migrations
         self._last_id = self._core.first_sequence_id
@@ -156,7 +156,7 @@ class Migrations:
     # ------------------------------------------------------------ orders
 
     @property
-    def _stages(self) -> tuple[Stage, ...]:
+    def _stages(self) -> tuple[StageLayers, ...]:
         """Stages of this worker's group."""
         return stages_of(self._role.stages) or (self._mover.stage,)
 
@@ -179,7 +179,7 @@ class Migrations:
         for peer, address in order.peers.items():
             self._links.meet(peer, address, order.epoch)
         if order.source == self._role.me:
-            self._orders[order.target] = _Order(order.epoch, order.block_budget, order.until_s, order.cause_id)
+            self._orders[order.target] = _MigrationOrder(order.epoch, order.block_budget, order.until_s, order.cause_id)
 
     def _begin(self, now_s: float) -> None:
         for to, order in list(self._orders.items()):
@@ -189,7 +189,7 @@ class Migrations:
                 self._link[to] = link
                 self._begin_some(to, order, now_s)
 
-    def _begin_some(self, to: WorkerId, order: _Order, now_s: float) -> None:
+    def _begin_some(self, to: WorkerId, order: _MigrationOrder, now_s: float) -> None:
         while self._departures.may_begin:
             chosen = choose_departure(
                 self._context.group_scheduler.decoding(), order.blocks_left, self._departures.leaving

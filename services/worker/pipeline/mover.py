@@ -14,8 +14,8 @@ from ballast.service.logs import get_logger
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.blocks import blocks_for
 from services.worker.core.migration_messages import ForStages, Give, Keep, Landed, Off, Ready, Stop, Take
-from services.worker.core.mover import Ask, BlockRange, CopyOver, Mode, Mover, Place, Send
-from services.worker.core.spans import Stage, hops
+from services.worker.core.mover import BlockRange, CopyOver, KvPlace, KvRequest, Mode, Mover, Send
+from services.worker.core.spans import StageLayers, hops
 from services.worker.core.transition_messages import ExpectKv, KvReceived, KvSent, SendKv
 from services.worker.links.traffic import TrafficClass
 from services.worker.links.transfer import Transfer
@@ -69,9 +69,9 @@ class KvMover:
         return not self.core.holds and all(transfer.done.done() for transfer in self._transfers)
 
     @property
-    def stage(self) -> Stage:
+    def stage(self) -> StageLayers:
         layers = self._context.role.layers
-        return Stage(self._context.me, layers.start, layers.stop)
+        return StageLayers(self._context.me, layers.start, layers.stop)
 
     def landed(self, event: KvLanded) -> Sequence[KvReceived | Landed]:
         """The resulting events for the transition, or messages for this group's leader."""
@@ -137,7 +137,7 @@ class KvMover:
         self._let_come(places)
         return Ready(take.migration_id)
 
-    def _let_come(self, commands: Iterable[Place | CopyOver]) -> int:
+    def _let_come(self, commands: Iterable[KvPlace | CopyOver]) -> int:
         """Register destinations. Returns their bytes."""
         size_bytes = 0
         for command in commands:
@@ -146,7 +146,7 @@ class KvMover:
                 continue
             first_layer, last_layer = command.hop.first_layer, command.hop.last_layer
 
-            def pieces(first: int, last: int, c: Place = command) -> Pieces:
+            def pieces(first: int, last: int, c: KvPlace = command) -> Pieces:
                 return kv_pieces(self._kv, c.table[first:last], c.hop.first_layer, c.hop.last_layer)
 
             self._places.put(command.key, pieces, command.first_block, command.last_block)
@@ -169,7 +169,7 @@ class KvMover:
 
     def flush(self) -> None:
         for command in self.core.flush():
-            if isinstance(command, Ask):
+            if isinstance(command, KvRequest):
                 body = pb.KvWantedAll(sequence_ids=command.sequence_ids).SerializeToString()
                 self._links.send(command.giver, TrafficClass.CONTROL, Topic.KV_WANTED, body)
             else:

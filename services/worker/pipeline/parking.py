@@ -20,13 +20,13 @@ from services.worker.memory.device import DeviceMemory
 from services.worker.pipeline.context import Background, MemberContext
 from services.worker.pipeline.events import ParkOrdered, Woken
 from services.worker.pipeline.layers import LayerLoading
-from services.worker.pipeline.progress import Progress
+from services.worker.pipeline.progress import TransitionProgress
 
 _MEASURED = 5  # wake-ups; the slowest counts
 _HOST_BYTES_PER_S = 10e9  # assumed before the first: from pageable host memory
 
 
-class _State(Enum):
+class _ParkingState(Enum):
     SERVING = auto()
     SAVING = auto()  # layers are being copied to host memory
     PARKED = auto()
@@ -52,7 +52,7 @@ class Parking:
         self._why_not = why_not
         self._serve = serve
         self._now = context.now
-        self._state = _State.SERVING
+        self._state = _ParkingState.SERVING
         self._jobs: list[Future[None]] = []
         self._stays = False  # while layers are saved: wake as soon as parked
         self._began_s = 0.0
@@ -68,20 +68,20 @@ class Parking:
     @property
     def under_way(self) -> bool:
         """True if it is parked, or being parked or woken."""
-        return self._state is not _State.SERVING
+        return self._state is not _ParkingState.SERVING
 
     @property
     def at_rest(self) -> bool:
-        return self._state in (_State.SERVING, _State.PARKED)
+        return self._state in (_ParkingState.SERVING, _ParkingState.PARKED)
 
     def ordered(self, event: ParkOrdered) -> None:
         """Orders are repeated until they have been carried out."""
         match self._state:
-            case _State.SERVING if event.park:
+            case _ParkingState.SERVING if event.park:
                 self._park()
-            case _State.SAVING:
+            case _ParkingState.SAVING:
                 self._stays = not event.park
-            case _State.PARKED if not event.park:
+            case _ParkingState.PARKED if not event.park:
                 self._wake()
             case _:
                 pass
@@ -90,7 +90,7 @@ class Parking:
         if why := self._why_not():
             get_logger().debug("not parked yet", why=why)
             return
-        self._state, self._stays, self.parks = _State.SAVING, False, self.parks._replace(parked=True)
+        self._state, self._stays, self.parks = _ParkingState.SAVING, False, self.parks._replace(parked=True)
         self._context.answers.tell(RoleChanged(self._now(), leads=False))
         self._layer_loading.server.cancel()
         self._jobs = [self._background.keep(layer) for layer in range(self._context.role.layer_count)]
@@ -98,9 +98,9 @@ class Parking:
             job.add_done_callback(lambda _: self._context.post(Woken()))
 
     def poll(self) -> None:
-        if self._state is _State.SAVING and all(job.done() for job in self._jobs):
+        if self._state is _ParkingState.SAVING and all(job.done() for job in self._jobs):
             self._saved()
-        if self._state is _State.WAKING:
+        if self._state is _ParkingState.WAKING:
             self._look_at_layers()
 
     def _saved(self) -> None:
@@ -111,7 +111,7 @@ class Parking:
         self._jobs = []
         self._layer_loading.shrink(0)
         self._memory.park()
-        self._state = _State.PARKED
+        self._state = _ParkingState.PARKED
         get_logger().info("parked", given_back_bytes=self._memory.report().free_bytes)
         if self._stays:
             self._wake()
@@ -123,9 +123,9 @@ class Parking:
         except ConfigError as error:  # another process uses the memory; retried with the next order
             get_logger().warning("not woken: the device's memory is not to be had", why=str(error))
             return
-        self._state = _State.WAKING
+        self._state = _ParkingState.WAKING
         epoch = max(role.epoch, self._context.published.newest_epoch)
-        progress = Progress(epoch=epoch, began_s=self._began_s, block_count_before=0)
+        progress = TransitionProgress(epoch=epoch, began_s=self._began_s, block_count_before=0)
         self._layer_loading.load(epoch, {}, progress, 0, own=True)
 
     def _look_at_layers(self) -> None:
@@ -134,5 +134,5 @@ class Parking:
         self._layer_loading.end()
         self._serve()
         self._took_s.append(self._now() - self._began_s)
-        self._state, self.parks = _State.SERVING, Parks(wake_s=max(self._took_s))
+        self._state, self.parks = _ParkingState.SERVING, Parks(wake_s=max(self._took_s))
         get_logger().info("woken", seconds=round(self._took_s[-1], 3))

@@ -19,7 +19,7 @@ from services.worker.core.transition_messages import AbortRequested, CommitReque
 from services.worker.core.turns import MemberEvent
 from services.worker.pipeline.events import MigrationOrdered, ParkOrdered, PartnersNamed, PlanReceived, Told
 from services.worker.pipeline.member import GroupMember
-from services.worker.pipeline.progress import Progress
+from services.worker.pipeline.progress import TransitionProgress
 
 HOLD_S = 0.05
 NOT_PREPARED: tuple[Phase | None, ...] = (None, Phase.PREPARING)
@@ -211,7 +211,7 @@ class Transitions:
             return pb.TransitionStatus(epoch=epoch, phase=pb.TRANSITION_PHASE_ABORTED, why=why)
         return pb.TransitionStatus(epoch=epoch)
 
-    def said(self, epoch: Epoch) -> tuple[Phase, str, Progress | None]:
+    def said(self, epoch: Epoch) -> tuple[Phase, str, TransitionProgress | None]:
         """Phase, reason and status of a transition here; phase NONE for an unknown epoch."""
         self._heard_at_s = self._now()
         progress = self._member.progress.get(epoch)

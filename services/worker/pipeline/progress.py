@@ -14,7 +14,7 @@ from services.worker.pipeline.stage_clock import StageClock
 
 
 @dataclass(slots=True, kw_only=True)
-class Progress(Status):
+class TransitionProgress(Status):
     """Counters and durations of one transition."""
 
     began_s: float
@@ -63,20 +63,20 @@ class Published:
         self.migrations = MigrationTotals()
         self.stale_total = 0  # outdated events, ignored
         self.newest_epoch = Epoch(0)  # the highest known; lower ones are refused
-        self.progress: dict[Epoch, Progress] = {}  # replaced, never changed
+        self.progress: dict[Epoch, TransitionProgress] = {}  # replaced, never changed
         self.on_publish: Callable[[], None] = _nothing  # called after publishing, on the engine thread
-        self._counted: Progress | None = None
+        self._counted: TransitionProgress | None = None
 
     @property
-    def counted(self) -> Progress:
+    def counted(self) -> TransitionProgress:
         """Progress of the latest transition while it is being counted."""
         if self._counted is None:
             raise InvariantViolation("no transition has begun")
         return self._counted
 
-    def begin(self, epoch: Epoch, block_count: int) -> Progress:
+    def begin(self, epoch: Epoch, block_count: int) -> TransitionProgress:
         """Start counting; publishes nothing."""
-        self._counted = Progress(epoch=epoch, began_s=self._now(), block_count_before=block_count)
+        self._counted = TransitionProgress(epoch=epoch, began_s=self._now(), block_count_before=block_count)
         return self._counted
 
     def note(self, event: Event) -> None:

@@ -9,7 +9,7 @@ from ballast.common.layout import Group, Place, Standing
 from ballast.common.layout import Member as LayoutMember
 
 
-class Role:
+class MemberRole:
     """Shared by all parts of the member; changed by a transition or a recovery, on the engine thread."""
 
     def __init__(self, me: WorkerId, layer_count: int) -> None:

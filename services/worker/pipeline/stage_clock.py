@@ -24,7 +24,7 @@ SPANS = 8192
 Kind = Literal["run", "send", "receive", "transition"]
 
 
-class Span(NamedTuple):
+class BusySpan(NamedTuple):
     began_s: float
     ended_s: float  # end of the previous one
     kind: Kind
@@ -58,7 +58,7 @@ class StageClock:
         self._ended_s: float | None = None  # of the previous batch in this layout
         self._quiet_since_s: float | None = None  # leader: without work since then
         self._quiet_s = 0.0  # leader: time without work since the previous batch
-        self._spans: deque[Span] = deque(maxlen=SPANS)
+        self._spans: deque[BusySpan] = deque(maxlen=SPANS)
         self._send_lock = Lock()
 
     # ------------------------------------------------------------ leader
@@ -83,13 +83,13 @@ class StageClock:
         self._quiet_s = 0.0
 
     def note_transition(self, at_s: float, epoch: int, phase: str) -> None:
-        self._spans.append(Span(at_s, at_s, "transition", epoch, 0, 0, phase))
+        self._spans.append(BusySpan(at_s, at_s, "transition", epoch, 0, 0, phase))
 
     def received(self, batch: Batch, epoch: int, arrived_s: float, receive_s: float) -> None:
         """Reception of the next batch took that long. Counted as far as the stage was idle."""
         if self._ended_s is not None and batch.slices:
             self._network_s += max(0.0, arrived_s - max(self._ended_s, arrived_s - receive_s))
-        self._spans.append(Span(arrived_s - receive_s, arrived_s, "receive", epoch, batch.step_id, _tokens(batch)))
+        self._spans.append(BusySpan(arrived_s - receive_s, arrived_s, "receive", epoch, batch.step_id, _tokens(batch)))
 
     def ran(self, batch: Batch, epoch: int, began_s: float, ended_s: float) -> None:
         if self._ended_s is not None:
@@ -97,12 +97,12 @@ class StageClock:
         self._busy_s += ended_s - began_s
         self._ended_s = ended_s
         self._steps += 1
-        self._spans.append(Span(began_s, ended_s, "run", epoch, batch.step_id, _tokens(batch)))
+        self._spans.append(BusySpan(began_s, ended_s, "run", epoch, batch.step_id, _tokens(batch)))
 
     def sent(self, batch: Batch, epoch: int, began_s: float, ended_s: float) -> None:
         with self._send_lock:
             self._send_s += ended_s - began_s
-        self._spans.append(Span(began_s, ended_s, "send", epoch, batch.step_id, _tokens(batch)))
+        self._spans.append(BusySpan(began_s, ended_s, "send", epoch, batch.step_id, _tokens(batch)))
 
     # ------------------------------------------------------------ any thread
 
@@ -110,7 +110,7 @@ class StageClock:
     def times(self) -> StageTimes:
         return StageTimes(self._busy_s, self._idle_s, self._network_s, self._send_s, self._steps)
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[BusySpan]:
         """The latest, at most SPANS, in the order of their ends."""
         return list(self._spans)
 

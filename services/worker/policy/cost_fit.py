@@ -33,7 +33,7 @@ class Sample(NamedTuple):
     seconds: float
 
 
-class Form(StrEnum):
+class CostForm(StrEnum):
     """Which terms the model has."""
 
     EXTENDED = "extended"  # all of them
@@ -123,13 +123,13 @@ def coefficients_of(cost: CostModel) -> Floats:
     )
 
 
-def fit_stages(samples: Sequence[Sample], form: Form = Form.EXTENDED) -> StageCosts:
+def fit_stages(samples: Sequence[Sample], form: CostForm = CostForm.EXTENDED) -> StageCosts:
     """Fit one set of coefficients for stages of all shapes; samples of several shapes separate the components. The knee
     in `KNEES` with the least mean relative error is taken.
     """
     seconds = np.array([sample.seconds for sample in samples])
     fits: list[tuple[float, int, Floats]] = []
-    for knee_tokens in KNEES if form is Form.EXTENDED else (KNEE_TOKENS,):
+    for knee_tokens in KNEES if form is CostForm.EXTENDED else (KNEE_TOKENS,):
         rows = np.array([_stage_terms(sample, knee_tokens) for sample in samples])
         rows[:, [not allowed for allowed in _ALLOWED[form]]] = 0.0
         x = relative_fit(rows, seconds)
@@ -179,7 +179,7 @@ def _stage_terms(sample: Sample, knee_tokens: int) -> list[float]:
 _ENDS = (True,) * 6  # step: sequences, batch; first: tokens, batch; last: sequences, batch
 _ALLOWED = {
     # layer: pairs, tokens, sequences, batch, prefix, many, beyond
-    Form.EXTENDED: (True,) * 7 + _ENDS,
-    Form.PAPER: (True, True, True, True, False, False, False, *_ENDS),
-    Form.TOKEN_COUNT: (False, True, False, True, False, False, False, False, True, True, True, False, True),
+    CostForm.EXTENDED: (True,) * 7 + _ENDS,
+    CostForm.PAPER: (True, True, True, True, False, False, False, *_ENDS),
+    CostForm.TOKEN_COUNT: (False, True, False, True, False, False, False, False, True, True, True, False, True),
 }

@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable
 
 from ballast.common.cost import CostModel
-from services.worker.policy.microbatching import Candidate, Microbatching, PipelineView, Share, by_token_count
-from services.worker.policy.splitting import Work, added_s, cut
+from services.worker.policy.microbatching import MicrobatchCandidate, Microbatching, PipelineView, Share, by_token_count
+from services.worker.policy.splitting import SequenceWork, added_s, cut
 
 MIN_CHUNK_TOKENS = 16  # a smaller piece of a prompt costs more than the balance that it brings
 _PREFILL = 0.25  # fraction of a full microbatch that is for prefill, however many decodes there are
@@ -73,7 +73,7 @@ class _Former:
         batch_s = self._least_s + self._all_decodes_s / self._count + self._prefill_part_s()
         return self._least_s <= batch_s * _LEAST
 
-    def _look_at(self, index: int, c: Candidate) -> None:
+    def _look_at(self, index: int, c: MicrobatchCandidate) -> None:
         in_flight = c.step_id > self._view.completed_step_id
         left, cost = c.token_count - c.dispatched_tokens, self._cost
         if c.token_count - c.computed_tokens == 1:
@@ -173,7 +173,7 @@ class _Former:
             if left_s <= 0.0 or room_tokens <= 0:
                 break
             c = candidates[index]
-            work = Work(c.dispatched_tokens, c.token_count - c.dispatched_tokens)
+            work = SequenceWork(c.dispatched_tokens, c.token_count - c.dispatched_tokens)
             count = self._cut(work, rest_s, min(left_s, limit_s), room_tokens)
             if count:
                 found.append((index, count))
@@ -181,7 +181,7 @@ class _Former:
                 left_s -= rest_s if count == work.token_count else added_s(self._cost, work.prefix_tokens, count)
         return found
 
-    def _cut(self, work: Work, rest_s: float, room_s: float, room_tokens: int) -> int:
+    def _cut(self, work: SequenceWork, rest_s: float, room_s: float, room_tokens: int) -> int:
         if rest_s <= room_s * (1 + _CRUMB):
             return min(room_tokens, work.token_count)
         return min(room_tokens, cut(self._cost, work, room_s, MIN_CHUNK_TOKENS))

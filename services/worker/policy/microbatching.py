@@ -12,7 +12,7 @@ from typing import NamedTuple
 from services.worker.policy.batching import PrefillView, chunk_prefills
 
 
-class Candidate(NamedTuple):
+class MicrobatchCandidate(NamedTuple):
     """A running sequence."""
 
     rank: int  # of its priority class; 0 is served first
@@ -28,7 +28,7 @@ class PipelineView(NamedTuple):
     completed_step_id: int  # later batches are in flight
     max_batch_tokens: int
     waiting_count: int  # admitted sequences that have been in no microbatch yet
-    candidates: Sequence[Candidate]  # in order of service
+    candidates: Sequence[MicrobatchCandidate]  # in order of service
     in_flight_count: int = 0  # microbatches; at least as many as stages: an additional one is asked for
     max_prompt_tokens: int = sys.maxsize  # of all chunks together
     lacks_room: bool = False  # waiting sequences lack blocks or places; otherwise they wait only for earlier prompts
@@ -88,6 +88,6 @@ def _by_token_count(view: PipelineView) -> Share:
 by_token_count = Microbatching(_by_token_count)
 
 
-def _prefill_view(candidate: Candidate) -> PrefillView:
+def _prefill_view(candidate: MicrobatchCandidate) -> PrefillView:
     left = candidate.token_count - candidate.computed_tokens
     return PrefillView(candidate.rank, candidate.computed_tokens, left)

@@ -24,7 +24,7 @@ class Part(Protocol):
     def samples(self) -> bool: ...
 
 
-class Work(NamedTuple):
+class BatchCost(NamedTuple):
     """Cost of a batch, for any stage."""
 
     layer_s: float  # per layer
@@ -52,7 +52,7 @@ class RooflineCosts:
     fixed_s: float = 0.0  # per batch: kernel launches and latencies of all-reduces
     row_s: float = 0.0  # per token: norms, activations, residuals, and its bytes in all-reduces
 
-    def work(self, parts: Iterable[Part]) -> Work:
+    def work(self, parts: Iterable[Part]) -> BatchCost:
         tokens = context = sampled = sequences = 0
         attention_s = 0.0
         for part in parts:
@@ -66,7 +66,7 @@ class RooflineCosts:
                 attention_s += self._chunk_s(part.first_position, count)
         return self._sum(tokens, sampled, sequences, attention_s + context * self.context_s)
 
-    def decodes(self, count: int, context: int) -> Work:
+    def decodes(self, count: int, context: int) -> BatchCost:
         """The same for `count` decodes with `context_tokens` of context in total."""
         return self._sum(count, count, count, 0.0 + context * self.context_s)
 
@@ -78,10 +78,10 @@ class RooflineCosts:
         computed_s = tokens * self.token_s
         return math.sqrt(weights_s * weights_s + computed_s * computed_s) + self.fixed_s + tokens * self.row_s
 
-    def _sum(self, tokens: int, sampled: int, sequences: int, attention_s: float) -> Work:
+    def _sum(self, tokens: int, sampled: int, sequences: int, attention_s: float) -> BatchCost:
         layer_s = self.dense_work_s(tokens) + attention_s
         head_s = max(self.head_s, sampled * self.head_token_s) if sampled else 0.0
-        return Work(layer_s, head_s, self.stage_s + sequences * self.sequence_s)
+        return BatchCost(layer_s, head_s, self.stage_s + sequences * self.sequence_s)
 
     def _chunk_s(self, prefix: int, count: int) -> float:
         pairs = prefix * count + (count * count + count) / 2

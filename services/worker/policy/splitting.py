@@ -6,7 +6,7 @@ from typing import NamedTuple
 from ballast.common.cost import CostModel
 
 
-class Work(NamedTuple):
+class SequenceWork(NamedTuple):
     """Uncomputed tokens of a sequence; a decode if it is one."""
 
     prefix_tokens: int  # with KV
@@ -31,7 +31,7 @@ def tokens_within(cost: CostModel, prefix_tokens: int, room_s: float) -> float:
     return 2.0 * room_s / root if root > 0.0 else math.inf
 
 
-def cut(cost: CostModel, work: Work, room_s: float, min_tokens: int) -> int:
+def cut(cost: CostModel, work: SequenceWork, room_s: float, min_tokens: int) -> int:
     """The chunk of `work` whose cost is nearest to `room_s`; neither it nor the remainder is shorter than `min_tokens`.
 
     0 if no chunk is nearer than none.

@@ -7,9 +7,9 @@ import torch
 
 from ballast.common.errors import BallastError
 from ballast.service.logs import get_logger
-from services.worker.cost_profile import CostProfile, Costs, Errors, HeldOut, Link, ProfileKey, now
+from services.worker.cost_profile import CostProfile, Costs, Errors, HeldOut, LinkCosts, ProfileKey, now
 from services.worker.engine.load import Engine
-from services.worker.policy.cost_fit import Form
+from services.worker.policy.cost_fit import CostForm
 from services.worker.profiling.loopback import measure_link
 from services.worker.profiling.measure import Measured
 from services.worker.profiling.memory import copies, remap_s_per_gb
@@ -35,7 +35,7 @@ def key_of(engine: Engine) -> ProfileKey:
 
 def build_profile(engine: Engine, measured: Measured) -> CostProfile:
     """Also measures link, copies and remapping; the last leaves the engine without parameters."""
-    fits = {form: measured.fit(form) for form in Form}
+    fits = {form: measured.fit(form) for form in CostForm}
     held_out = {
         form: HeldOut(
             without_prefix=Errors.of(measured.errors(costs, prefix=False)),
@@ -48,7 +48,7 @@ def build_profile(engine: Engine, measured: Measured) -> CostProfile:
         model=engine.info.name,
         clock=measured.clock,
         key=key_of(engine),
-        costs=Costs.of(fits[Form.EXTENDED]),
+        costs=Costs.of(fits[CostForm.EXTENDED]),
         sample_count=len(measured.samples),
         held_out=held_out,
         link=_link(),
@@ -57,7 +57,7 @@ def build_profile(engine: Engine, measured: Measured) -> CostProfile:
     )
 
 
-def _link() -> Link | None:
+def _link() -> LinkCosts | None:
     """None if it fails, as the other measurements took minutes."""
     try:
         return measure_link()

@@ -16,7 +16,7 @@ _MAX_CHUNKS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class GridLimits:
     """Maxima of a batch; `kv_tokens` counts all its sequences, prefixes included."""
 
     batch_tokens: int
@@ -34,7 +34,7 @@ class Limits:
         )
 
 
-def grid(limits: Limits, rng: random.Random) -> list[Batch]:
+def grid(limits: GridLimits, rng: random.Random) -> list[Batch]:
     """Prefills, chunks after a prefix, decodes, and mixtures; in random order, so that any part is a sample."""
     batches = [*_chunks(limits), *_decodes(limits)]
     batches = [batch for batch in batches if limits.allow(batch)]
@@ -43,7 +43,7 @@ def grid(limits: Limits, rng: random.Random) -> list[Batch]:
     return batches
 
 
-def held_out(limits: Limits, rng: random.Random, *, prefix: bool, count: int) -> list[Batch]:
+def held_out(limits: GridLimits, rng: random.Random, *, prefix: bool, count: int) -> list[Batch]:
     """Batches of random sizes, independent of the grid. With a prefix: chunks and decodes."""
     batches: list[Batch] = []
     while len(batches) < count:
@@ -51,7 +51,7 @@ def held_out(limits: Limits, rng: random.Random, *, prefix: bool, count: int) ->
     return batches
 
 
-def _chunks(limits: Limits) -> Iterator[Batch]:
+def _chunks(limits: GridLimits) -> Iterator[Batch]:
     for count in _powers(2, _LEAST_CHUNK, limits.batch_tokens):
         yield (Chunk(0, count),)
         if count >= 2 * _LEAST_CHUNK:
@@ -60,12 +60,12 @@ def _chunks(limits: Limits) -> Iterator[Batch]:
         yield (Chunk(prefix, count),)
 
 
-def _decodes(limits: Limits) -> Iterator[Batch]:
+def _decodes(limits: GridLimits) -> Iterator[Batch]:
     for context, sequences in itertools.product(_CONTEXTS, _powers(4, 1, limits.sequences)):
         yield (Chunk(context, 1),) * sequences
 
 
-def _mixed(limits: Limits, rng: random.Random) -> Batch:
+def _mixed(limits: GridLimits, rng: random.Random) -> Batch:
     """Decodes of various lengths with chunks; at least one has a prefix."""
     while True:
         decodes = _log_uniform(rng, 1, limits.sequences) if rng.random() < 0.8 else 0
@@ -82,7 +82,7 @@ def _mixed(limits: Limits, rng: random.Random) -> Batch:
             return batch
 
 
-def _prefills(limits: Limits, rng: random.Random) -> Batch:
+def _prefills(limits: GridLimits, rng: random.Random) -> Batch:
     while True:
         wanted = _log_uniform(rng, _LEAST_CHUNK, limits.batch_tokens)
         cuts = sorted(rng.randrange(1, wanted) for _ in range(rng.randrange(_MAX_CHUNKS)))

@@ -13,13 +13,13 @@ from contextlib import suppress
 import torch
 
 from ballast.common.errors import Unavailable
-from services.worker.cost_profile import Link as LinkFigures
+from services.worker.cost_profile import LinkCosts as LinkFigures
 from services.worker.links.config import TransportConfig
 from services.worker.links.connection import Link
 from services.worker.links.open import open_plane
 from services.worker.links.ports import LinkEnding, Message
 from services.worker.links.traffic import TrafficClass
-from services.worker.links.transfer import Opening, Outcome, Refusal
+from services.worker.links.transfer import Opening, Refusal, TransferOutcome
 
 _HERE, _THERE, _EPOCH = "profile-a", "profile-b", 1
 _HOST = "127.0.0.1"
@@ -101,7 +101,7 @@ class _Ends:
             return Refusal("more than was agreed")
         return [self._destination[: opening.total_bytes]]
 
-    def on_transfer_end(self, link: Link, opening: Opening, outcome: Outcome) -> None: ...
+    def on_transfer_end(self, link: Link, opening: Opening, outcome: TransferOutcome) -> None: ...
 
     def on_link_end(self, link: Link, ending: LinkEnding) -> None: ...
 

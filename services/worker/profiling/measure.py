@@ -11,8 +11,8 @@ from typing import NamedTuple
 from ballast.common.errors import ConfigError
 from services.worker.engine.load import Engine
 from services.worker.policy.cost_fit import (
+    CostForm,
     ErrorSummary,
-    Form,
     Sample,
     StageCosts,
     StageShape,
@@ -21,7 +21,7 @@ from services.worker.policy.cost_fit import (
     has_prefix,
     summarise,
 )
-from services.worker.profiling.grid import Batch, Limits, grid, held_out
+from services.worker.profiling.grid import Batch, GridLimits, grid, held_out
 from services.worker.profiling.stage_timer import StageTimer
 
 _LEAST_SAMPLES = 24  # minimum for eleven coefficients
@@ -48,7 +48,7 @@ class Measured:
     held_out: list[Sample]
     others: list[Sample]  # on the whole model; not fitted, not in the errors
 
-    def fit(self, form: Form = Form.EXTENDED) -> StageCosts:
+    def fit(self, form: CostForm = CostForm.EXTENDED) -> StageCosts:
         return fit_stages(self.samples, form)
 
     def errors(self, costs: StageCosts, *, prefix: bool) -> ErrorSummary:
@@ -62,11 +62,11 @@ def quiet(done: int, total: int, what: str) -> None:
     """A report for nobody."""
 
 
-def limits_of(engine: Engine, options: Options) -> Limits:
+def limits_of(engine: Engine, options: Options) -> GridLimits:
     """The requested maxima, reduced to the engine's memory and model."""
     # Every sequence may leave a block partly empty.
     room = (engine.block_count - options.sequences) * engine.block_tokens
-    limits = Limits(
+    limits = GridLimits(
         batch_tokens=min(options.batch_tokens, engine.info.max_model_len, room // 2),
         sequences=options.sequences,
         model_len=engine.info.max_model_len,
@@ -126,7 +126,7 @@ def measure(engine: Engine, options: Options, report: Report = quiet, others: Se
 
 
 def _tasks(
-    limits: Limits, whole: StageShape, parts: Sequence[StageShape], options: Options, others: Sequence[Batch]
+    limits: GridLimits, whole: StageShape, parts: Sequence[StageShape], options: Options, others: Sequence[Batch]
 ) -> list[_Task]:
     rng = random.Random(options.seed)
     tasks = [_Task(chunks, shape, _Use.FIT) for chunks, shape in _with_shapes(grid(limits, rng), whole, parts)]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from services.worker.cost_profile import Copies
+from services.worker.cost_profile import CopyCosts
 from services.worker.engine.load import Engine
 
 _ROUNDS = 5
@@ -44,14 +44,14 @@ def remap_s_per_gb(engine: Engine) -> float | None:
     return statistics.median(times_s) / (moved_extents * memory.pool.extent_bytes / _GB)
 
 
-def copies(engine: Engine) -> Copies:
+def copies(engine: Engine) -> CopyCosts:
     """Between pinned host memory and the device; on a CPU from memory to memory. The fastest of several rounds."""
     device = engine.memory.kv.layer(0).device
     on_host = torch.ones(_COPY_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
     on_device = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
     to_s = min(_timed_s(engine, lambda: on_device.copy_(on_host, non_blocking=True)) for _ in range(_ROUNDS))
     from_s = min(_timed_s(engine, lambda: on_host.copy_(on_device, non_blocking=True)) for _ in range(_ROUNDS))
-    return Copies(to_device_bytes_per_s=_COPY_BYTES / to_s, from_device_bytes_per_s=_COPY_BYTES / from_s)
+    return CopyCosts(to_device_bytes_per_s=_COPY_BYTES / to_s, from_device_bytes_per_s=_COPY_BYTES / from_s)
 
 
 def _timed_s(engine: Engine, act: Callable[[], object]) -> float:

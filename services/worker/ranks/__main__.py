@@ -17,16 +17,16 @@ from ballast.common.errors import ConfigError
 from ballast.service import logs
 from services.worker.ranks.channel import (
     REFUSALS,
-    Channel,
     Done,
-    Ended,
     Export,
     Failed,
+    MemoryRefused,
+    RankChannel,
+    RankEnded,
     RankLost,
-    Ready,
-    Refused,
+    RankReady,
     Remap,
-    Run,
+    RunLayers,
     Start,
 )
 
@@ -49,7 +49,7 @@ def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which drains
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
-    channel = Channel(connection, "the first rank")
+    channel = RankChannel(connection, "the first rank")
     start = cast(Start, channel.receive(_ANSWER_S))
     log = start.log
     logs.configure(service="worker", instance=f"{log.instance}/rank-{start.rank}", level=log.level, form=log.form)
@@ -57,14 +57,14 @@ def main() -> None:
         _serve(channel, start)
     except ConfigError as error:
         channel.send(Failed(error.path, error.why), _ANSWER_S)
-    except Ended:
+    except RankEnded:
         return
     except RankLost as error:
         logs.get_logger().error("this rank ends", why=str(error))
         sys.exit(1)
 
 
-def _serve(channel: Channel, start: Start) -> None:
+def _serve(channel: RankChannel, start: Start) -> None:
     # Imported late: torch is slow to load, and rank 0's end must be noticed meanwhile.
     import torch
 
@@ -75,10 +75,10 @@ def _serve(channel: Channel, start: Start) -> None:
     group = meet(Path(start.meeting), start.rank, [torch.device(device) for device in start.devices])
     with start.load_one(device=start.devices[start.rank], peers=group) as engine:
         parameters = engine.memory.parameters
-        channel.send(Ready(engine.block_count, parameters.loaded_checksums), _ANSWER_S)
+        channel.send(RankReady(engine.block_count, parameters.loaded_checksums), _ANSWER_S)
         while True:
             message = channel.receive(None)
-            if isinstance(message, Run):
+            if isinstance(message, RunLayers):
                 follow(engine, group, message)
             elif isinstance(message, Remap):
                 channel.send(_remap(engine.memory, message), _ANSWER_S)
@@ -86,16 +86,16 @@ def _serve(channel: Channel, start: Start) -> None:
                 _export(channel, engine.memory.pool.backend, message)
 
 
-def _remap(memory: DeviceMemory, change: Remap) -> Done | Refused:
+def _remap(memory: DeviceMemory, change: Remap) -> Done | MemoryRefused:
     try:
         result = getattr(memory, change.name)(*change.arguments, **change.named)
         memory.pool.backend.synchronise()
     except REFUSALS as error:
-        return Refused(f"{type(error).__name__}: {error}")
+        return MemoryRefused(f"{type(error).__name__}: {error}")
     return Done(result)
 
 
-def _export(channel: Channel, backend: MemoryBackend, wanted: Export) -> None:
+def _export(channel: RankChannel, backend: MemoryBackend, wanted: Export) -> None:
     try:
         files = backend.export(wanted.first, wanted.count)
     except ConfigError as error:

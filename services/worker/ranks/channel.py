@@ -28,7 +28,7 @@ class RankLost(Exception):
     """A rank has ended, does not answer, or is out of step: the instance ends."""
 
 
-class Ended(RankLost):
+class RankEnded(RankLost):
     """The other side has ended."""
 
 
@@ -57,7 +57,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class RankReady:
     """It has loaded its shard."""
 
     block_count: int
@@ -75,7 +75,7 @@ class Export:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunLayers:
     """A step through the layers `[first_layer, last_layer)`. Not answered: its all-reduces are the answer."""
 
     packed: PackedStep
@@ -99,7 +99,7 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class MemoryRefused:
     """A memory change was refused, and has been undone."""
 
     why: str
@@ -115,7 +115,7 @@ def body_of(message: object) -> bytes:
     return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
 
-class Channel:
+class RankChannel:
     """One side. Messages are pickled: both processes are of one program, and one has started the other."""
 
     def __init__(self, connection: socket.socket, name: str) -> None:
@@ -187,6 +187,6 @@ class Channel:
         while len(read) < size:
             part = self._socket.recv(size - len(read))
             if not part:
-                raise Ended(f"{self._name} has ended")
+                raise RankEnded(f"{self._name} has ended")
             read += part
         return bytes(read)

@@ -13,7 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ballast.common.errors import ConfigError
-from services.worker.ranks.channel import Channel, Done, Export, Failed, RankLog, RankLost, Ready, Start, body_of
+from services.worker.ranks.channel import (
+    Done,
+    Export,
+    Failed,
+    RankChannel,
+    RankLog,
+    RankLost,
+    RankReady,
+    Start,
+    body_of,
+)
 
 if TYPE_CHECKING:
     from services.worker.engine.load import Engine
@@ -29,7 +39,7 @@ class _Rank:
     def __init__(self, number: int) -> None:
         self.name = f"rank {number}"
         ours, theirs = socket.socketpair()
-        self.channel = Channel(ours, self.name)
+        self.channel = RankChannel(ours, self.name)
         command = [sys.executable, "-m", "services.worker.ranks", str(theirs.fileno())]
         try:
             # Its output goes to standard error: standard output has this process's ready message.
@@ -61,14 +71,14 @@ class Crew:
         for rank in self._ranks:
             self._answer(rank, _START_S)
 
-    def loaded(self) -> list[Ready]:
+    def loaded(self) -> list[RankReady]:
         """Wait until each has its shard.
 
         Raises:
             ConfigError: one could not load it.
         """
         answers = [self._answer(rank, _LOAD_S) for rank in self._ranks]
-        return [answer for answer in answers if isinstance(answer, Ready)]
+        return [answer for answer in answers if isinstance(answer, RankReady)]
 
     def complain(self) -> None:
         """A rank has ended while others may wait for it: raise its error.

@@ -16,7 +16,7 @@ _MEET_S = 60.0  # for all to load torch and join
 _TOGETHER_S = 30.0  # between the first and the last rank at an all-reduce: a kernel may be compiled in between
 
 
-class _Group(Protocol):
+class _RankGroup(Protocol):
     """The methods of a process group used here; torch's stubs lack them."""
 
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: AllreduceOptions) -> Work: ...
@@ -29,7 +29,7 @@ class _Group(Protocol):
 class RankGroup:
     """`Peers`, and the broadcast of hidden states."""
 
-    def __init__(self, group: _Group, rank: int, count: int, device: torch.device) -> None:
+    def __init__(self, group: _RankGroup, rank: int, count: int, device: torch.device) -> None:
         self._group = group
         self._rank = rank
         self._count = count
@@ -110,15 +110,15 @@ def meet(file: Path, rank: int, devices: Sequence[torch.device]) -> RankGroup:
     return RankGroup(group, rank, count, device)
 
 
-def _gloo(store: Store, rank: int, count: int) -> _Group:
+def _gloo(store: Store, rank: int, count: int) -> _RankGroup:
     options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] the stubs call it Options
     options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=False)]
     options._threads = 1
     options._timeout = timedelta(seconds=_TOGETHER_S)
-    return cast(_Group, ProcessGroupGloo(store, rank, count, options))
+    return cast(_RankGroup, ProcessGroupGloo(store, rank, count, options))
 
 
-def _nccl(store: Store, rank: int, count: int, device: torch.device) -> _Group:
+def _nccl(store: Store, rank: int, count: int, device: torch.device) -> _RankGroup:
     from torch.distributed import ProcessGroupNCCL  # not part of a build for machines without GPUs
 
     os.environ.update(UNWATCHED)
@@ -126,4 +126,4 @@ def _nccl(store: Store, rank: int, count: int, device: torch.device) -> _Group:
     options._timeout = timedelta(seconds=_TOGETHER_S)
     group = ProcessGroupNCCL(store, rank, count, options)
     group.eager_connect_single_device(device)
-    return cast(_Group, group)
+    return cast(_RankGroup, group)

@@ -18,7 +18,7 @@ from services.worker.engine.choice import choose_model
 from services.worker.engine.load import Engine
 from services.worker.engine.peers import Apart
 from services.worker.memory.parameters import combined
-from services.worker.ranks.channel import RankLog, RankLost, Ready
+from services.worker.ranks.channel import RankLog, RankLost, RankReady
 from services.worker.ranks.crew import Crew
 from services.worker.ranks.group import RankGroup, meet
 from services.worker.ranks.memory import Mirror, RankedMemory
@@ -139,7 +139,7 @@ def open_mirrors(engine: Engine, files_of: Iterable[Iterator[int]]) -> list[Mirr
         return mirrors
 
 
-def _require_equal(engine: Engine, shares: Sequence[Ready]) -> None:
+def _require_equal(engine: Engine, shares: Sequence[RankReady]) -> None:
     for rank, share in enumerate(shares, start=1):
         if share.block_count != engine.block_count:
             why = f"rank {rank} has room for {share.block_count} blocks and the first one for {engine.block_count}"

@@ -14,7 +14,7 @@ from typing import cast
 
 from ballast.common.load import MemoryReport
 from services.worker.memory.device import DeviceMemory
-from services.worker.ranks.channel import REFUSALS, Done, RankLost, Refused, Remap, RemapRefused
+from services.worker.ranks.channel import REFUSALS, Done, MemoryRefused, RankLost, Remap, RemapRefused
 from services.worker.ranks.crew import Crew
 
 _Moves = Sequence[tuple[int, int]]
@@ -116,7 +116,7 @@ class RankedMemory(DeviceMemory):
         except REFUSALS as error:  # the others have executed the change, and undo it
             failed = error
         answers = self._crew.answers()
-        refused = [f"{who}: {answer.why}" for who, answer in answers.items() if isinstance(answer, Refused)]
+        refused = [f"{who}: {answer.why}" for who, answer in answers.items() if isinstance(answer, MemoryRefused)]
         if failed is None and not refused:
             self._require(answers, result)
             return result

@@ -10,7 +10,7 @@ from services.worker.core.batch import Batch, StepResult
 from services.worker.engine.load import Engine
 from services.worker.engine.packing import PackedStep
 from services.worker.engine.runner import ModelRunner
-from services.worker.ranks.channel import RankLost, Run
+from services.worker.ranks.channel import RankLost, RunLayers
 from services.worker.ranks.crew import Crew
 from services.worker.ranks.group import RankGroup
 
@@ -60,14 +60,14 @@ class RankedRunner(ModelRunner):
             raise RankLost(self._crew.lost() or why) from error
 
 
-def run_of(packed: PackedStep, hidden_shape: tuple[int, ...] | None, first_layer: int, last_layer: int) -> Run:
+def run_of(packed: PackedStep, hidden_shape: tuple[int, ...] | None, first_layer: int, last_layer: int) -> RunLayers:
     """The message: mostly block tables, sent as 32-bit numbers."""
     narrow = replace(packed, decode_blocks_SW=packed.decode_blocks_SW.astype(np.int32))
-    return Run(narrow, hidden_shape, first_layer, last_layer)
+    return RunLayers(narrow, hidden_shape, first_layer, last_layer)
 
 
 @torch.inference_mode()
-def follow(engine: Engine, group: RankGroup, run: Run) -> None:
+def follow(engine: Engine, group: RankGroup, run: RunLayers) -> None:
     """Another rank's part in a step."""
     hidden_TD = None
     if run.hidden_shape is not None:

@@ -4,7 +4,7 @@ import random
 from array import array
 from pathlib import Path
 
-from tools.bench.records import Outcome, PlannerTransition, ReplayRun, RequestRecord, StatusSample, TimedTransition
+from tools.bench.records import BenchRecord, PlannerTransition, ReplayRun, RequestOutcome, StatusSample, TimedTransition
 from tools.bench.results import (
     BenchConfig,
     BenchResult,
@@ -17,9 +17,9 @@ from tools.bench.results import (
 )
 
 
-def record(index: int, planned_s: float, token_times_s: list[float], **changes: object) -> RequestRecord:
+def record(index: int, planned_s: float, token_times_s: list[float], **changes: object) -> BenchRecord:
     """A finished request unless `changes` say otherwise."""
-    made = RequestRecord(
+    made = BenchRecord(
         index=index,
         request_id=f"r-{index}",
         input_tokens=10,
@@ -28,7 +28,7 @@ def record(index: int, planned_s: float, token_times_s: list[float], **changes: 
         submit_s=planned_s + 0.001,
         token_times_s=array("d", token_times_s),
         end_s=token_times_s[-1] if token_times_s else planned_s,
-        outcome=Outcome.FINISHED,
+        outcome=RequestOutcome.FINISHED,
     )
     for name, value in changes.items():
         setattr(made, name, value)
@@ -77,16 +77,16 @@ def drop_and_restore(at_s: float, duration_s: float, epoch: int) -> list[TimedTr
 def bursty_run(seed: int = 0) -> ReplayRun:
     """A run with a burst at 25 s in which requests wait, some are refused and one fails."""
     rng = random.Random(seed)
-    records: list[RequestRecord] = []
+    records: list[BenchRecord] = []
     for index in range(300):
         planned_s = rng.uniform(25, 35) if index % 3 == 0 else rng.uniform(0, 75)
         wait_s = rng.lognormvariate(-3, 0.5) + max(0.0, 8 - abs(planned_s - 33)) * rng.random()
         times_s = [planned_s + wait_s + 0.02 * i for i in range(rng.randint(2, 60))]
         made = record(index, planned_s, times_s)
         if 30 < planned_s < 33 and index % 5 == 0:
-            made = record(index, planned_s, [], outcome=Outcome.REFUSED, error="backlog full")
+            made = record(index, planned_s, [], outcome=RequestOutcome.REFUSED, error="backlog full")
         records.append(made)
-    records[7] = record(7, 50.0, [50.1], outcome=Outcome.FAILED, wanted_tokens=9, error="Unavailable: worker-0")
+    records[7] = record(7, 50.0, [50.1], outcome=RequestOutcome.FAILED, wanted_tokens=9, error="Unavailable: worker-0")
     samples = [sample(t / 2, 80 + 260 * max(0.0, 1 - abs(t / 2 - 33) / 12)) for t in range(160)]
     return ReplayRun(records, samples, complete=True, duration_s=78.0, failed_sample_count=0)
 

@@ -4,8 +4,8 @@ import pytest
 
 from tests.unit.bench.samples import bench_result, bursty_run
 from tools.bench.conclusion import conclude
-from tools.bench.records import Outcome
-from tools.bench.results import BenchResult, PolicyResult, Transition
+from tools.bench.records import RequestOutcome
+from tools.bench.results import BenchResult, PolicyResult, TransitionResult
 from tools.bench.slo import Slo
 
 
@@ -24,12 +24,14 @@ def policy(
             "kv_demand_bytes": [int(100 * demand) if index % 2 else 10 for index in range(21)],
         }
     )
-    drop = Transition(at_s=1.0, epoch=2, reason="overload", kind="drop", phase="done", freed_parameter_bytes=26 * 10**9)
+    drop = TransitionResult(
+        at_s=1.0, epoch=2, reason="overload", kind="drop", phase="done", freed_parameter_bytes=26 * 10**9
+    )
     count = len(template.requests)
     requests = [
         r.model_copy(
             update={
-                "outcome": Outcome.FINISHED,
+                "outcome": RequestOutcome.FINISHED,
                 "first_token_s": r.planned_s + (60.0 if index < late * count else 0.1),
             }
         )

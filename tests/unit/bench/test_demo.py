@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.bench.samples import bench_result, bursty_run, record
-from tools.bench.records import Outcome
+from tools.bench.records import RequestOutcome
 from tools.bench.results import BenchResult, write_result
 from tools.bench.traces import Trace, TraceRequest, read_trace
 from tools.model.tiny import PRESETS, make_tiny
@@ -162,7 +162,7 @@ def test_answers_are_chosen_over_the_whole_trace() -> None:
     requests = bench_result(run).policies["recompute"].requests
     chosen = verify_answers.choose(requests, 24)
     assert len({r.index for r in chosen}) == 24
-    assert all(r.outcome is Outcome.FINISHED for r in chosen)
+    assert all(r.outcome is RequestOutcome.FINISHED for r in chosen)
     assert (chosen[0].index, chosen[-1].index) == (0, 299)
     assert [r.index for r in verify_answers.choose(requests, 2, [10, 299])] == [0, 10, 299]
     assert [r.index for r in verify_answers.choose(requests, 0, [10])] == [10]
@@ -190,7 +190,7 @@ def test_the_verdict_names_every_problem() -> None:
     run = bursty_run()
     result = bench_result(run)
     assert any("4 requests did not finish" in p for p in demo.judge(result))
-    run.records = [r for r in run.records if r.outcome is Outcome.FINISHED]
+    run.records = [r for r in run.records if r.outcome is RequestOutcome.FINISHED]
     plain = bench_result(run).policies["recompute"]
     good = plain.model_copy(update={"verified_count": 24, "token_mismatches": 0})
     finished = bench_result(run).model_copy(update={"policies": {"recompute": plain, "drop": good}})

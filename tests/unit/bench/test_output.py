@@ -14,7 +14,7 @@ from tests.unit.bench.samples import bench_result, bursty_run, dropped_run
 from tools.bench.plot import merged_spans, plot_result
 from tools.bench.progress import ProgressDisplay, describe
 from tools.bench.records import ReplayRun
-from tools.bench.replay import Progress
+from tools.bench.replay import ReplayProgress
 from tools.bench.results import policy_result
 from tools.bench.table import duration, render
 from tools.cli.main import build_parser
@@ -102,7 +102,9 @@ def test_bench_without_matplotlib_or_torch_imports() -> None:
 
 
 def test_progress_on_a_terminal_and_in_a_log() -> None:
-    progress = Progress(total_count=300, span_s=75, elapsed_s=12, sent_count=40, finished_count=30, refused_count=2)
+    progress = ReplayProgress(
+        total_count=300, span_s=75, elapsed_s=12, sent_count=40, finished_count=30, refused_count=2
+    )
     assert describe(progress) == "8 running · 2 refused · 0 tokens · 12 s · 63 s left"
     log = io.StringIO()
     with ProgressDisplay(Console(file=log, width=120)) as display:

@@ -13,7 +13,7 @@ from rich.console import Console
 from ballast.common.errors import ConfigError, Unavailable
 from tests.unit.bench.samples import CONTESTANTS, bench_result, bursty_run, comparison_result, write_comparison
 from tools.bench.emulation import why_void, with_effort, with_settings
-from tools.bench.overload import Comparison, Run, describe_run, order_of
+from tools.bench.overload import OverloadComparison, Run, describe_run, order_of
 from tools.bench.overload_command import add_overload_parser, settle
 from tools.bench.overload_plan import (
     ComparisonArguments,
@@ -26,7 +26,7 @@ from tools.bench.overload_plan import (
 )
 from tools.bench.policies import ABLATION, COMPARED, SWEEP, parse_policies
 from tools.bench.progress import ComparisonDisplay, minutes, open_console
-from tools.bench.replay import Progress
+from tools.bench.replay import ReplayProgress
 from tools.bench.results import read_result, write_result
 from tools.bench.study import read_study
 from tools.bench.workloads import Workload, parse_workloads
@@ -188,7 +188,7 @@ def test_emulated_workers_replay_a_trace_as_it_is(tmp_path: Path) -> None:
         settings={},
         gpu=emulation.gpu,
     )
-    comparison = Comparison(emulation, planned, tmp_path / "out", open_console())
+    comparison = OverloadComparison(emulation, planned, tmp_path / "out", open_console())
     [workload] = parse_workloads("answers", seed=0)
     asyncio.run(comparison._prepare(workload))
     assert comparison._traces["answers"].requests == workload.trace.requests
@@ -240,7 +240,7 @@ def test_a_comparison_goes_on_only_with_the_same_arguments_and_plan(tmp_path: Pa
     (out / "plan.json").write_text(
         json.dumps({"arguments": given.model_dump(), "workloads": {"burst": PLAN}}, indent=1)
     )
-    comparison = Comparison(model, given, out, open_console())
+    comparison = OverloadComparison(model, given, out, open_console())
     (workload,) = parse_workloads("burst", seed=0)
     run = Run(workload, parse_policies("drop")[0], 0, 0)
     assert not comparison._finished(run)
@@ -255,7 +255,7 @@ def test_a_comparison_goes_on_only_with_the_same_arguments_and_plan(tmp_path: Pa
     assert not comparison._finished(run), "interrupted"
 
     with pytest.raises(ConfigError, match=r"workers \(was 2, is 4\)"):
-        Comparison(model, arguments(model, workers=4), out, open_console())
+        OverloadComparison(model, arguments(model, workers=4), out, open_console())
 
 
 def test_a_workload_that_has_changed_is_refused(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_a_workload_that_has_changed_is_refused(tmp_path: Path) -> None:
     given = arguments(model)
     out.mkdir()
     (out / "plan.json").write_text(json.dumps({"arguments": given.model_dump(), "workloads": {"burst": PLAN}}))
-    comparison = Comparison(model, given, out, open_console())
+    comparison = OverloadComparison(model, given, out, open_console())
     (workload,) = parse_workloads("burst", seed=0)
     with pytest.raises(ConfigError, match="has changed since"):
         asyncio.run(comparison._prepare(workload))
@@ -288,7 +288,7 @@ def test_a_terminal_shows_a_bar_with_the_time_left() -> None:
     console = Console(file=written, force_terminal=True, width=120)
     with ComparisonDisplay(console, [30.0, 30.0]) as display:
         display.begin("spiky · drop · repetition 1")
-        display.on_progress(Progress(total_count=9, span_s=20.0, sent_count=4, finished_count=3))
+        display.on_progress(ReplayProgress(total_count=9, span_s=20.0, sent_count=4, finished_count=3))
         display.end()
         display.begin("spiky · recompute · repetition 1")
         display.say(describe_run("spiky · drop · repetition 1", comparison_result("spiky", "drop", 0, 0)))

@@ -4,8 +4,8 @@ import pytest
 
 from ballast.common.errors import DeadlineExceeded, Overloaded, Unavailable
 from tests.unit.bench.fake_target import TimerTarget
-from tools.bench.records import Outcome, ReplayRun
-from tools.bench.replay import Progress, Replay, ReplayOptions, random_prompt
+from tools.bench.records import ReplayRun, RequestOutcome
+from tools.bench.replay import Replay, ReplayOptions, ReplayProgress, random_prompt
 from tools.bench.traces import Trace, TraceRequest
 
 VOCAB = 50
@@ -23,7 +23,7 @@ def test_requests_are_sent_at_their_time_and_their_tokens_are_timed() -> None:
     run = replay(TimerTarget(first_s=0.05, token_s=0.02), trace_of((0.0, 3, 4), (0.1, 5, 1)))
     assert run.complete
     first, second = run.records
-    assert [r.outcome for r in run.records] == [Outcome.FINISHED] * 2
+    assert [r.outcome for r in run.records] == [RequestOutcome.FINISHED] * 2
     assert (first.input_tokens, first.output_tokens, second.output_tokens) == (3, 4, 1)
     assert second.submit_s >= 0.1
     assert first.ttft_s is not None
@@ -57,15 +57,15 @@ def test_each_kind_of_ending_is_told_apart() -> None:
     target = TimerTarget(
         failures={1: Overloaded("full", 1.0), 2: DeadlineExceeded("late"), 3: Unavailable("worker-1", "gone")}
     )
-    seen: list[Progress] = []
+    seen: list[ReplayProgress] = []
     requests = trace_of(*[(0.0, 1, 2)] * 5)
     run = asyncio.run(Replay(target, requests, ReplayOptions(), VOCAB, seen.append).run())
     assert [r.outcome for r in run.records] == [
-        Outcome.FINISHED,
-        Outcome.REFUSED,
-        Outcome.DEADLINE,
-        Outcome.FAILED,
-        Outcome.FINISHED,
+        RequestOutcome.FINISHED,
+        RequestOutcome.REFUSED,
+        RequestOutcome.DEADLINE,
+        RequestOutcome.FAILED,
+        RequestOutcome.FINISHED,
     ]
     assert run.records[3].error == "Unavailable: worker-1: gone"
     assert run.complete
@@ -76,7 +76,7 @@ def test_each_kind_of_ending_is_told_apart() -> None:
 
 def test_an_answer_of_the_wrong_length_is_a_failure() -> None:
     run = replay(TimerTarget(short_by=1), trace_of((0.0, 1, 3)))
-    assert run.records[0].outcome is Outcome.FAILED
+    assert run.records[0].outcome is RequestOutcome.FAILED
     assert "2 tokens instead of 3" in run.records[0].error
 
 
@@ -101,7 +101,7 @@ def test_stop_keeps_what_was_seen_and_cancels_what_runs() -> None:
 
     run = asyncio.run(run_and_stop())
     assert not run.complete
-    assert [r.outcome for r in run.records] == [Outcome.FINISHED, Outcome.CANCELLED]
+    assert [r.outcome for r in run.records] == [RequestOutcome.FINISHED, RequestOutcome.CANCELLED]
     assert run.records[1].output_tokens > 0
     assert target.cancelled_ids == ["replay-1"]
 
@@ -138,7 +138,7 @@ def test_prompts_depend_on_seed_and_index_alone() -> None:
 
 
 def test_eta_comes_from_the_trace_and_then_from_the_rate() -> None:
-    progress = Progress(total_count=10, span_s=60, elapsed_s=20, sent_count=4, finished_count=3)
+    progress = ReplayProgress(total_count=10, span_s=60, elapsed_s=20, sent_count=4, finished_count=3)
     assert progress.eta_s == 40
     progress.elapsed_s, progress.sent_count, progress.finished_count = 80, 10, 8
     assert progress.eta_s == pytest.approx(20)

@@ -9,7 +9,7 @@ from ballast.common.errors import ConfigError
 from tests.unit.bench.samples import bench_result, bursty_run, dropped_run, record, sample
 from tools.bench import results
 from tools.bench.environment import describe_environment
-from tools.bench.records import Outcome, ReplayRun
+from tools.bench.records import ReplayRun, RequestOutcome
 from tools.bench.results import (
     SLO_SCALES,
     BenchResult,
@@ -23,7 +23,7 @@ from tools.bench.results import (
 SCHEMA_PAGE = Path(__file__).parents[3] / "docs" / "results-schema.md"
 
 
-def run_of(*records: results.RequestRecord) -> ReplayRun:
+def run_of(*records: results.BenchRecord) -> ReplayRun:
     return ReplayRun(list(records), [sample(0, 100), sample(1, 300, epoch=1)], True, 10.0, 0)
 
 
@@ -48,8 +48,8 @@ def test_figures_of_a_run() -> None:
         run_of(
             record(0, 0.0, [1.0, 1.5, 2.0]),
             record(1, 2.0, [2.5]),
-            record(2, 3.0, [3.1], outcome=Outcome.FAILED),
-            record(3, 4.0, [], outcome=Outcome.REFUSED),
+            record(2, 3.0, [3.1], outcome=RequestOutcome.FAILED),
+            record(3, 4.0, [], outcome=RequestOutcome.REFUSED),
         ),
         "recompute",
     )
@@ -61,7 +61,7 @@ def test_figures_of_a_run() -> None:
     assert policy.send_lag_s.p50 == pytest.approx(0.001)
     assert (policy.request_count, policy.output_token_count, policy.input_token_count) == (4, 5, 20)
     assert policy.throughput_tokens_per_s == pytest.approx(0.5)
-    assert policy.outcomes[Outcome.REFUSED] == 1
+    assert policy.outcomes[RequestOutcome.REFUSED] == 1
     assert sum(policy.outcomes.values()) == 4
     assert [(t.at_s, t.epoch, t.reason) for t in policy.transitions] == [(1, 1, "overload")]
     assert policy.series.kv_demand_bytes == [100 << 20, 300 << 20]
@@ -86,8 +86,8 @@ def test_slo_counts_late_and_unserved_requests_but_not_those_we_cancelled() -> N
             record(0, 0.0, [0.5, 0.6]),  # in time
             record(1, 0.0, [3.5, 3.6]),  # first token late up to scale 3
             record(2, 0.0, [0.5, 1.05]),  # the rest late up to scale 5
-            record(3, 0.0, [], outcome=Outcome.REFUSED),
-            record(4, 0.0, [], outcome=Outcome.CANCELLED),
+            record(3, 0.0, [], outcome=RequestOutcome.REFUSED),
+            record(4, 0.0, [], outcome=RequestOutcome.CANCELLED),
         ),
         "recompute",
         reference,

@@ -14,7 +14,7 @@ from ballast.common.errors import Overloaded
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 from tests.support.scripted_dispatcher import ScriptedDispatcher, serving, worker_status
-from tools.bench.records import Outcome
+from tools.bench.records import RequestOutcome
 from tools.bench.replay import ReplayOptions
 from tools.bench.results import BenchResult, read_result
 from tools.bench.session import ReplayJob, replay_on
@@ -69,7 +69,11 @@ def test_a_trace_becomes_requests_and_their_answers_figures(tmp_path: Path) -> N
     result = asyncio.run(story())
     policy = result.policies["unknown"]  # nobody is there who would say
     assert result.complete
-    assert [r.outcome for r in policy.requests] == [Outcome.REFUSED, Outcome.FINISHED, Outcome.FINISHED]
+    assert [r.outcome for r in policy.requests] == [
+        RequestOutcome.REFUSED,
+        RequestOutcome.FINISHED,
+        RequestOutcome.FINISHED,
+    ]
     assert policy.requests[0].error == "backlog full"
     assert policy.requests[1].output_token_ids == [0, 1, 2]
     assert (result.trace.request_count, result.trace.clamped_count, result.trace.span_s) == (3, 1, 0.2)
@@ -167,7 +171,7 @@ def test_ctrl_c_writes_what_was_seen_and_says_so(tmp_path: Path) -> None:
     assert "interrupted" in output
     result = read_result(out)
     assert not result.complete
-    assert [r.outcome for r in result.policies["unknown"].requests] == [Outcome.FINISHED]
+    assert [r.outcome for r in result.policies["unknown"].requests] == [RequestOutcome.FINISHED]
 
 
 def test_nobody_there_is_said_at_once(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from ballast.common.cost import CostModel
 from benchmarks.fidelity import Overheads, slowed
 from benchmarks.fidelity_probes import Level, Seen, at_times, contention, fitted, predicted
-from services.worker.emulation.machine import Measured
+from services.worker.emulation.machine import MeasuredCosts
 from sim.processors import Contention
 from tests.unit.worker.emulation.machines import small_machine
 
@@ -16,12 +16,12 @@ _EACH = CostModel(*range(1, len(fields(CostModel)) + 1))
 
 def test_a_slower_machine_takes_longer_for_everything_and_forgets_no_cost() -> None:
     made = small_machine()
-    measured = Measured(layer=_EACH, step=_EACH, first=_EACH, last=_EACH)
+    measured = MeasuredCosts(layer=_EACH, step=_EACH, first=_EACH, last=_EACH)
     made = made.model_copy(update={"execution": measured})
     known = Overheads(step_s=0.0, request_s=0.0)
     assert slowed(made, known).execution == measured
     twice = slowed(made, replace(known, step_slowdown=2.0, prompt_slowdown=2.0)).execution
-    assert isinstance(twice, Measured)
+    assert isinstance(twice, MeasuredCosts)
     assert twice.layer == _EACH.plus(_EACH)
 
 

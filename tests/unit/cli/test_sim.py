@@ -6,7 +6,7 @@ import pytest
 
 from sim.jobs.machines import catalogue_machine, emulated_model
 from tests.support.simulated import burst
-from tools.bench.records import Outcome
+from tools.bench.records import RequestOutcome
 from tools.bench.results import BenchResult, read_result
 from tools.cli.main import main
 
@@ -32,7 +32,7 @@ def test_both_policies_are_compared_and_the_result_is_told_in_words(
     drop, recompute = result.policies["drop"], result.policies["recompute"]
     assert [t.kind for t in drop.transitions if t.phase == "done"] == ["drop", "restore"]
     assert drop.slo_reference.policy == recompute.slo_reference.policy == "recompute"
-    assert drop.outcomes[Outcome.FINISHED] == drop.request_count == len(burst())
+    assert drop.outcomes[RequestOutcome.FINISHED] == drop.request_count == len(burst())
     assert 0.0 < (drop.bubble_fraction or 0.0) < 1.0
     assert "Ballast drops parameters once" in " ".join(told.split())
     assert "times better" in " ".join(told.split())

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ballast.common.errors import NotFound, NotPossible, Unavailable
-from services.jobs.core.batch import State
-from services.jobs.gateways import Answer
+from services.jobs.core.batch import BatchState
+from services.jobs.gateways import GatewayAnswer
 from services.jobs.runner import Runner
 from services.jobs.store import Fenced, Full, Store, StoredFile
 from tests.support.jobs import (
@@ -46,7 +46,7 @@ def test_every_line_gets_its_result_though_gateways_fail(tmp_path: Path) -> None
         gateway = ScriptedGateway(1, fails=0.02)
         async with running(store, gateway) as runner:
             done = await ended(runner)
-        assert (done.state, done.total, done.completed, done.failed) == (State.COMPLETED, COUNT, 36, 4)
+        assert (done.state, done.total, done.completed, done.failed) == (BatchState.COMPLETED, COUNT, 36, 4)
         assert results(tmp_path, done) == expected(COUNT)
         assert store.results("batch_1", 0, 10) == []  # the files have them
         store.close()
@@ -182,13 +182,13 @@ def test_a_cancelled_batch_breaks_its_calls_off_and_keeps_what_it_has(tmp_path: 
         async with running(store, gateway) as runner:
             await until(runner, lambda one: one.completed > 0)
             await asyncio.sleep(0.1)  # the next ones are under way
-            assert (await runner.cancel("batch_1", "")).state is State.CANCELLING
+            assert (await runner.cancel("batch_1", "")).state is BatchState.CANCELLING
             done = await ended(runner)
             with pytest.raises(NotPossible, match="is cancelled"):
                 await runner.cancel("batch_1", "")
             with pytest.raises(NotFound):
                 await runner.cancel("batch_1", "somebody")
-        assert done.state is State.CANCELLED
+        assert done.state is BatchState.CANCELLED
         found = results(tmp_path, done)
         assert found.keys() == expected(COUNT).keys()
         kept = [status for status in found.values() if status in (200, 400)]
@@ -231,7 +231,7 @@ def test_a_window_that_is_over_ends_a_batch_and_a_clock_that_goes_on_ends_none(t
             await until(runner, lambda one: one.completed > 0)
             now_s += 60.0
             done = await ended(runner)
-        assert done.state is State.EXPIRED
+        assert done.state is BatchState.EXPIRED
         found = results(tmp_path, done)
         assert found.keys() == expected(COUNT).keys()
         assert "batch_expired" in found.values()
@@ -251,7 +251,7 @@ def test_a_bad_file_fails_its_batch_with_the_lines_number(tmp_path: Path) -> Non
             failed = await ended(runner)
             await runner.add(batch("batch_2", "file-none"))
             gone = await ended(runner, "batch_2")
-        assert failed.state is State.FAILED
+        assert failed.state is BatchState.FAILED
         assert [(one.code, one.line) for one in failed.problems] == [("duplicate_custom_id", 3)]
         assert [one.code for one in gone.problems] == ["missing_file"]
         assert not gateway.asked
@@ -264,7 +264,7 @@ def test_keys_share_what_is_in_flight_and_calls_stay_within_their_bound(tmp_path
     class Counting(ScriptedGateway):
         now, most = 0, 0
 
-        async def ask(self, url: str, body: bytes) -> Answer:
+        async def ask(self, url: str, body: bytes) -> GatewayAnswer:
             self.now += 1
             self.most = max(self.most, self.now)
             try:

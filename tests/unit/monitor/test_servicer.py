@@ -28,7 +28,7 @@ from ballastpb.monitor.v1 import monitor_pb2_grpc
 from services.monitor.core.machine import MonitorCore, MonitorRules
 from services.monitor.core.messages import BacklogWord, Instance, InstanceUp
 from services.monitor.servicer import MonitorServicer
-from services.monitor.shell import MonitorShell, Row, Watcher
+from services.monitor.shell import InstanceRow, MonitorShell, Watcher
 from services.worker.reporter import MonitorReporter
 from tests.support.pressure import RULES
 from tests.support.reporting_worker import load_report, model_info
@@ -43,14 +43,14 @@ QUICK = dataclasses.replace(RULES, dwell_s=0.3, relief_after_s=0.2)
 
 class MemoryRegistry:
     def __init__(self) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[InstanceRow] = []
 
-    async def write(self, rows: list[Row], forget: set[WorkerId]) -> None:
+    async def write(self, rows: list[InstanceRow], forget: set[WorkerId]) -> None:
         kept = {r.instance.worker_id: r for r in self.rows if r.instance.worker_id not in forget}
         kept.update({r.instance.worker_id: r for r in rows})
         self.rows = list(kept.values())
 
-    async def read(self) -> list[Row]:
+    async def read(self) -> list[InstanceRow]:
         return self.rows
 
 

@@ -12,16 +12,18 @@ from ballast.service.state import KEY_PREFIX, StateServer
 from services.dispatcher.shell.links import Identity
 from services.dispatcher.store import DispatcherStore
 from services.monitor.core.messages import BacklogWord, Instance, WholeMemory
-from services.monitor.shell import Row
+from services.monitor.shell import InstanceRow
 from services.monitor.store import RedisRegistry, RedisSurroundings
 from tests.support.reporting_worker import load_report, model_info
 from tools.local.state_server import PrivateStateServer
 
 
-def row(name: str, *, reported: bool = True) -> Row:
+def row(name: str, *, reported: bool = True) -> InstanceRow:
     instance = Instance(WorkerId(name), Incarnation(3), f"{name}:1", model_info(), f"{name}:2")
     whole = WholeMemory(parameter_bytes=40, kv_bytes=7 << 40) if reported else None
-    return Row(instance, draining=False, load=load_report(7) if reported else None, report_age_s=0.25, whole=whole)
+    return InstanceRow(
+        instance, draining=False, load=load_report(7) if reported else None, report_age_s=0.25, whole=whole
+    )
 
 
 async def test_rows_come_back_as_written_until_they_are_forgotten_or_expire() -> None:

@@ -322,19 +322,21 @@ def test_a_layout_that_an_older_version_has_stored_goes_on() -> None:
 
 def test_a_drain_takes_the_worker_out_of_routing_and_asks_it() -> None:
     planner = leader("w1", "w2")
-    ask, write = planner.tell(p.DrainRequested(planner.now_s, "c", "d1", WorkerId("w1")))
+    ask, write = planner.tell(p.WorkerDrainRequested(planner.now_s, "c", "d1", WorkerId("w1")))
     assert ask == p.AskWorkerToDrain(WorkerId("w1"), Incarnation(1), "w1:1", "c")
     assert isinstance(write, p.WriteLayout)
     assert write.layout.reason == "drain: w1"
     assert planner.settle(write) == [p.Publish(write.layout, "c"), p.AnswerDrain("d1", Epoch(2))]
-    assert planner.tell(p.DrainRequested(planner.now_s, "c", "d1", WorkerId("w1"))) == [p.AnswerDrain("d1", Epoch(2))]
+    assert planner.tell(p.WorkerDrainRequested(planner.now_s, "c", "d1", WorkerId("w1"))) == [
+        p.AnswerDrain("d1", Epoch(2))
+    ]
 
 
 def test_drains_that_are_refused() -> None:
     planner = leader("w1", "w2", "w3")
 
     def drain(request_id: str, worker: str) -> list[p.Command]:
-        return planner.tell(p.DrainRequested(planner.now_s, "c", request_id, WorkerId(worker)))
+        return planner.tell(p.WorkerDrainRequested(planner.now_s, "c", request_id, WorkerId(worker)))
 
     assert drain("d1", "w9") == [p.RefuseDrain("d1", p.DrainRefusal.NO_SUCH_WORKER)]
     drain("d1", "w1")
@@ -349,14 +351,14 @@ def test_drains_that_are_refused() -> None:
 def test_a_drain_right_after_taking_over_is_put_off_not_denied() -> None:
     planner = Planner()
     planner.lead()
-    assert planner.tell(p.DrainRequested(0.0, "c", "d1", WorkerId("w1"))) == [
+    assert planner.tell(p.WorkerDrainRequested(0.0, "c", "d1", WorkerId("w1"))) == [
         p.RefuseDrain("d1", p.DrainRefusal.NOT_READY)
     ]
 
 
 def test_a_drain_survives_the_planner_and_the_worker_is_asked_again() -> None:
     before = leader("w1", "w2")
-    before.tell(p.DrainRequested(before.now_s, "c", "d1", WorkerId("w1")))
+    before.tell(p.WorkerDrainRequested(before.now_s, "c", "d1", WorkerId("w1")))
     stored = p.StoredLayout(before.settle_all(), MODEL)
     planner = Planner()
     planner.lead(stored)
@@ -369,7 +371,7 @@ def test_a_drain_survives_the_planner_and_the_worker_is_asked_again() -> None:
 
 def test_a_drain_survives_that_its_worker_was_taken_for_lost() -> None:
     planner = leader("w1", "w2")
-    planner.tell(p.DrainRequested(planner.now_s, "c", "d1", WorkerId("w1")))
+    planner.tell(p.WorkerDrainRequested(planner.now_s, "c", "d1", WorkerId("w1")))
     planner.settle_all()
     planner.lose("w1")
     planner.settle_all()

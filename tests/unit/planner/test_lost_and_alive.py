@@ -29,7 +29,7 @@ def alone(planner: Planner, worker: str, first: int = 0, last: int = 4) -> Group
 
 def prepared(planner: Planner) -> set[str]:
     """Who is asked to prepare, in a group that the plan's base does not have: an order to leave what it is in."""
-    calls = [c for c in planner.said if isinstance(c, p.CallMember) and c.call is p.Call.PREPARE]
+    calls = [c for c in planner.said if isinstance(c, p.CallMember) and c.call is p.WorkerCall.PREPARE]
     return {c.member.worker_id for c in calls}
 
 

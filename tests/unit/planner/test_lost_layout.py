@@ -7,7 +7,7 @@ import pytest
 from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, Member, Place
 from services.planner.core import messages as p
-from services.planner.core.claims import Claim, rebuild
+from services.planner.core.claims import WorkerClaim, rebuild
 from services.planner.core.stages import Stage
 from tests.support.planner_core import MODEL, Planner
 
@@ -23,8 +23,8 @@ def group(*stages: tuple[str, int, int], life: int = 1) -> Group:
 PAIR = group(("w1", 0, 2), ("w2", 2, 4))
 
 
-def claims(*said: tuple[str, int, Group]) -> dict[WorkerId, Claim]:
-    return {WorkerId(w): Claim(Incarnation(1), Place(Epoch(epoch), group)) for w, epoch, group in said}
+def claims(*said: tuple[str, int, Group]) -> dict[WorkerId, WorkerClaim]:
+    return {WorkerId(w): WorkerClaim(Incarnation(1), Place(Epoch(epoch), group)) for w, epoch, group in said}
 
 
 def shape(layout: Layout) -> list[str]:
@@ -45,10 +45,10 @@ def test_a_group_on_which_its_members_agree_is_there_again() -> None:
         {},  # it is not there
         claims(("w2", 8, PAIR)),  # since another epoch
         claims(("w2", 7, group(("w1", 0, 1), ("w2", 1, 4)))),
-        {WorkerId("w2"): Claim(Incarnation(2), Place(Epoch(7), PAIR))},  # another life of it
+        {WorkerId("w2"): WorkerClaim(Incarnation(2), Place(Epoch(7), PAIR))},  # another life of it
     ],
 )
-def test_of_a_group_without_agreement_each_holds_some_layers_only(other: dict[WorkerId, Claim]) -> None:
+def test_of_a_group_without_agreement_each_holds_some_layers_only(other: dict[WorkerId, WorkerClaim]) -> None:
     rebuilt = rebuild(ALONE, {**claims(("w1", 7, PAIR)), **other}, LAYERS)
     assert rebuilt is not None
     assert rebuilt.layout.groups == ()
@@ -114,7 +114,7 @@ def test_it_can_be_dissolved_and_its_old_place_means_nothing_then() -> None:
         up(planner, worker, PLACE)
     planner.tell(p.SnapshotEnded(0.0, "c"))
     planner.wait(1.0)
-    planner.tell(p.DrainRequested(planner.now_s, "c", "d", WorkerId("w2")))
+    planner.tell(p.WorkerDrainRequested(planner.now_s, "c", "d", WorkerId("w2")))
     planner.go_through("w1", "w2")
     planner.wait(1.0)
     assert planner.journal[-1] is Stage.DONE

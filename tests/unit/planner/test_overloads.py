@@ -9,7 +9,7 @@ from ballast.common.transition import Phase
 from services.planner.core import messages as p
 from services.planner.core.change_requests import Planning
 from services.planner.core.stages import Stage
-from services.planner.policy.compare import Targets
+from services.planner.policy.compare import ComparisonTargets
 from tests.support.planner_core import EXTENT, LOAD, Planner
 
 CALM = Traffic(recent_count=2, minute_count=10, minute_tokens=80, ended_count=50, ended_tokens=500, known_s=300.0)
@@ -39,7 +39,7 @@ def test_an_overload_in_which_nothing_would_be_better_is_looked_at_again() -> No
 
 @pytest.mark.parametrize(("ttft_s", "dropped"), [(0.5, True), (1000.0, False)])
 def test_nothing_is_dropped_for_a_first_token_that_comes_soon_enough(ttft_s: float, dropped: bool) -> None:
-    planner = Planner(planning=Planning(targets=Targets(ttft_s=ttft_s)))
+    planner = Planner(planning=Planning(targets=ComparisonTargets(ttft_s=ttft_s)))
     planner.traffic = replace(SHORT, ended_tokens=5000)
     planner.start("w0", "w1")
     planner.load = replace(LOAD, used_block_count=32, running_count=8)
@@ -75,14 +75,14 @@ def test_a_burst_that_comes_after_the_commit_of_a_restore_hurries_what_dissolves
     planner.answer(Phase.PREPARED, "w0", "w1")
     planner.answer(Phase.EXCHANGING, "w0", "w1")
     planner.wait(1.0)
-    assert planner.calls(p.Call.ABORT) == []
+    assert planner.calls(p.WorkerCall.ABORT) == []
     planner.answer(Phase.DONE, "w1")
     planner.said.clear()
     planner.tell(p.OverloadRaised(planner.now_s, "o2", EXTENT))
-    assert planner.calls(p.Call.ABORT) == ["w0"], "who is done gives way already"
+    assert planner.calls(p.WorkerCall.ABORT) == ["w0"], "who is done gives way already"
     planner.said.clear()
     planner.wait(1.0)
-    assert planner.calls(p.Call.ABORT), "it is said again: words are lost"
+    assert planner.calls(p.WorkerCall.ABORT), "it is said again: words are lost"
     planner.answer(Phase.DONE, "w0")
     planner.load = replace(LOAD, used_block_count=32, running_count=8)
     planner.wait(0.1)

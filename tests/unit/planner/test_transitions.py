@@ -46,7 +46,7 @@ def test_an_overload_is_planned_prepared_committed_and_exchanged() -> None:
     planner.start("w0", "w1", "w2")
     planner.tell(p.OverloadRaised(planner.now_s, "o1", 16 * EXTENT))
     assert planner.journal == [Stage.PREPARING]
-    members = sorted(planner.calls(p.Call.PREPARE))
+    members = sorted(planner.calls(p.WorkerCall.PREPARE))
     assert len(members) == 2
     assert planner.core.layout.epoch == 1, "nothing has changed for anybody"
 
@@ -57,7 +57,7 @@ def test_an_overload_is_planned_prepared_committed_and_exchanged() -> None:
     assert planner.stored is not None
     assert planner.stored.layout.epoch == planner.core.layout.epoch == 2
     assert sorted(len(group.members) for group in planner.core.layout.groups) == [1, 2]
-    assert sorted(planner.calls(p.Call.COMMIT)) == members
+    assert sorted(planner.calls(p.WorkerCall.COMMIT)) == members
 
     planner.answer(Phase.EXCHANGING, *members)
     planner.answer(Phase.DONE, *members)
@@ -101,7 +101,7 @@ def test_a_member_that_cannot_prepare_takes_everything_back() -> None:
     planner.answer(Phase.PREPARED, "w0")
     planner.answer(Phase.FAILED, "w1", why="too little memory")
     assert planner.journal == [Stage.PREPARING, Stage.ABORTING]
-    assert planner.calls(p.Call.ABORT) == ["w0", "w1"]
+    assert planner.calls(p.WorkerCall.ABORT) == ["w0", "w1"]
     planner.answer(Phase.ABORTED, "w0", "w1")
     assert planner.journal[-1] is Stage.ABORTED
     assert planner.shape == ["w0[0:4]", "w1[0:4]"]
@@ -113,7 +113,7 @@ def test_members_that_stay_silent_are_waited_for_in_vain() -> None:
     planner.start("w0", "w1")
     planner.drop("w0", "w1")
     planner.wait(1.0)
-    assert planner.calls(p.Call.PREPARE).count("w0") > 10, "asked again and again"
+    assert planner.calls(p.WorkerCall.PREPARE).count("w0") > 10, "asked again and again"
     planner.wait(9.5)
     assert planner.journal[-1] is Stage.ABORTING
     assert "not prepared within 10 s" in planner.core.conductor.records()[0].journal.failure
@@ -258,7 +258,7 @@ def test_another_layout_than_planned_on_is_a_conflict_and_nobody_is_told() -> No
     planner.outcomes = [p.WriteOutcome.CONFLICT]
     planner.drop("w0", "w1")
     assert planner.journal == []
-    assert not planner.calls(p.Call.PREPARE)
+    assert not planner.calls(p.WorkerCall.PREPARE)
     refused = [c for c in planner.said if isinstance(c, p.RefuseChange)]
     assert [c.refusal for c in refused] == [p.ChangeRefusal.NOT_POSSIBLE]
 
@@ -282,7 +282,7 @@ def test_a_burst_that_returns_aborts_the_restore() -> None:
     planner.load = replace(LOAD, used_block_count=0, running_count=0)
     planner.tell(p.ReliefRaised(planner.now_s, "r1"))
     assert planner.journal[-1] is Stage.PREPARING
-    call = next(c for c in reversed(planner.said) if isinstance(c, p.CallMember) and c.call is p.Call.PREPARE)
+    call = next(c for c in reversed(planner.said) if isinstance(c, p.CallMember) and c.call is p.WorkerCall.PREPARE)
     assert call.journal.kind is TransitionKind.RESTORE
     assert call.sources, "each missing layer has a holder"
     planner.tell(p.OverloadRaised(planner.now_s, "o2", EXTENT))

@@ -7,7 +7,7 @@ all-reduces) and `data/profiling/network/{a100,h100}_dgx/all_reduce.csv`, all ra
 
 import pytest
 
-from sim.cost import Roofline
+from sim.cost import SimRoofline
 from sim.hardware import Cluster, Gpu, ModelSpec, find_gpu, timings
 from sim.shapes import spec_of_config
 
@@ -93,8 +93,8 @@ def _spec(model: str, gpu: Gpu, ranks: int) -> ModelSpec:
     return spec_of_config(model, config, gpu).model_copy(update={"gpus_per_instance": ranks})
 
 
-def _roofline(model: str, gpu: Gpu, ranks: int) -> Roofline:
-    return Roofline(_spec(model, gpu, ranks), Cluster(gpu=gpu, gpu_count=8, gpus_per_host=8), timings())
+def _roofline(model: str, gpu: Gpu, ranks: int) -> SimRoofline:
+    return SimRoofline(_spec(model, gpu, ranks), Cluster(gpu=gpu, gpu_count=8, gpus_per_host=8), timings())
 
 
 @pytest.mark.parametrize("row", _LAYERS_MS.split("\n")[1:-1])

@@ -8,9 +8,9 @@ from ballast.common.cost import Chunk
 from ballast.common.errors import ConfigError
 from services.worker.core.batch import Batch, Slice
 from sim.clock import Clock
-from sim.cost import Roofline, fitted
+from sim.cost import SimRoofline, fitted
 from sim.hardware import ELEMENT_BYTES, find_cluster, find_model, gpus, models, timings
-from sim.network import Bulk, Endpoint, Network
+from sim.network import Bulk, Network, NetworkEndpoint
 
 
 def batch(*shares: tuple[int, int]) -> Batch:
@@ -19,8 +19,8 @@ def batch(*shares: tuple[int, int]) -> Batch:
     return Batch(1, (), (), tuple(slices))
 
 
-def roofline(model: str, cluster: str) -> Roofline:
-    return Roofline(find_model(model), find_cluster(cluster), timings())
+def roofline(model: str, cluster: str) -> SimRoofline:
+    return SimRoofline(find_model(model), find_cluster(cluster), timings())
 
 
 def test_every_figure_has_a_source() -> None:
@@ -62,7 +62,7 @@ def test_an_exchange_of_33_gb_takes_1_3_s() -> None:
     clock, gpu = Clock(), find_cluster("8xA800").gpu
     network = Network(clock, latency_s=0.0, chunk_bytes=1.0, rate_fraction=timings().link_fraction)
     for host, name in enumerate("ab"):
-        network.add(Endpoint(name, host, gpu.nic_bytes_per_s, gpu.scale_up_bytes_per_s))
+        network.add(NetworkEndpoint(name, host, gpu.nic_bytes_per_s, gpu.scale_up_bytes_per_s))
     for source, to in ("ab", "ba"):
         network.transfer(source, to, 16_500_000_000, Bulk.KV, lambda: None)
     while clock.step():

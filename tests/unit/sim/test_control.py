@@ -12,7 +12,7 @@ from sim.clock import Clock
 from sim.jobs.simulation import WorkerSize, production_rules
 from sim.lines import Lines
 from sim.monitoring import MonitorNode, Monitors, Reporter
-from sim.state import Delays, Site, StateServer
+from sim.state import Delays, SimStateServer, Site
 from tests.support.reporting_worker import load_report, model_info
 
 DELAYS = Delays(rpc_s=0.001, state_s=0.001)
@@ -34,7 +34,7 @@ def test_a_jump_of_the_demand_is_reported_at_once(monkeypatch: pytest.MonkeyPatc
 
     rules = production_rules(WorkerSize()).monitor
     lines = Lines(clock)
-    site = Site(clock, DELAYS, lines, StateServer(clock, DELAYS, lines))
+    site = Site(clock, DELAYS, lines, SimStateServer(clock, DELAYS, lines))
     monitor = MonitorNode(site, rules, 1.0, listens)
     feed = monitor.feed
 
@@ -81,7 +81,7 @@ def test_a_large_cluster_reports_as_seldom_as_the_real_monitor_asks(monkeypatch:
             return load_report(10)
 
     lines = Lines(clock)
-    site = Site(clock, DELAYS, lines, StateServer(clock, DELAYS, lines))
+    site = Site(clock, DELAYS, lines, SimStateServer(clock, DELAYS, lines))
     monitor = MonitorNode(site, production_rules(WorkerSize()).monitor, 1.0, lambda worker, life: True)
     feed = monitor.feed
 

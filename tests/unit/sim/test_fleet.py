@@ -5,13 +5,13 @@ import random
 import pytest
 
 from benchmarks.packing import against_the_paper, arrivals, cells, lengths, table
-from sim.fleet import PLACEMENTS, Fleet, Outcome, jobs_of
+from sim.fleet import PLACEMENTS, FleetOutcome, SimFleet, jobs_of
 from sim.hardware import find_cluster, find_model, timings
 
 
-def outcome(placement: str, seconds: float = 150.0) -> Outcome:
+def outcome(placement: str, seconds: float = 150.0) -> FleetOutcome:
     rng = random.Random(1)
-    fleet = Fleet(find_model("Llama-2-7B"), find_cluster("8xRTX-4090"), timings(), PLACEMENTS[placement])
+    fleet = SimFleet(find_model("Llama-2-7B"), find_cluster("8xRTX-4090"), timings(), PLACEMENTS[placement])
     return fleet.run(jobs_of(arrivals(1.1, seconds, 1), lambda: lengths(rng), fleet.capacity))
 
 

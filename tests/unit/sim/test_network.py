@@ -3,7 +3,7 @@
 import pytest
 
 from sim.clock import Clock
-from sim.network import Bulk, Endpoint, Network
+from sim.network import Bulk, Network, NetworkEndpoint
 
 
 class Net:
@@ -11,7 +11,7 @@ class Net:
         self.clock = Clock()
         self.network = Network(self.clock, latency_s=0.5, chunk_bytes=10.0, coordinated=coordinated)
         for name, host in (("a", 0), ("b", 1), ("c", 2), ("d", 2)):
-            self.network.add(Endpoint(name, host, 100.0, 1000.0))
+            self.network.add(NetworkEndpoint(name, host, 100.0, 1000.0))
         self.network.add_source("disk", 50.0)
         self.seen: dict[str, float] = {}
 

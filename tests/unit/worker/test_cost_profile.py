@@ -10,19 +10,19 @@ import pytest
 from ballast.common.cost import CostModel
 from ballast.common.errors import ConfigError
 from services.worker.cost_profile import (
-    Copies,
+    CopyCosts,
     CostProfile,
     Costs,
     Errors,
     HeldOut,
-    Link,
+    LinkCosts,
     ProfileKey,
     now,
     read_matching,
     read_profile,
     write_profile,
 )
-from services.worker.policy.cost_fit import ErrorSummary, Form, StageCosts
+from services.worker.policy.cost_fit import CostForm, ErrorSummary, StageCosts
 
 KEY = ProfileKey(
     architecture="llama",
@@ -51,10 +51,10 @@ def make_profile() -> CostProfile:
         key=KEY,
         costs=Costs.of(STAGES),
         sample_count=80,
-        held_out={form: HeldOut(without_prefix=errors, with_prefix=errors) for form in Form},
-        link=Link(bandwidth_bytes_per_s=1e9, latency_s=1e-4),
+        held_out={form: HeldOut(without_prefix=errors, with_prefix=errors) for form in CostForm},
+        link=LinkCosts(bandwidth_bytes_per_s=1e9, latency_s=1e-4),
         remap_s_per_gb=0.01,
-        copies=Copies(to_device_bytes_per_s=5e9, from_device_bytes_per_s=5e9),
+        copies=CopyCosts(to_device_bytes_per_s=5e9, from_device_bytes_per_s=5e9),
     )
 
 

@@ -4,9 +4,9 @@ import pytest
 
 from ballast.common.errors import ConfigError, Unavailable
 from ballast.common.ids import WorkerId
-from services.worker.store import Gpu, claimed_device, claimed_devices
+from services.worker.store import StoredGpu, claimed_device, claimed_devices
 
-GPUS = [Gpu("cuda:0", "GPU-a"), Gpu("cuda:1", "GPU-b")]
+GPUS = [StoredGpu("cuda:0", "GPU-a"), StoredGpu("cuda:1", "GPU-b")]
 
 
 class Leases:
@@ -62,7 +62,7 @@ async def test_a_state_server_that_never_answers_ends_the_wait(monkeypatch: pyte
 
 
 async def test_an_instance_of_several_ranks_gets_a_gpu_for_each() -> None:
-    leases, gpus = Leases(), [*GPUS, Gpu("cuda:2", "GPU-c")]
+    leases, gpus = Leases(), [*GPUS, StoredGpu("cuda:2", "GPU-c")]
     async with claimed_devices("cuda:auto", 2, lambda: gpus, leases, WorkerId("w0")) as devices:
         assert devices == ("cuda:0", "cuda:1")
         assert set(leases.holders.values()) == {"w0"}

@@ -25,7 +25,7 @@ from torch.distributed import PrefixStore, Store, Work
 
 from ballast.common.errors import ConfigError
 from services.worker.links.channels.tcp import TcpChannel
-from services.worker.links.channels.turns import Lane, Turns
+from services.worker.links.channels.turns import ChannelTurns, Lane
 from services.worker.links.copies import HOST
 from services.worker.links.ports import ChannelBroken, Channels, Pending
 from services.worker.links.store import PairStore
@@ -44,7 +44,7 @@ UNWATCHED = {
 _EVER = timedelta(hours=1)  # links have timeouts of their own
 
 
-class Group(Protocol):
+class NcclGroup(Protocol):
     """The methods of ProcessGroupNCCL used here; torch's stubs lack them."""
 
     def eager_connect_single_device(self, device: torch.device) -> None: ...
@@ -62,7 +62,7 @@ class Group(Protocol):
     def shutdown(self) -> None: ...
 
 
-class Stream(Protocol):
+class NcclStream(Protocol):
     """The stream on which a communicator's payloads are ordered."""
 
     def current(self) -> AbstractContextManager[object]: ...
@@ -73,9 +73,9 @@ class Stream(Protocol):
 
 
 class NcclMover:
-    """A communicator. See `turns.Mover`."""
+    """A communicator. See `turns.TurnMover`."""
 
-    def __init__(self, group: Group, stream: Stream, rank: int) -> None:
+    def __init__(self, group: NcclGroup, stream: NcclStream, rank: int) -> None:
         self._group = group
         self._stream = stream
         self._peer = 1 - rank
@@ -117,7 +117,7 @@ class CudaStream:
 class NcclChannel:
     """One lane. See `links.ports.Channel`."""
 
-    def __init__(self, frames: TcpChannel, turns: Turns, lane: Lane, device: torch.device) -> None:
+    def __init__(self, frames: TcpChannel, turns: ChannelTurns, lane: Lane, device: torch.device) -> None:
         self.device = device
         self._frames = frames
         self._turns = turns
@@ -157,8 +157,8 @@ class NcclTransport:
     def __init__(
         self,
         device: torch.device,
-        make_group: Callable[[Store, int, float], Group] | None = None,
-        make_stream: Callable[[torch.device], Stream] = CudaStream,
+        make_group: Callable[[Store, int, float], NcclGroup] | None = None,
+        make_stream: Callable[[torch.device], NcclStream] = CudaStream,
     ) -> None:
         if make_group is None and device.type != "cuda":
             raise ConfigError("worker.transport", f"nccl moves memory of GPUs, not of {device}; use tcp")
@@ -172,7 +172,7 @@ class NcclTransport:
     def open(self, sockets: Sequence[socket.socket], name: str, rank: int, within_s: float) -> Channels:
         store_socket, turns_socket, *lanes = sockets
         store = PairStore(store_socket)
-        group: Group | None = None
+        group: NcclGroup | None = None
         try:
             with store.expiring(time.monotonic() + within_s):
                 group = self._make_group(PrefixStore(name, store), rank, 2 * within_s)
@@ -182,7 +182,7 @@ class NcclTransport:
                 group.abort()
             store.close()
             raise ChannelBroken(f"{name}: {error}") from error
-        turns = Turns(turns_socket, NcclMover(group, self._make_stream(self._device), rank), rank, name)
+        turns = ChannelTurns(turns_socket, NcclMover(group, self._make_stream(self._device), rank), rank, name)
         urgent, bulk = (
             NcclChannel(TcpChannel(connection), turns, lane, self._device)
             for lane, connection in zip(Lane, lanes, strict=True)
@@ -204,11 +204,11 @@ def refuse_one_device(store: Store, rank: int, uuid: str) -> None:
         raise ChannelBroken(f"both workers are on GPU {uuid}, which NCCL refuses: set --transport tcp for both")
 
 
-def _nccl_group(device: torch.device, store: Store, rank: int, timeout_s: float) -> Group:
+def _nccl_group(device: torch.device, store: Store, rank: int, timeout_s: float) -> NcclGroup:
     from torch.distributed import ProcessGroupNCCL  # missing from torch builds without GPUs
 
     refuse_one_device(store, rank, str(torch.cuda.get_device_properties(device).uuid))
     options = ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
     options.config.max_ctas = _MOST_CTAS
-    return cast(Group, ProcessGroupNCCL(store, rank, 2, options))
+    return cast(NcclGroup, ProcessGroupNCCL(store, rank, 2, options))

@@ -29,7 +29,7 @@ _TIMEVAL = struct.Struct("@ll")
 _FIRST_BYTES = _LENGTH.size + HEADER_BYTES  # minimum length of a frame
 
 
-class _Sending:
+class _TcpSend:
     def __init__(self, channel: "TcpChannel", parts: list[memoryview]) -> None:
         self._channel = channel
         self.parts = parts  # still to be sent
@@ -38,7 +38,7 @@ class _Sending:
         self._channel.push(self, timeout_s)
 
 
-class _Frame:
+class _TcpFrame:
     def __init__(self, channel: "TcpChannel", buffer: memoryview) -> None:
         self._channel = channel
         self._buffer = buffer
@@ -69,7 +69,7 @@ class TcpChannel:
         self._writing = Condition()  # notified when no thread is sending
         self._pushing = False  # a thread sends the first unsent item, without the lock
         self._reading = Lock()
-        self._unsent: deque[_Sending] = deque()
+        self._unsent: deque[_TcpSend] = deque()
         self._payloads: deque[_Payload] = deque()  # posted and not read; they precede any other frame
         self._first = memoryview(bytearray(_FIRST_BYTES))  # of the frame being read
         self._timeouts_s = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}  # set on the socket
@@ -77,15 +77,15 @@ class TcpChannel:
 
     # ------------------------------------------------------------ sending
 
-    def send_frame(self, frame: torch.Tensor) -> _Sending:
+    def send_frame(self, frame: torch.Tensor) -> _TcpSend:
         data = _memory(frame)
         return self._send([memoryview(_LENGTH.pack(data.nbytes)), data])
 
-    def send_payload(self, payload: torch.Tensor) -> _Sending:
+    def send_payload(self, payload: torch.Tensor) -> _TcpSend:
         return self._send([_memory(payload)])
 
-    def _send(self, parts: list[memoryview]) -> _Sending:
-        sending = _Sending(self, parts)
+    def _send(self, parts: list[memoryview]) -> _TcpSend:
+        sending = _TcpSend(self, parts)
         with self._writing:
             if self._aborted:
                 raise ChannelBroken(self._aborted)
@@ -95,7 +95,7 @@ class TcpChannel:
                     break
         return sending
 
-    def push(self, sending: _Sending, timeout_s: float) -> None:
+    def push(self, sending: _TcpSend, timeout_s: float) -> None:
         """Send until this item, and all before it, are gone. Other threads may post meanwhile, and
         wait for their turn.
         """
@@ -118,7 +118,7 @@ class TcpChannel:
                 self._sent(first, count)
                 self._writing.notify_all()
 
-    def _try(self, sending: _Sending, flags: int) -> int:
+    def _try(self, sending: _TcpSend, flags: int) -> int:
         """Bytes that the socket has accepted."""
         try:
             return self._out.sendmsg(sending.parts, (), flags)
@@ -128,7 +128,7 @@ class TcpChannel:
             self._aborted = self._aborted or f"the connection has ended: {error}"
             return 0
 
-    def _sent(self, first: _Sending, count: int) -> bool:
+    def _sent(self, first: _TcpSend, count: int) -> bool:
         """Account for bytes sent of the first item; returns True if it is complete. Called with the lock."""
         parts = first.parts
         while parts and count >= parts[0].nbytes:
@@ -141,8 +141,8 @@ class TcpChannel:
 
     # ------------------------------------------------------------ receiving: one thread
 
-    def post_frame(self, buffer: torch.Tensor) -> _Frame:
-        return _Frame(self, _memory(buffer))
+    def post_frame(self, buffer: torch.Tensor) -> _TcpFrame:
+        return _TcpFrame(self, _memory(buffer))
 
     def post_payload(self, buffer: torch.Tensor) -> _Payload:
         payload = _Payload(self, _memory(buffer))

@@ -42,7 +42,7 @@ class Lane(IntEnum):
     BULK = 1
 
 
-class Mover(Protocol):
+class TurnMover(Protocol):
     """Moves several payloads each way at a time. Called by one thread, except `abort`."""
 
     def move(self, out: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
@@ -63,7 +63,7 @@ class Mover(Protocol):
 class Posted:
     """A payload until it has been sent or received."""
 
-    def __init__(self, turns: Turns, tensor: torch.Tensor) -> None:
+    def __init__(self, turns: ChannelTurns, tensor: torch.Tensor) -> None:
         self._turns = turns
         self.tensor: torch.Tensor | None = tensor
         self.is_done = False
@@ -72,10 +72,10 @@ class Posted:
         self._turns.wait(self, timeout_s)
 
 
-class Turns:
+class ChannelTurns:
     """State shared by two lanes; `rank` 0 decides. Takes over the socket."""
 
-    def __init__(self, connection: socket.socket, mover: Mover, rank: int, name: str) -> None:
+    def __init__(self, connection: socket.socket, mover: TurnMover, rank: int, name: str) -> None:
         self._connection = connection
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         with suppress(OSError):  # not a TCP socket

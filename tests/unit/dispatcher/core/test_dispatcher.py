@@ -14,7 +14,7 @@ from tests.support.dispatcher_core import FULL, Answer, Story, delivered, finish
 
 def test_a_request_is_placed_relayed_and_finished_once() -> None:
     story = Story("a")
-    [place] = story.submit("r").of(d.Place)
+    [place] = story.submit("r").of(d.PlaceOnWorker)
     assert (place.worker, place.attempt, place.output_token_ids, place.delivered_text_chars) == (key("a"), 1, (), 0)
     story.now_s = 2.0
     [deliver] = story.step("a", {"r": [7, 8]}, texts=["xy"]).of(d.Deliver)
@@ -40,7 +40,7 @@ def test_tokens_and_ending_in_one_message_come_in_order() -> None:
 def test_a_worker_is_told_less_time_than_is_left() -> None:
     story = Story("a")
     story.now_s = 10.0
-    [place] = story.submit("r", deadline_at_s=12.0).of(d.Place)
+    [place] = story.submit("r", deadline_at_s=12.0).of(d.PlaceOnWorker)
     assert 1.9 < place.deadline_s < 2.0
 
 
@@ -143,7 +143,7 @@ def test_small_requests_overtake_a_large_one_until_its_patience_ends() -> None:
     assert story.submit("small").places == [("small", "a")]
     assert story.core.next_timer_s() == pytest.approx(2.0)
     story.now_s = 2.0
-    assert story.handle(d.Tick(2.0)).places == [("large", "a")]
+    assert story.handle(d.DispatcherTick(2.0)).places == [("large", "a")]
     # Its need counts now: nothing more runs before it, so it cannot starve.
     story.step("a", report=load(used_block_count=42, running_count=3, waiting_count=1, waiting_block_count=31))
     story.submit("next")
@@ -161,7 +161,7 @@ def test_patience_has_ended_when_its_timer_rings() -> None:
     due_at_s = story.core.next_timer_s()
     assert due_at_s is not None
     story.now_s = due_at_s
-    assert story.handle(d.Tick(due_at_s)).places == [("large", "a")]
+    assert story.handle(d.DispatcherTick(due_at_s)).places == [("large", "a")]
 
 
 def test_a_large_request_that_fits_elsewhere_does_not_wait() -> None:
@@ -185,7 +185,7 @@ def test_a_lost_workers_requests_go_on_elsewhere_behind_their_tokens() -> None:
     story.adopt(key("a"), key("b"))
     story.connect("b")
     old_handle = story.handle_of("r")
-    [place] = story.lose("a").of(d.Place)
+    [place] = story.lose("a").of(d.PlaceOnWorker)
     assert (place.worker, place.attempt) == (key("b"), 2)
     assert (place.output_token_ids, place.delivered_text_chars) == ((5, 6, 7), 3)
     late = story.raw_step("a", {old_handle: [8]})
@@ -227,7 +227,7 @@ def test_losing_a_worker_twice_is_the_same_as_once() -> None:
 def test_a_worker_that_connects_anew_has_forgotten_what_it_had() -> None:
     story = Story("a")
     story.submit("r")
-    assert [p.attempt for p in story.connect("a").of(d.Place)] == [2]
+    assert [p.attempt for p in story.connect("a").of(d.PlaceOnWorker)] == [2]
 
 
 def test_an_engine_error_is_tried_elsewhere_unless_the_request_is_at_fault() -> None:
@@ -235,7 +235,7 @@ def test_an_engine_error_is_tried_elsewhere_unless_the_request_is_at_fault() -> 
     story.submit("r")
     story.submit("bad")
     broken = d.Ending(story.handle_of("r"), FinishReason.ERROR, error="step failed")
-    assert [p.attempt for p in story.step("a", endings=[broken]).of(d.Place)] == [2]
+    assert [p.attempt for p in story.step("a", endings=[broken]).of(d.PlaceOnWorker)] == [2]
     invalid = d.Ending(story.handle_of("bad"), FinishReason.ERROR, error="too long", invalid=True)
     assert story.step("a", endings=[invalid]).errors == {"bad": "InvalidRequest"}
 
@@ -306,7 +306,7 @@ def test_a_refused_request_waits_a_moment_and_is_no_replay() -> None:
     assert answer.commands == []
     assert story.core.next_timer_s() == pytest.approx(0.05)
     story.now_s = 0.06
-    [place] = story.handle(d.Tick(0.06)).of(d.Place)
+    [place] = story.handle(d.DispatcherTick(0.06)).of(d.PlaceOnWorker)
     assert (place.attempt, story.core.replay_count) == (2, 0)
 
 
@@ -378,9 +378,9 @@ def test_a_deadline_ends_a_request_wherever_it_is() -> None:
     story.submit("waiting", deadline_at_s=1.5)
     assert story.core.next_timer_s() == 1.0
     handle = story.handle_of("running")
-    early = story.handle(d.Tick(0.9))
+    early = story.handle(d.DispatcherTick(0.9))
     assert early.commands == []
-    answer = story.handle(d.Tick(2.0))
+    answer = story.handle(d.DispatcherTick(2.0))
     assert answer.of(d.AbortOnWorker) == [d.AbortOnWorker(key("a"), handle)]
     assert answer.errors == {"running": "DeadlineExceeded", "waiting": "DeadlineExceeded"}
     assert story.core.endings == {"deadline": 2}
@@ -398,8 +398,8 @@ def test_without_a_worker_requests_wait_and_then_fail() -> None:
     story.now_s = 5.0
     story.submit("r2")
     assert story.core.next_timer_s() == pytest.approx(10.0)
-    assert story.handle(d.Tick(10.0)).errors == {"r1": "Unavailable"}
-    assert story.handle(d.Tick(15.0)).errors == {"r2": "Unavailable"}
+    assert story.handle(d.DispatcherTick(10.0)).errors == {"r1": "Unavailable"}
+    assert story.handle(d.DispatcherTick(15.0)).errors == {"r2": "Unavailable"}
 
 
 def test_a_worker_that_comes_in_time_gets_what_waited() -> None:
@@ -408,7 +408,7 @@ def test_a_worker_that_comes_in_time_gets_what_waited() -> None:
     story.adopt(key("a"))
     story.now_s = 9.0
     assert story.connect("a").places == [("r", "a")]
-    assert story.handle(d.Tick(11.0)).commands == []
+    assert story.handle(d.DispatcherTick(11.0)).commands == []
 
 
 def test_ended_requests_leave_no_timers_behind() -> None:
@@ -416,7 +416,7 @@ def test_ended_requests_leave_no_timers_behind() -> None:
     for index in range(1000):
         story.submit(f"r{index}", deadline_at_s=1e6 + index)
         story.finish("a", f"r{index}")
-    assert story.handle(d.Tick(2e6)).commands == []
+    assert story.handle(d.DispatcherTick(2e6)).commands == []
     assert story.core.endings == {"length": 1000}
 
 
@@ -444,17 +444,21 @@ def test_a_request_nobody_cancelled_must_not_end_cancelled() -> None:
 def test_draining_refuses_new_requests_and_finishes_old_ones() -> None:
     story = Story("a")
     story.submit("old")
-    story.handle(d.DrainRequested(1.0))
+    story.handle(d.DispatcherDrainRequested(1.0))
     assert story.submit("new").errors == {"new": "Unavailable"}
     assert finishes(story.finish("a", "old")) == {"old": "length"}
 
 
 def test_a_drain_is_taken_back_unless_the_process_is_going_to_end() -> None:
     story = Story("a")
-    story.handle(d.DrainRequested(1.0))
+    story.handle(d.DispatcherDrainRequested(1.0))
     story.handle(d.UndrainRequested(2.0))
     assert not story.submit("new").errors
-    for last in (d.DrainRequested(3.0, for_good=True), d.DrainRequested(3.5), d.UndrainRequested(4.0)):
+    for last in (
+        d.DispatcherDrainRequested(3.0, for_good=True),
+        d.DispatcherDrainRequested(3.5),
+        d.UndrainRequested(4.0),
+    ):
         story.handle(last)
     assert story.submit("newer").errors == {"newer": "Unavailable"}
     story = Story("a")

@@ -2,7 +2,7 @@
 
 from ballast.common.ids import RequestId
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
-from services.dispatcher.core.events import Ending, Request, StepReceived, Submitted
+from services.dispatcher.core.events import Ending, Request, RequestSubmitted, StepReceived
 from tests.support.dispatcher_core import key, load
 
 
@@ -14,7 +14,7 @@ def test_no_event_shows_words_of_a_client() -> None:
         priority=PriorityClass.DEFAULT,
         deadline_at_s=9.0,
     )
-    shown = repr(Submitted(1.0, request))
+    shown = repr(RequestSubmitted(1.0, request))
     assert "r1" in shown
     assert "411" not in shown
     assert "diary" not in shown

@@ -1,7 +1,7 @@
 """Offline requests wait apart from all others, and go only where a worker wants them."""
 
 from ballast.common.sampling import PriorityClass
-from services.dispatcher.core.events import Place, Refuse
+from services.dispatcher.core.events import PlaceOnWorker, Refuse
 from services.dispatcher.core.limits import Limits
 from tests.support.dispatcher_core import Answer, Story, load
 
@@ -70,7 +70,7 @@ def test_offline_requests_of_a_lost_worker_go_to_another_one() -> None:
     assert offline(story, "b0").places == [("b0", "a")]
     assert not story.lose("a").places
     assert [t.request.request_id for t in story.core.feed] == ["b0"]
-    (place,) = story.step("b", report=load(offline_wanted_tokens=10)).of(Place)
+    (place,) = story.step("b", report=load(offline_wanted_tokens=10)).of(PlaceOnWorker)
     assert (place.request.request_id, place.attempt) == ("b0", 2)
 
 

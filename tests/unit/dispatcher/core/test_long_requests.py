@@ -4,7 +4,7 @@ from ballast.common.errors import InvalidRequest, Overloaded
 from ballast.common.ids import RequestId
 from ballast.common.reach import Reach
 from ballast.common.sampling import FinishReason
-from services.dispatcher.core.events import Ending, Fail, Place, ReachTold, Refuse, Tick, Withdrawn
+from services.dispatcher.core.events import DispatcherTick, Ending, Fail, PlaceOnWorker, ReachTold, Refuse, Withdrawn
 from services.dispatcher.core.limits import Limits
 from tests.support.dispatcher_core import Answer, Story, load
 
@@ -93,7 +93,7 @@ def test_what_outgrows_its_instance_waits_with_its_answer() -> None:
     full = Ending(told.handle_of("grows"), FinishReason.ERROR, error="outgrown")
     assert told.step(where, endings=[full]).commands == []
     assert told.core.traffic(1.0).long.count == 1
-    (place,) = paired(told).of(Place)
+    (place,) = paired(told).of(PlaceOnWorker)
     assert place.output_token_ids == (7, 7)
 
 
@@ -111,7 +111,7 @@ def test_reach_shrinks_below_one_that_waits() -> None:
     told.submit("shorter", prompt=2000)
     assert told.handle(ReachTold(1.0, Reach(ALONE, 3000, 2, 2))).commands == [], "what was lost may come back"
     assert told.core.next_timer_s() == 5.0
-    answer = told.handle(Tick(5.0))
+    answer = told.handle(DispatcherTick(5.0))
     assert answer.errors == {"long": "Overloaded"}
     (failed,) = answer.of(Fail)
     assert "3000" in str(failed.error)
@@ -132,7 +132,7 @@ def test_it_waits_for_a_group_for_so_long() -> None:
     told.submit("long", prompt=2 * ALONE)
     assert told.core.next_timer_s() == 60.0
     told.now_s = 60.0
-    (failed,) = told.handle(Tick(60.0)).of(Fail)
+    (failed,) = told.handle(DispatcherTick(60.0)).of(Fail)
     assert isinstance(failed.error, Overloaded)
     assert failed.error.retry_after_s == 60.0
 

@@ -8,10 +8,10 @@ from services.dispatcher.core.events import (
     AbortOnWorker,
     Connect,
     Disconnect,
+    DispatcherTick,
     Ending,
     Fail,
-    Place,
-    Tick,
+    PlaceOnWorker,
     TimeIsUp,
     Withdrawn,
 )
@@ -26,7 +26,7 @@ def test_a_moved_request_goes_on_behind_all_that_was_received() -> None:
     first = story.step("a", {"r": [5, 6]}, texts=["xyz"])
     ending = Ending(story.handle_of("r"), None, moved_to="b")
     last = story.step("a", {"r": [7]}, texts=["é!"], endings=[ending])
-    [place] = last.of(Place)
+    [place] = last.of(PlaceOnWorker)
     assert (place.worker, place.attempt, place.expects_handover) == (key("b"), 2, True)
     assert (place.output_token_ids, place.delivered_text_chars) == ((5, 6, 7), 5)
     rest = story.step("b", {"r": [8]})
@@ -74,7 +74,7 @@ def test_a_request_waits_for_the_stream_to_its_new_worker() -> None:
     assert story.core.moving_count == 1
     assert story.core.next_timer_s() == 5.0
     assert story.merge("a", "b").of(Connect) == [Connect(key("b"), "b:1")]
-    [place] = story.connect("b").of(Place)
+    [place] = story.connect("b").of(PlaceOnWorker)
     assert (place.worker, place.output_token_ids, place.expects_handover) == (key("b"), (1, 2), True)
     assert story.core.move_counts == {"waited": 1}
 
@@ -99,11 +99,11 @@ def test_who_waits_too_long_goes_on_from_the_backlog_without_a_replay() -> None:
     for index in range(6):
         story.submit(f"later{index}")
     story.now_s = 4.9
-    assert story.handle(Tick(4.9)).commands == []
+    assert story.handle(DispatcherTick(4.9)).commands == []
     story.now_s = 5.0
-    story.handle(Tick(5.0))
+    story.handle(DispatcherTick(5.0))
     assert story.core.backlog.slice(0, 1)[0].request.request_id == "r"
-    [place, *_] = story.step("c").of(Place)
+    [place, *_] = story.step("c").of(PlaceOnWorker)
     assert (place.request.request_id, place.output_token_ids, place.expects_handover) == ("r", (1,), False)
     assert story.core.requests[place.request.request_id].replay_count == 0
     assert story.core.move_counts == {"replayed": 1}
@@ -115,7 +115,7 @@ def test_a_new_worker_that_dies_or_restarts_meanwhile_is_not_waited_for() -> Non
         story.merge("ab")
         story.submit("r")
         story.move("a", "r", "b")
-        [place] = story.adopt(*keys).of(Place)
+        [place] = story.adopt(*keys).of(PlaceOnWorker)
         assert (place.worker, place.expects_handover) == (key("a"), False)
 
 
@@ -124,7 +124,7 @@ def test_a_request_may_move_on_before_its_new_worker_has_said_a_word() -> None:
     story.submit("r")
     story.step("a", {"r": [1]})
     assert story.move("a", "r", "b").places == [("r", "b")]
-    [place] = story.move("b", "r", "c").of(Place)
+    [place] = story.move("b", "r", "c").of(PlaceOnWorker)
     assert (place.worker, place.attempt, place.output_token_ids) == (key("c"), 3, (1,))
 
 
@@ -160,7 +160,7 @@ def test_a_request_ends_by_cancel_deadline_or_shutdown_while_it_is_between_worke
     assert cancelled.errors == {"cancelled": "Cancelled"}
     assert not cancelled.of(AbortOnWorker)
     story.now_s = 3.0
-    late = story.handle(Tick(3.0))
+    late = story.handle(DispatcherTick(3.0))
     assert late.errors == {"late": "DeadlineExceeded"}
     [fail] = late.of(Fail)
     assert fail.facts.queue_s == 0.0  # being between workers is not waiting in the backlog
@@ -176,7 +176,7 @@ def test_a_worker_lost_after_a_move_replays_with_the_tokens_of_both() -> None:
     story.step("a", {"r": [1]})
     story.move("a", "r", "b")
     story.step("b", {"r": [2]})
-    [place] = story.lose("b").of(Place)
+    [place] = story.lose("b").of(PlaceOnWorker)
     assert (place.output_token_ids, place.expects_handover) == ((1, 2), False)
 
 
@@ -331,7 +331,7 @@ def test_a_request_that_ends_between_two_workers_is_not_submitted_to_the_second(
     assert withdraw(story, "r") == []
     assert story.core.moving_count == 0
     story.adopt(key("a"), key("b"))
-    assert story.connect("b").of(Place) == []
+    assert story.connect("b").of(PlaceOnWorker) == []
 
 
 def test_a_former_leader_is_let_go_once_its_last_request_is_aborted() -> None:

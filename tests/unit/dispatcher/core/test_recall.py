@@ -8,7 +8,7 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.ids import RequestId
 from ballast.common.load import LoadReport
 from ballast.common.sampling import FinishReason, PriorityClass
-from services.dispatcher.core.events import AbortOnWorker, Ending, Place, Withdrawn
+from services.dispatcher.core.events import AbortOnWorker, Ending, PlaceOnWorker, Withdrawn
 from services.dispatcher.core.placement import PlacementRules
 from tests.support.dispatcher_core import FULL, Story, finishes, key, load
 
@@ -123,7 +123,7 @@ def test_what_was_preempted_is_asked_back_at_once_when_another_one_has_room_and_
     assert asked_back(story, "a") == [AbortOnWorker(key("a"), handle)]
     assert not asked_back(story, "a"), "asked once"
     given_back = story.step("a", {"late": [5]}, endings=[Ending(handle, FinishReason.CANCELLED)], report=FULL)
-    [place] = given_back.of(Place)
+    [place] = given_back.of(PlaceOnWorker)
     assert (place.worker, tuple(place.output_token_ids)) == (key("b"), (1, 2, 3, 4, 5))
     assert story.core.replay_count == 0
     assert story.core.recall_count == 1

@@ -1,7 +1,7 @@
 """Requests that another dispatcher was serving, when their clients go on with them here."""
 
 from ballast.common.sampling import FinishReason, PriorityClass
-from services.dispatcher.core.events import Deliver, Ending, Finish, Place
+from services.dispatcher.core.events import Deliver, Ending, Finish, PlaceOnWorker
 from services.dispatcher.core.limits import Limits
 from services.dispatcher.core.story import What
 from tests.support.dispatcher_core import Story, load
@@ -11,7 +11,7 @@ FULL_QUEUE = load(used_block_count=64, running_count=8, waiting_count=2, waiting
 
 def test_it_goes_on_behind_what_its_client_has() -> None:
     story = Story("a")
-    [place] = story.submit("r", answer=[5, 6, 7], max_tokens=5, taken_over=True).of(Place)
+    [place] = story.submit("r", answer=[5, 6, 7], max_tokens=5, taken_over=True).of(PlaceOnWorker)
     assert (place.output_token_ids, place.delivered_text_chars, place.attempt) == ((5, 6, 7), 3, 1)
     assert not place.expects_handover
     answer = story.step("a", {"r": [8, 9]}, endings=[Ending(story.handle_of("r"), FinishReason.LENGTH)])
@@ -26,9 +26,9 @@ def test_it_goes_on_behind_what_its_client_has() -> None:
 
 def test_a_worker_that_is_lost_afterwards_costs_no_token_either() -> None:
     story = Story("a", "b")
-    [first] = story.submit("r", answer=[5, 6], taken_over=True).of(Place)
+    [first] = story.submit("r", answer=[5, 6], taken_over=True).of(PlaceOnWorker)
     story.step(first.worker.worker_id, {"r": [7]}, texts=["x"])
-    [second] = story.lose(first.worker.worker_id).of(Place)
+    [second] = story.lose(first.worker.worker_id).of(PlaceOnWorker)
     assert (second.output_token_ids, second.delivered_text_chars, second.attempt) == ((5, 6, 7), 3, 2)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from services.jobs.core.batch import State
+from services.jobs.core.batch import BatchState
 from services.jobs.core.lines import Checker, answered, request_of, unrun
 
 URL = "/v1/chat/completions"
@@ -86,6 +86,6 @@ def test_results_have_openais_form() -> None:
         "response": {"status_code": 400, "request_id": "req", "body": {"error": {"message": "no\nyes"}}},
         "error": None,
     }
-    for outcome, code in ((State.EXPIRED, "batch_expired"), (State.CANCELLED, "batch_cancelled")):
+    for outcome, code in ((BatchState.EXPIRED, "batch_expired"), (BatchState.CANCELLED, "batch_cancelled")):
         said = json.loads(unrun("id", "a", outcome))
         assert (said["response"], said["error"]["code"]) == (None, code)

@@ -3,12 +3,12 @@
 import random
 from collections import Counter
 
-from services.jobs.core.lines import Line
+from services.jobs.core.lines import JobLine
 from services.jobs.core.queue import Pick, Queue
 
 
-def lines(count: int, first: int = 1) -> list[Line]:
-    return [Line(number, f"l{number}", 0, 1) for number in range(first, first + count)]
+def lines(count: int, first: int = 1) -> list[JobLine]:
+    return [JobLine(number, f"l{number}", 0, 1) for number in range(first, first + count)]
 
 
 def filled(**batches: tuple[str, int]) -> Queue:

@@ -2,17 +2,17 @@
 
 import pytest
 
-from services.jobs.core.verdict import Again, Keep, of_answer, of_broken_call, of_no_connection, of_timeout
+from services.jobs.core.verdict import Again, KeepResult, of_answer, of_broken_call, of_no_connection, of_timeout
 
 
 @pytest.mark.parametrize("status", [200, 201])
 def test_an_answer_is_the_result(status: int) -> None:
-    assert of_answer(status, None, 0) == Keep(is_success=True)
+    assert of_answer(status, None, 0) == KeepResult(is_success=True)
 
 
 @pytest.mark.parametrize("status", [400, 404, 413, 422])
 def test_a_line_at_fault_is_not_sent_again(status: int) -> None:
-    assert of_answer(status, None, 0) == Keep(is_success=False)
+    assert of_answer(status, None, 0) == KeepResult(is_success=False)
 
 
 @pytest.mark.parametrize(("status", "why"), [(429, "busy"), (503, "busy"), (504, "deadline"), (401, "no_rights")])
@@ -36,7 +36,7 @@ def test_errors_are_tried_five_times_with_growing_pauses(status: int) -> None:
         assert said.counts
         pauses.append(said.after_s)
     assert pauses == [1.0, 2.0, 4.0, 8.0]
-    assert of_answer(status, None, 4) == Keep(is_success=False)
+    assert of_answer(status, None, 4) == KeepResult(is_success=False)
 
 
 def test_calls_without_an_answer() -> None:

@@ -10,9 +10,17 @@ from ballast.common.cost import CostModel
 from ballast.common.ids import GroupId, WorkerId
 from ballast.common.traffic import Pace, Traffic
 from services.planner.policy.candidates import Running
-from services.planner.policy.compare import Comparison, Targets, compare, compare_restore, loss_of
+from services.planner.policy.compare import Comparison, ComparisonTargets, compare, compare_restore, loss_of
 from services.planner.policy.drop import plan_of
-from services.planner.policy.fluid_model import Future, Kind, Machine, Prediction, bubbles, look_ahead, token_s
+from services.planner.policy.fluid_model import (
+    FluidMachine,
+    Future,
+    GroupKind,
+    Prediction,
+    bubbles,
+    look_ahead,
+    token_s,
+)
 from services.planner.policy.snapshot import GroupState, InstanceState, ModelShape, Snapshot
 
 LAYERS = 48
@@ -28,7 +36,7 @@ COST = CostModel(
     attention_s=8e-9, token_s=0.0, chunk_s=0.028, shared_s=0.028, prefix_s=1.8e-7, many_s=0.0, beyond_s=1.6e-4
 )
 PACE = Pace(COST, LAYERS, 2048)
-MACHINE = Machine(pace=PACE, layer_count=LAYERS, max_running_count=256)
+MACHINE = FluidMachine(pace=PACE, layer_count=LAYERS, max_running_count=256)
 BLOCKS = SHAPE.block_count(BUDGET_BYTES, 0, LAYERS)
 
 
@@ -48,9 +56,9 @@ def running(snapshot: Snapshot, each: int) -> Snapshot:
     return replace(snapshot, groups=tuple(group._replace(running_count=each) for group in snapshot.groups))
 
 
-def kind(stages: int, count: int, blocks: int, requests: float, used: float) -> Kind:
+def kind(stages: int, count: int, blocks: int, requests: float, used: float) -> GroupKind:
     tokens = SHAPE.block_tokens
-    return Kind(
+    return GroupKind(
         stages=stages,
         group_count=count,
         capacity_tokens=count * blocks * tokens,
@@ -340,7 +348,7 @@ def test_parameters_do_not_come_back_under_load_where_that_betters_nothing() -> 
     easy = compare_restore(snapshot, Running(256, 0), calm, PACE, restored)
     stay, whole = (one.prediction for one in easy.candidates)
     assert whole.tpot_s == pytest.approx(stay.tpot_s, rel=0.08), "as good"
-    strict = Targets(ttft_s=stay.ttft_p99_s / 2, tpot_s=stay.tpot_s / 2)
+    strict = ComparisonTargets(ttft_s=stay.ttft_p99_s / 2, tpot_s=stay.tpot_s / 2)
     assert compare_restore(snapshot, Running(256, 0), calm, PACE, restored, strict).chosen.name == "stay"
 
 
@@ -367,7 +375,7 @@ def test_a_pipeline_does_not_dissolve_while_more_runs_in_it_than_its_members_tak
 
 def test_a_target_that_is_met_is_not_bettered() -> None:
     snapshot = running(alone(EIGHT, BLOCKS - 5), 24)
-    assert compare(snapshot, Running(256, 4), LONG, PACE, Targets(ttft_s=1000.0)).chosen.merges == ()
+    assert compare(snapshot, Running(256, 4), LONG, PACE, ComparisonTargets(ttft_s=1000.0)).chosen.merges == ()
 
 
 def test_an_empty_cluster_makes_no_trouble() -> None:
@@ -494,7 +502,9 @@ def test_costs_that_nobody_can_have_take_no_longer_to_compare() -> None:
 
 
 def lost(prediction_s: float, share: float, tpot_s: float = 0.04) -> float:
-    return loss_of(Prediction(prediction_s, prediction_s, tpot_s, share, share), Targets(ttft_s=0.5, tpot_s=0.03))
+    return loss_of(
+        Prediction(prediction_s, prediction_s, tpot_s, share, share), ComparisonTargets(ttft_s=0.5, tpot_s=0.03)
+    )
 
 
 def test_of_waits_far_beyond_the_target_their_share_counts_and_not_their_length() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from ballast.common.traffic import Traffic
 from services.planner.policy.candidates import Candidates, Running
-from services.planner.policy.compare import Comparison, Targets, compare_sizes
+from services.planner.policy.compare import Comparison, ComparisonTargets, compare_sizes
 from services.planner.policy.reserve import Jumps, Reserve, home_tokens, kinds, more
 from tests.unit.planner.policy.test_compare import BLOCKS, EIGHT, PACE, SHAPE, alone, running
 
@@ -33,7 +33,7 @@ def sized(
 ) -> Comparison:
     """`used`: share of the memory."""
     snapshot = running(alone(names, round(used * BLOCKS)), each)
-    return compare_sizes(snapshot, Running(256, 0), traffic, PACE, reserve, may_shrink=may, targets=Targets())
+    return compare_sizes(snapshot, Running(256, 0), traffic, PACE, reserve, may_shrink=may, targets=ComparisonTargets())
 
 
 def test_where_little_is_wanted_one_less_is_enough_and_only_if_it_may() -> None:
@@ -51,7 +51,7 @@ def test_one_less_of_unlike_instances_leaves_what_runs_there_to_the_others() -> 
     assert [(kind.group_count, kind.running_count) for kind in fewer] == [(1, 20.0)]
     calm = quiet(0.1)
     for snapshot, may, added in ((unlike, True, -1), (replace(unlike, groups=unlike.groups[:1]), True, 0)):
-        found = compare_sizes(snapshot, Running(256, 0), calm, PACE, FULL, may_shrink=may, targets=Targets())
+        found = compare_sizes(snapshot, Running(256, 0), calm, PACE, FULL, may_shrink=may, targets=ComparisonTargets())
         assert found.chosen.candidate.added == added
 
 

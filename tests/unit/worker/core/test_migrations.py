@@ -7,7 +7,7 @@ import pytest
 
 from ballast.common.ids import Epoch, RequestId, WorkerId
 from ballast.common.sampling import PriorityClass
-from services.worker.core.arrivals import Arrivals
+from services.worker.core.arrivals import KvArrivals
 from services.worker.core.departures import Departures
 from services.worker.core.migration_messages import (
     PATIENCE_S,
@@ -26,18 +26,18 @@ from services.worker.core.migration_messages import (
     Want,
 )
 from services.worker.core.snapshot import SequenceSnapshot
-from services.worker.core.spans import Hop, Span, Stage, hops
+from services.worker.core.spans import Hop, KvRange, StageLayers, hops
 from services.worker.policy.departure import Decoding, choose_departure
 
 W1, W2, W3 = WorkerId("w1"), WorkerId("w2"), WorkerId("w3")
 SEQUENCE, MIGRATION, EPOCH = 5, 77, Epoch(4)
-GIVERS = (Stage(W1, 0, 8),)
-TAKERS = (Stage(W2, 0, 8),)
-PAIR = (Stage(W2, 0, 5), Stage(W3, 5, 8))
+GIVERS = (StageLayers(W1, 0, 8),)
+TAKERS = (StageLayers(W2, 0, 8),)
+PAIR = (StageLayers(W2, 0, 5), StageLayers(W3, 5, 8))
 
 
 def give(*span: int, last: bool = False) -> Give:
-    return Give(MIGRATION, SEQUENCE, EPOCH, Span(*span, last=last), TAKERS)
+    return Give(MIGRATION, SEQUENCE, EPOCH, KvRange(*span, last=last), TAKERS)
 
 
 def hand_away(*span: int) -> HandAway:
@@ -59,7 +59,7 @@ def offer(token_count: int, migration_id: int = MIGRATION) -> Offer:
 OFFER = offer(22)
 
 
-def want(first_block: int, last_block: int, takers: tuple[Stage, ...] = TAKERS) -> Want:
+def want(first_block: int, last_block: int, takers: tuple[StageLayers, ...] = TAKERS) -> Want:
     return Want(MIGRATION, first_block, last_block, takers)
 
 
@@ -95,28 +95,28 @@ def report(departures: Departures, commands: list[object]) -> Report:
     return found
 
 
-def arrivals(room_blocks: int = 100) -> Arrivals:
-    return Arrivals(4, lambda blocks, _: "" if blocks <= room_blocks else "full")
+def arrivals(room_blocks: int = 100) -> KvArrivals:
+    return KvArrivals(4, lambda blocks, _: "" if blocks <= room_blocks else "full")
 
 
-def copying() -> Arrivals:
+def copying() -> KvArrivals:
     """Five blocks have come, and there is room for four more."""
     coming = arrivals()
     assert offered(coming, 0.0) == [take(0, 8)]  # 23 tokens and two blocks to spare
     assert coming.ready(0.0, MIGRATION, W2) == [Say(W1, want(0, 8))]
-    assert landed(coming, 0.1, Span(0, 5, 25)) == [take(5, 9)]
+    assert landed(coming, 0.1, KvRange(0, 5, 25)) == [take(5, 9)]
     assert coming.ready(0.1, MIGRATION, W2) == [Say(W1, want(5, 9))]
     coming.check()
     return coming
 
 
 def offered(
-    coming: Arrivals, at_s: float, made: Offer = OFFER, why_not: str = "", takers: tuple[Stage, ...] = TAKERS
+    coming: KvArrivals, at_s: float, made: Offer = OFFER, why_not: str = "", takers: tuple[StageLayers, ...] = TAKERS
 ) -> list[object]:
     return list(coming.offered(at_s, W1, EPOCH, made, takers, why_not))
 
 
-def landed(coming: Arrivals, at_s: float, span: Span | None, stage: WorkerId = W2) -> list[object]:
+def landed(coming: KvArrivals, at_s: float, span: KvRange | None, stage: WorkerId = W2) -> list[object]:
     commands = coming.landed(at_s, MIGRATION, stage, span)
     coming.check()
     return list(commands)
@@ -172,7 +172,7 @@ def test_a_sequence_that_grows_as_fast_as_it_is_copied_stands_still_at_last() ->
         departures.heard(at / 100, W2, want(first, tokens // 4 + 4))
         (command,) = look(departures, at / 100, tokens)
         if isinstance(command, HandAway):
-            assert command.give.span == Span(first, tokens // 4, tokens, last=True)
+            assert command.give.span == KvRange(first, tokens // 4, tokens, last=True)
             return
         assert isinstance(command, Give)
         first, tokens = command.span.last_block, tokens + 8
@@ -195,7 +195,7 @@ def test_a_last_span_that_cannot_be_sent_leaves_the_sequence_here() -> None:
 def test_a_sequence_runs_when_its_state_and_its_last_blocks_are_here_whichever_comes_first() -> None:
     for state_first in (True, False):
         coming = copying()
-        state, last = Handed(MIGRATION, snapshot(SEQUENCE, 26)), Span(5, 7, 26, last=True)
+        state, last = Handed(MIGRATION, snapshot(SEQUENCE, 26)), KvRange(5, 7, 26, last=True)
         if state_first:
             assert coming.heard(0.2, W1, state) == []
             commands = landed(coming, 0.2, last)
@@ -214,12 +214,12 @@ def test_a_hand_over_is_foreseen() -> None:
     offered(coming, 1.0)
     assert coming.prompt_limit_blocks(1.0) == 1  # all five blocks may come at once
     assert coming.prompt_limit_blocks(1.15) is None  # the link is slow
-    landed(coming, 1.2, Span(0, 3, 23))
+    landed(coming, 1.2, KvRange(0, 3, 23))
     assert coming.prompt_limit_blocks(1.2) is None  # two whole blocks are missing
-    landed(coming, 1.3, Span(3, 5, 26))
+    landed(coming, 1.3, KvRange(3, 5, 26))
     assert coming.prompt_limit_blocks(1.3) == 0
     assert coming.prompt_limit_blocks(1.7) == 1  # prompts have waited for long enough
-    landed(coming, 1.7, Span(5, 7, 26, last=True))
+    landed(coming, 1.7, KvRange(5, 7, 26, last=True))
     assert coming.prompt_limit_blocks(1.7) == 1
     coming.heard(1.7, W1, Handed(MIGRATION, snapshot(SEQUENCE, 26)))
     assert coming.prompt_limit_blocks(1.7) is None
@@ -240,7 +240,7 @@ def test_blocks_are_free_when_nothing_is_written_into_them_any_more() -> None:
     coming = copying()
     assert coming.heard(0.2, W1, Off(MIGRATION, "it has ended")) == [Stop(MIGRATION)]
     assert coming.block_count == 9
-    assert landed(coming, 0.3, Span(5, 6, 26)) == [keep(0)]
+    assert landed(coming, 0.3, KvRange(5, 6, 26)) == [keep(0)]
     assert not len(coming)
 
 
@@ -255,8 +255,8 @@ def test_a_sequence_whose_last_blocks_do_not_come_is_computed_anew() -> None:
     ]
 
 
-@pytest.mark.parametrize("span", [Span(4, 6, 26), Span(5, 10, 40), Span(5, 4, 26)])
-def test_another_span_than_was_asked_for_ends_it(span: Span) -> None:
+@pytest.mark.parametrize("span", [KvRange(4, 6, 26), KvRange(5, 10, 40), KvRange(5, 4, 26)])
+def test_another_span_than_was_asked_for_ends_it(span: KvRange) -> None:
     coming = copying()
     assert landed(coming, 0.3, span) == [keep(0), Say(W1, Off(MIGRATION, "its KV has not come"))]
     assert not len(coming)
@@ -293,9 +293,9 @@ def test_what_travels_is_what_two_stages_have_in_common() -> None:
             ]
 
 
-def _cut(rng: random.Random, name: str) -> list[Stage]:
+def _cut(rng: random.Random, name: str) -> list[StageLayers]:
     borders = [0, *sorted(rng.sample(range(1, 12), rng.randint(0, 3))), 12]
-    return [Stage(WorkerId(f"{name}{i}"), *ends) for i, ends in enumerate(itertools.pairwise(borders))]
+    return [StageLayers(WorkerId(f"{name}{i}"), *ends) for i, ends in enumerate(itertools.pairwise(borders))]
 
 
 def test_a_sequence_whose_last_token_is_on_its_way_is_not_handed_over_yet() -> None:
@@ -305,7 +305,7 @@ def test_a_sequence_whose_last_token_is_on_its_way_is_not_handed_over_yet() -> N
     assert look(departures, 0.3, 4) == [hand_away(0, 1, 4)]
 
 
-def to_a_pair() -> Arrivals:
+def to_a_pair() -> KvArrivals:
     coming = arrivals()
     assert offered(coming, 0.0, takers=PAIR) == [take(0, 8)]
     assert coming.ready(0.1, MIGRATION, W2) == []
@@ -315,12 +315,12 @@ def to_a_pair() -> Arrivals:
 def test_the_source_hears_when_all_stages_have_blocks_and_goes_on_when_all_have_their_layers() -> None:
     coming = to_a_pair()
     assert coming.ready(0.1, MIGRATION, W3) == [Say(W1, want(0, 8, PAIR))]
-    assert landed(coming, 0.2, Span(0, 5, 25), W3) == []
-    assert landed(coming, 0.2, Span(0, 5, 25), W3) == []  # it has said so
-    assert landed(coming, 0.3, Span(0, 5, 25), W2) == [take(5, 9)]
+    assert landed(coming, 0.2, KvRange(0, 5, 25), W3) == []
+    assert landed(coming, 0.2, KvRange(0, 5, 25), W3) == []  # it has said so
+    assert landed(coming, 0.3, KvRange(0, 5, 25), W2) == [take(5, 9)]
     for stage in (W2, W3):
         coming.ready(0.3, MIGRATION, stage)
-    state, last = Handed(MIGRATION, snapshot(SEQUENCE, 26)), Span(5, 7, 26, last=True)
+    state, last = Handed(MIGRATION, snapshot(SEQUENCE, 26)), KvRange(5, 7, 26, last=True)
     assert landed(coming, 0.4, last, W2) == []
     assert coming.heard(0.4, W1, state) == []
     assert landed(coming, 0.4, last, W3) == [keep(26), Adopt(state.snapshot, 26), Say(W1, Taken(MIGRATION, True))]
@@ -339,7 +339,7 @@ def test_a_stage_that_gets_nothing_ends_it_when_nothing_is_written_in_any() -> N
     coming.ready(0.1, MIGRATION, W3)
     coming.heard(0.2, W1, state)
     assert landed(coming, 0.2, None, W2) == [Stop(MIGRATION)]
-    assert landed(coming, 0.3, Span(0, 7, 26, last=True), W3) == [  # it had come before
+    assert landed(coming, 0.3, KvRange(0, 7, 26, last=True), W3) == [  # it had come before
         keep(0),
         Adopt(state.snapshot, 0),
         Say(W1, Taken(MIGRATION, False)),
@@ -349,7 +349,7 @@ def test_a_stage_that_gets_nothing_ends_it_when_nothing_is_written_in_any() -> N
 def test_a_group_that_is_lost_gives_back_what_has_not_been_handed_over() -> None:
     coming, state = to_a_pair(), Handed(MIGRATION, snapshot(SEQUENCE, 26))
     assert coming.abandon("w3 is gone") == [Say(W1, Off(MIGRATION, "w3 is gone"))]
-    assert landed(coming, 0.2, Span(0, 5, 25), W2) == []  # of the group before
+    assert landed(coming, 0.2, KvRange(0, 5, 25), W2) == []  # of the group before
     coming = to_a_pair()
     coming.ready(0.1, MIGRATION, W3)
     coming.heard(0.2, W1, state)

@@ -9,15 +9,15 @@ from ballast.common.ids import Epoch, WorkerId
 from services.worker.core import mover as module
 from services.worker.core.blocks import BlockBook, Table
 from services.worker.core.migration_messages import Give, Keep, Landed, Stop, Take
-from services.worker.core.mover import Ask, BlockRange, CopyOver, Mode, Mover, Place, Send
+from services.worker.core.mover import BlockRange, CopyOver, KvPlace, KvRequest, Mode, Mover, Send
 from services.worker.core.plan import Victim
-from services.worker.core.spans import Hop, Key, Piece, Span, Stage, hops, key_of
+from services.worker.core.spans import Hop, Key, KvRange, Piece, StageLayers, hops, key_of
 from services.worker.core.transition_messages import ExpectKv, KvReceived, KvSent, SendKv
 
 W0, W1, W2, W3 = (WorkerId(f"w{i}") for i in range(4))
 EPOCH, MIGRATION, SEQUENCE = Epoch(3), 77, 5
-GIVERS = (Stage(W1, 0, 5), Stage(W2, 5, 8))
-ALL = Stage(W0, 0, 8)
+GIVERS = (StageLayers(W1, 0, 5), StageLayers(W2, 5, 8))
+ALL = StageLayers(W0, 0, 8)
 
 
 class Stands:
@@ -34,13 +34,13 @@ class Stands:
         self.places.discard(key)
         return there
 
-    def expect(self, sequence_id: int, tokens: int, book: BlockBook | None = None) -> list[Place | CopyOver]:
+    def expect(self, sequence_id: int, tokens: int, book: BlockBook | None = None) -> list[KvPlace | CopyOver]:
         command = ExpectKv(EPOCH, Victim(sequence_id, tokens, W1), tuple(hops(GIVERS, (ALL,))))
         commands = self.mover.expect(command, book or self.book)
-        self.places |= {command.key for command in commands if isinstance(command, Place)}
+        self.places |= {command.key for command in commands if isinstance(command, KvPlace)}
         return commands
 
-    def take(self, last_block: int = 4) -> list[Place] | None:
+    def take(self, last_block: int = 4) -> list[KvPlace] | None:
         take = Take(MIGRATION, SEQUENCE, EPOCH, 0, last_block, GIVERS)
         places = self.mover.take(take, hops(GIVERS, (ALL,)), self.book)
         self.places |= {place.key for place in places or ()}
@@ -57,14 +57,14 @@ class Stands:
         return [command for command in self.mover.flush() if isinstance(command, Send)]
 
 
-def piece(first: int, last: int, span: Span, move: int = MIGRATION) -> Piece:
+def piece(first: int, last: int, span: KvRange, move: int = MIGRATION) -> Piece:
     return Piece(move, SEQUENCE, first, last, span)
 
 
 def whole(sequence_id: int, tokens: int, book: BlockBook) -> BlockRange:
     blocks = -(-tokens // 16)
     return BlockRange(
-        Piece(EPOCH, sequence_id, 0, 4, Span(0, blocks, tokens, last=True)), book.table(sequence_id)[:blocks]
+        Piece(EPOCH, sequence_id, 0, 4, KvRange(0, blocks, tokens, last=True)), book.table(sequence_id)[:blocks]
     )
 
 
@@ -133,13 +133,13 @@ def test_a_victim_has_blocks_before_its_givers_are_asked_and_each_is_told_of() -
     places = stands.expect(SEQUENCE, 40)
     table = stands.book.table(SEQUENCE)
     assert places == [
-        Place((EPOCH, SEQUENCE, W1, 0), Hop(W1, W0, 0, 5), 0, 3, table),
-        Place((EPOCH, SEQUENCE, W2, 5), Hop(W2, W0, 5, 8), 0, 3, table),
+        KvPlace((EPOCH, SEQUENCE, W1, 0), Hop(W1, W0, 0, 5), 0, 3, table),
+        KvPlace((EPOCH, SEQUENCE, W2, 5), Hop(W2, W0, 5, 8), 0, 3, table),
     ]
     stands.expect(6, 20)
-    assert stands.mover.flush() == [Ask(W1, (SEQUENCE, 6)), Ask(W2, (SEQUENCE, 6))]
+    assert stands.mover.flush() == [KvRequest(W1, (SEQUENCE, 6)), KvRequest(W2, (SEQUENCE, 6))]
     assert stands.mover.flush() == []
-    span = Span(0, 3, 40, last=True)
+    span = KvRange(0, 3, 40, last=True)
     assert stands.lands(W2, piece(5, 8, span, EPOCH)) == [KvReceived(1.0, EPOCH, SEQUENCE, W2)]
     assert stands.lands(W2, piece(5, 8, span, EPOCH)) is None, "the same once more"
     assert stands.lands(W1, piece(0, 5, span, EPOCH), delivered=False) == []
@@ -159,7 +159,7 @@ def test_what_lies_in_the_blocks_of_the_group_before_is_copied_over() -> None:
 def test_spans_are_given_where_they_lie_and_the_last_one_as_a_copy() -> None:
     stands = Stands()
     table = stands.book.hold(SEQUENCE, 70)
-    for span, mode, rank in ((Span(1, 4, 66), Mode.AHEAD, 1 << 40), (Span(4, 5, 70, last=True), Mode.LAST, 0)):
+    for span, mode, rank in ((KvRange(1, 4, 66), Mode.AHEAD, 1 << 40), (KvRange(4, 5, 70, last=True), Mode.LAST, 0)):
         sends = stands.mover.give(Give(MIGRATION, SEQUENCE, EPOCH, span, GIVERS), ALL, stands.book)
         blocks = table[span.first_block : span.last_block]
         assert sends is not None
@@ -171,11 +171,11 @@ def test_spans_are_given_where_they_lie_and_the_last_one_as_a_copy() -> None:
         for send in sends:
             stands.mover.refused(send)
     assert stands.mover.waiting_to == (), "its leader hears of it, and nothing waits"
-    assert stands.mover.give(Give(MIGRATION, SEQUENCE, EPOCH, Span(4, 6, 90), GIVERS), ALL, stands.book) is None
+    assert stands.mover.give(Give(MIGRATION, SEQUENCE, EPOCH, KvRange(4, 6, 90), GIVERS), ALL, stands.book) is None
 
 
 def test_a_span_has_landed_when_all_givers_have_sent_it() -> None:
-    stands, span = Stands(), Span(0, 3, 50)
+    stands, span = Stands(), KvRange(0, 3, 50)
     stands.take()
     assert stands.mover.holds
     assert stands.lands(W1, piece(0, 5, span)) == []
@@ -188,8 +188,8 @@ def test_a_span_has_landed_when_all_givers_have_sent_it() -> None:
 def test_givers_that_send_different_spans_have_sent_none() -> None:
     stands = Stands()
     stands.take()
-    assert stands.lands(W1, piece(0, 5, Span(0, 3, 50))) == []
-    assert stands.lands(W2, piece(5, 8, Span(0, 2, 50))) == [Landed(MIGRATION, None)]
+    assert stands.lands(W1, piece(0, 5, KvRange(0, 3, 50))) == []
+    assert stands.lands(W2, piece(5, 8, KvRange(0, 2, 50))) == [Landed(MIGRATION, None)]
 
 
 @pytest.mark.parametrize("how", ["stopped", "a giver is lost", "the layout changes"])
@@ -207,7 +207,7 @@ def test_what_is_withdrawn_does_not_come_and_what_is_being_written_is_waited_for
     assert ends[how]() == []
     assert stands.places == set()
     assert mover.holds
-    assert stands.lands(W1, piece(0, 5, Span(0, 3, 50))) == [Landed(MIGRATION, None)]
+    assert stands.lands(W1, piece(0, 5, KvRange(0, 3, 50))) == [Landed(MIGRATION, None)]
 
 
 def test_without_room_no_block_is_taken() -> None:
@@ -228,7 +228,7 @@ def test_a_group_that_is_lost_waits_for_nothing() -> None:
     assert not stands.mover.holds
     stands.mover.asked(W1, (7,))
     assert stands.mover.flush() == []
-    assert stands.lands(W1, piece(0, 5, Span(0, 3, 50))) is None
+    assert stands.lands(W1, piece(0, 5, KvRange(0, 3, 50))) is None
 
 
 # ---------------------------------------------------------------- layers given up

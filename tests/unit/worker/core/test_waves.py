@@ -10,15 +10,15 @@ import pytest
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import WorkerId
 from services.worker.core.plan import Victim
-from services.worker.core.waves import Standing, Wave, Waves
+from services.worker.core.waves import MovedSequence, Wave, Waves
 
 A, B, C = WorkerId("a"), WorkerId("b"), WorkerId("c")
 
 
-def standing(sequence_id: int, home: WorkerId, blocks: int, *, rank: int = 0, arrival_s: float = 0.0) -> Standing:
+def standing(sequence_id: int, home: WorkerId, blocks: int, *, rank: int = 0, arrival_s: float = 0.0) -> MovedSequence:
     """Standing of a sequence that has run on one worker; the token that comes next needs no block."""
     victim = Victim(sequence_id, blocks * 16 - 1, home)
-    return Standing(victim, rank, (arrival_s, sequence_id), blocks, blocks, frozenset({home}))
+    return MovedSequence(victim, rank, (arrival_s, sequence_id), blocks, blocks, frozenset({home}))
 
 
 def ids(victims: tuple[Victim, ...]) -> list[int]:
@@ -92,7 +92,7 @@ class Stages:
         before = rng.randrange(20, 200)
         self.more = rng.randrange(0, before)  # that dropped parameters bring
         self.counts = dict.fromkeys(self.names, before + self.more)
-        self.sequences: list[Standing] = []
+        self.sequences: list[MovedSequence] = []
         fullness = rng.choice([0.5, 0.9, 1.0])
         for home in self.names:
             left = int(before * fullness)
@@ -110,7 +110,7 @@ class Stages:
     def in_the_end(self) -> int:
         return self.before + self.more + self.share * self.before
 
-    def send(self, wave: Wave, homes: Mapping[int, Standing]) -> None:
+    def send(self, wave: Wave, homes: Mapping[int, MovedSequence]) -> None:
         """Room that is no more needed for KV that has gone, or that nobody wants."""
         for victim in (*wave.admitted, *wave.lost):
             self.counts[homes[victim.sequence_id].victim.old_leader] += (

@@ -2,7 +2,7 @@
 
 from ballast.common.cost import CostModel
 from services.worker.emulation.engine import EmulatedEngine, emulate
-from services.worker.emulation.machine import Machine, Measured, Outline
+from services.worker.emulation.machine import Machine, MeasuredCosts, Outline
 
 FREE = CostModel(0.0, 0.0, 0.0, 0.0)
 BLOCK_TOKENS = 4
@@ -25,7 +25,7 @@ def small_machine(**changes: object) -> Machine:
             max_model_len=4096,
         ),
         memory_bytes=32 << 20,
-        execution=Measured(layer=FREE, step=FREE, first=FREE, last=FREE),
+        execution=MeasuredCosts(layer=FREE, step=FREE, first=FREE, last=FREE),
         link_bytes_per_s=1e12,
         disk_bytes_per_s=1e12,
         remap_s_per_byte=0.0,

@@ -18,7 +18,7 @@ from services.worker.links.pace import StagePace
 from services.worker.links.plane import DataPlane
 from services.worker.links.ports import LinkEnding, Message
 from services.worker.links.traffic import TrafficClass
-from services.worker.links.transfer import Opening, Outcome, Refusal
+from services.worker.links.transfer import Opening, Refusal, TransferOutcome
 
 BLOCK_BYTES = 1 << 20
 BACKEND = PhantomBackend(BLOCK_BYTES)
@@ -30,7 +30,7 @@ class Seen:
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self.endings: list[str] = []
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[TransferOutcome] = []
         self.pieces: list[torch.Tensor] | None = None
         self.news = asyncio.Event()
 
@@ -44,7 +44,7 @@ class Seen:
     def on_opening(self, link: Link, opening: Opening) -> Sequence[torch.Tensor] | Refusal:
         return Refusal("nobody waits for this") if self.pieces is None else self.pieces
 
-    def on_transfer_end(self, link: Link, opening: Opening, outcome: Outcome) -> None:
+    def on_transfer_end(self, link: Link, opening: Opening, outcome: TransferOutcome) -> None:
         self.outcomes.append(outcome)
 
     def on_link_end(self, link: Link, ending: LinkEnding) -> None:
@@ -137,11 +137,11 @@ async def test_a_transfer_brings_the_marks_and_takes_its_time() -> None:
         source = blocks(4, first_mark=100)
         transfer = a.transfer(TrafficClass.KV, source, topic=16, meta=b"what")
         report = await asyncio.wait_for(asyncio.wrap_future(transfer.done), 10)
-        assert report.outcome is Outcome.DELIVERED
+        assert report.outcome is TransferOutcome.DELIVERED
         assert report.sent_bytes == 8 * BLOCK_BYTES
         assert report.duration_s >= 0.2
         assert read_all(both.seen[1].pieces) == read_all(source)
-        assert both.seen[1].outcomes == [Outcome.DELIVERED]
+        assert both.seen[1].outcomes == [TransferOutcome.DELIVERED]
 
 
 async def test_kv_overtakes_parameters() -> None:
@@ -158,13 +158,13 @@ async def test_a_transfer_that_is_refused_and_one_that_is_cancelled() -> None:
     async with pair(bytes_per_s=BLOCK_BYTES) as both:
         a, _ = await both.connect()
         refused = await asyncio.wait_for(asyncio.wrap_future(a.transfer(TrafficClass.KV, blocks(1, 1)).done), 10)
-        assert (refused.outcome, refused.why) == (Outcome.REFUSED, "nobody waits for this")
+        assert (refused.outcome, refused.why) == (TransferOutcome.REFUSED, "nobody waits for this")
         both.seen[1].pieces = blocks(4, 1)
         transfer = a.transfer(TrafficClass.KV, blocks(4, 50))
         await asyncio.sleep(0.05)
         transfer.cancel()
         ended = await asyncio.wait_for(asyncio.wrap_future(transfer.done), 10)
-        assert ended.outcome is Outcome.CANCELLED
+        assert ended.outcome is TransferOutcome.CANCELLED
 
 
 async def test_a_peer_that_retires_its_link_is_told_as_its_end() -> None:
@@ -192,7 +192,7 @@ async def test_a_broken_link_ends_what_is_under_way() -> None:
         b.give_up("it could not be said")
         with pytest.raises(Unavailable):
             await asyncio.wait_for(asyncio.wrap_future(transfer.done), 10)
-        assert both.seen[1].outcomes == [Outcome.BROKEN]
+        assert both.seen[1].outcomes == [TransferOutcome.BROKEN]
         assert both.planes[0].link("b", 1) is None
 
 

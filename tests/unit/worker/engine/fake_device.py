@@ -27,7 +27,7 @@ from services.worker.engine.decode_graphs import DecodeGraphs
 from services.worker.engine.model import Model
 from services.worker.engine.model_config import read_model_config
 from services.worker.engine.operations import FusedOperations, TorchOperations
-from services.worker.engine.parameters import Layout, end_parameters, layer_parameters, part_specs
+from services.worker.engine.parameters import ParameterLayout, end_parameters, layer_parameters, part_specs
 from services.worker.engine.runner import ModelRunner
 from services.worker.engine.sampler_gpu import GpuSampler
 from services.worker.memory.backend import ExtentRun, MemoryBackend
@@ -224,8 +224,8 @@ def run(model_dir: Path, dtype: torch.dtype) -> None:
     memory = DeviceMemory.open(
         FakeBackend(),
         budget_bytes=256 << 20,
-        layers=[part_specs(layer_parameters(config, i, Layout.ROWS), dtype) for i in range(LAYERS)],
-        others={name: part_specs(part, dtype) for name, part in end_parameters(config, Layout.ROWS).items()},
+        layers=[part_specs(layer_parameters(config, i, ParameterLayout.ROWS), dtype) for i in range(LAYERS)],
+        others={name: part_specs(part, dtype) for name, part in end_parameters(config, ParameterLayout.ROWS).items()},
         kv_shape=shape,
     )
     model = Model(config, memory.parameters, memory.kv, max_model_len=config.max_position)

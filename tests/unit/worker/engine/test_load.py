@@ -14,7 +14,7 @@ from services.worker.engine.checkpoint import revision_of
 from services.worker.engine.load import Engine, load_engine
 from services.worker.engine.model_config import ModelConfig, read_model_config
 from services.worker.engine.native import library
-from services.worker.engine.parameters import Layout, end_parameters, layer_parameters, layout_for
+from services.worker.engine.parameters import ParameterLayout, end_parameters, layer_parameters, layout_for
 from services.worker.engine.pinned_readers import PinnedReaders
 from tests.support.engine import KERNELS, forward
 from tools.model.tiny import make_tiny
@@ -86,7 +86,7 @@ def test_fused_parameters_hold_the_checkpoint(model_dir: Path, kernels: str) -> 
     stored = {**load_file(model_dir / SHARD_1), **load_file(model_dir / SHARD_2)}
     with load(model_dir, kernels=kernels) as engine:
         stored_layer, layout = engine.memory.parameters.layer(1), layout_for("cpu", engine.kernels)
-        assert (layout is Layout.PANELS) == (kernels == "native")
+        assert (layout is ParameterLayout.PANELS) == (kernels == "native")
         parameters = layer_parameters(config_of(engine), 1, layout)
         layer = {p.name: p.read(stored_layer[p.name], engine.kernels) for p in parameters}
         parts = [stored[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]

@@ -9,7 +9,7 @@ import torch
 
 from services.worker.links.connection import Link
 from services.worker.links.ports import LinkEnding, Message
-from services.worker.links.transfer import Opening, Outcome, Refusal
+from services.worker.links.transfer import Opening, Refusal, TransferOutcome
 
 ECHO = 7  # topic: send the message back
 REFUSE = 9  # topic: refuse the transfer
@@ -68,7 +68,7 @@ class Recorder:
             self.changed.notify_all()
         return destination
 
-    def on_transfer_end(self, link: Link, opening: Opening, outcome: Outcome) -> None:
+    def on_transfer_end(self, link: Link, opening: Opening, outcome: TransferOutcome) -> None:
         with self.changed:
             tensors = self._destinations.pop((link.peer_id, opening.transfer))
             self.ended.append(Ended(opening.stream, outcome.value, checksum(tensors), len(self.messages)))

@@ -19,7 +19,7 @@ from services.worker.links.open import open_plane
 from services.worker.links.plane import DataPlane
 from services.worker.links.ports import LinkState
 from services.worker.links.traffic import TrafficClass
-from services.worker.links.transfer import Outcome
+from services.worker.links.transfer import TransferOutcome
 from tests.unit.worker.links.recorder import Recorder, checksum, pattern
 
 CONFIG = TransportConfig(keepalive_s=0.05, close_timeout_s=5.0)
@@ -228,7 +228,7 @@ def test_tcp_carries_messages_and_bulk() -> None:
         tensor = torch.randn(300, 700)
         link.send(TrafficClass.ACTIVATION, 0, meta=b"head", tensor=tensor).result(30)
         source = pattern(3 << 20, seed=4)
-        assert link.transfer(TrafficClass.KV, [source], stream=1).done.result(30).outcome is Outcome.DELIVERED
+        assert link.transfer(TrafficClass.KV, [source], stream=1).done.result(30).outcome is TransferOutcome.DELIVERED
         pair.recorders["w2"].wait("messages", 1)
         message = pair.recorders["w2"].messages[0]
         assert message.tensor is not None

@@ -17,7 +17,7 @@ from services.worker.links.copies import HOST, HostCopies
 from services.worker.links.open import carrier_of, device_bytes, open_plane
 from services.worker.links.pieces import Pieces
 from services.worker.links.traffic import TrafficClass
-from services.worker.links.transfer import Opening, Outcome, Refusal
+from services.worker.links.transfer import Opening, Refusal, TransferOutcome
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.wire import Topic
 from tests.support.untouchable import DEVICE, on_device, touchable
@@ -64,7 +64,7 @@ class DeviceRecorder(Recorder):
         self.there = self._destinations[link.peer_id, opening.transfer] = [on_device(piece) for piece in pieces]
         return self.there
 
-    def on_transfer_end(self, link: Link, opening: Opening, outcome: Outcome) -> None:
+    def on_transfer_end(self, link: Link, opening: Opening, outcome: TransferOutcome) -> None:
         self._destinations[link.peer_id, opening.transfer] = [touchable(piece) for piece in self.there]
         super().on_transfer_end(link, opening, outcome)
 
@@ -113,7 +113,7 @@ def test_bulk_lands_in_memory_that_the_host_may_not_touch(ends: Ends) -> None:
     sources = [pattern(size, seed=size) for size in (1, 70 * KB, 3, 2048 * KB, 999)]
     cuts = [5, 1024 * KB, 100, sum(t.numel() for t in sources) - 1024 * KB - 105]
     transfer = ends.links[0].transfer(TrafficClass.KV, [on_device(s) for s in sources], meta=str(cuts).encode())
-    assert transfer.done.result(30).outcome is Outcome.DELIVERED
+    assert transfer.done.result(30).outcome is TransferOutcome.DELIVERED
     arrived = torch.cat([touchable(piece) for piece in ends.recorders[1].there])
     assert torch.equal(arrived, torch.cat(sources))
 
@@ -122,7 +122,7 @@ def test_blocks_that_lie_between_those_of_others_go_by_the_slot(ends: Ends, copi
     cache, size = on_device(pattern(40 << 20, seed=3)), 64 * KB
     blocks = [cache[first : first + size] for first in range(0, cache.numel(), 2 * size)]
     transfer = ends.links[0].transfer(TrafficClass.KV, blocks, meta=str([3 * size] * 106 + [2 * size]).encode())
-    assert transfer.done.result(60).outcome is Outcome.DELIVERED
+    assert transfer.done.result(60).outcome is TransferOutcome.DELIVERED
     arrived = torch.cat([touchable(piece) for piece in ends.recorders[1].there])
     assert torch.equal(arrived, torch.cat([touchable(block) for block in blocks]))
     assert sum(copies.gathered) == arrived.numel()

@@ -11,13 +11,13 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from ballast.common.errors import ConfigError, Unavailable
 from services.worker.links import open as module
-from services.worker.links.channels.nccl import UNWATCHED, Group, NcclTransport, refuse_one_device
+from services.worker.links.channels.nccl import UNWATCHED, NcclGroup, NcclTransport, refuse_one_device
 from services.worker.links.config import TransportConfig
 from services.worker.links.connection import Link
 from services.worker.links.open import open_plane
 from services.worker.links.ports import ChannelBroken, LinkState
 from services.worker.links.traffic import TrafficClass
-from services.worker.links.transfer import Outcome
+from services.worker.links.transfer import TransferOutcome
 from tests.support.fake_nccl import Fate, HostStream, Wires
 from tests.support.untouchable import DEVICE, on_device, touchable
 from tests.unit.worker.links.recorder import pattern
@@ -47,7 +47,7 @@ class Ends:
             for me, recorder in self.recorders.items()
         }
 
-    def group(self, me: str, store: Store, rank: int) -> Group:
+    def group(self, me: str, store: Store, rank: int) -> NcclGroup:
         """As NCCL's, the groups of a pair find each other over the store."""
         store.set(f"from {rank}", me)
         peer = store.get(f"from {1 - rank}").decode()
@@ -93,7 +93,7 @@ def test_what_lies_on_the_device_goes_straight_there_and_the_rest_over_the_host(
     link.send(TrafficClass.ACTIVATION, HIDDEN, tensor=on_device(hidden)).result(30)
     link.send(TrafficClass.CONTROL, 3, tensor=link.as_tensor(said)).result(30)
     transfer = link.transfer(TrafficClass.KV, [on_device(part) for part in kv.split(1000 * KB)])
-    assert transfer.done.result(30).outcome is Outcome.DELIVERED
+    assert transfer.done.result(30).outcome is TransferOutcome.DELIVERED
     received = ends.recorders["w2"]
     received.wait("messages", 2)
     state, words = (message.tensor for message in received.messages)
@@ -120,7 +120,7 @@ def test_a_failed_receive_breaks_its_link_and_delivers_nothing(ends: Ends) -> No
     """The group says of it that it is completed."""
     broken, other = ends.link("w2"), ends.link("w3")
     first = broken.transfer(TrafficClass.KV, [on_device(pattern(2000 * KB, seed=1))])
-    assert first.done.result(30).outcome is Outcome.DELIVERED
+    assert first.done.result(30).outcome is TransferOutcome.DELIVERED
     transfer = broken.transfer(TrafficClass.KV, [on_device(pattern(10_000 * KB, seed=3))])
     with pytest.raises(Unavailable):
         transfer.done.result(30)
@@ -129,7 +129,7 @@ def test_a_failed_receive_breaks_its_link_and_delivers_nothing(ends: Ends) -> No
     assert [ended.outcome for ended in ends.recorders["w2"].ended] == ["delivered", "broken"]
     assert broken.state is LinkState.BROKEN
     kv = pattern(500 * KB, seed=2)
-    assert other.transfer(TrafficClass.KV, [on_device(kv)]).done.result(30).outcome is Outcome.DELIVERED
+    assert other.transfer(TrafficClass.KV, [on_device(kv)]).done.result(30).outcome is TransferOutcome.DELIVERED
     assert torch.equal(touchable(ends.recorders["w3"].there[0]), kv)
 
 

@@ -15,7 +15,7 @@ from services.worker.core.transition_messages import PreparationFailed
 from services.worker.pipeline.events import Told
 from services.worker.pipeline.layers import Rescue
 from services.worker.pipeline.planner_side import Transitions
-from services.worker.pipeline.progress import Progress
+from services.worker.pipeline.progress import TransitionProgress
 from tests.unit.worker.pipeline.test_planner_side import ME, whole_again
 
 EPOCH = Epoch(5)
@@ -52,7 +52,7 @@ def test_a_plan_is_taken_back_when_no_planner_asks_for_it(
         me=ME,
         newest_epoch=Epoch(0),
         published=SimpleNamespace(),
-        progress={EPOCH: Progress(epoch=EPOCH, began_s=0.0, phase=phase)},
+        progress={EPOCH: TransitionProgress(epoch=EPOCH, began_s=0.0, phase=phase)},
     )
     transitions = Transitions(cast("Any", member), Incarnation(1), posted.append, lambda: now_s, later)
     transitions.take(whole_again(4, 1), ())
@@ -72,7 +72,7 @@ def test_a_member_ends_where_transfers_of_a_lost_group_do_not(
     limit_s: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     within_s = in_table(Phase.FAILED, limit_s, monkeypatch)
-    progress, nothing = Progress(epoch=EPOCH, began_s=0.0), cast("Any", None)
+    progress, nothing = TransitionProgress(epoch=EPOCH, began_s=0.0), cast("Any", None)
     rescue = Rescue(EPOCH, progress, nothing, quiet=lambda: False, sources=dict, kept=range(2), began_s=10.0)
     assert not rescue.poll(10.0 + within_s, nothing)
     with pytest.raises(InvariantViolation, match=f"not ended {within_s:g} s after"):

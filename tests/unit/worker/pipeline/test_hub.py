@@ -8,19 +8,19 @@ import torch
 
 from ballast.common.ids import Epoch, WorkerId
 from ballastpb.worker.v1 import stage_pb2 as pb
-from services.worker.core.spans import Piece, Span, key_of
+from services.worker.core.spans import KvRange, Piece, key_of
 from services.worker.core.turns import MemberEvent
 from services.worker.links.connection import Link
 from services.worker.links.ports import Message
 from services.worker.links.traffic import TrafficClass
-from services.worker.links.transfer import Opening, Outcome
+from services.worker.links.transfer import Opening, TransferOutcome
 from services.worker.memory.backend import Algorithm
 from services.worker.pipeline.events import KvLanded, LayerArrived
 from services.worker.pipeline.hub import Hub, layer_key, whole
 from services.worker.pipeline.wire import Topic, pieces_to_bytes
 
 PEER = WorkerId("w9")
-PIECE = Piece(7, 5, 0, 4, Span(0, 2, 30, last=True))
+PIECE = Piece(7, 5, 0, 4, KvRange(0, 2, 30, last=True))
 PLACE = torch.zeros(64, dtype=torch.uint8)
 
 
@@ -61,7 +61,7 @@ def test_a_layer_whose_checksum_cannot_be_computed_here_is_not_taken() -> None:
         hub.places.put(layer_key(Epoch(3), 1, PEER), whole([PLACE]))
         opening = Opening(1, TrafficClass.PARAMETERS, Topic.LAYER, 0, 64, meta)
         assert hub.on_opening(link, opening) == [PLACE]
-        hub.on_transfer_end(link, opening, Outcome.DELIVERED)
+        hub.on_transfer_end(link, opening, TransferOutcome.DELIVERED)
     known, unknown = posted
     assert known == LayerArrived(Epoch(3), 1, PEER, b"16", by=Algorithm.MIX128)
     assert isinstance(unknown, LayerArrived)

@@ -17,7 +17,7 @@ from services.worker.pipeline.background import Threads
 from services.worker.pipeline.events import LayerArrived, LayerAsked, LayerChecked
 from services.worker.pipeline.hub import Destinations
 from services.worker.pipeline.layers import LayerLoading, LayerPull, LayerServer
-from services.worker.pipeline.progress import Progress
+from services.worker.pipeline.progress import TransitionProgress
 from services.worker.pipeline.wire import Topic
 from tests.support.engine import NEEDS_NATIVE
 from tests.unit.worker.memory.models import fill_layer, open_small
@@ -44,7 +44,7 @@ def test_a_layer_from_the_checkpoint_is_compared_with_what_is_known(changed: boo
         pull = LayerPull(
             Epoch(3),
             {1: ()},
-            Progress(epoch=Epoch(3), began_s=0.0),
+            TransitionProgress(epoch=Epoch(3), began_s=0.0),
             hub=cast(Any, None),  # of links to peers, whom nobody asks here
             ask=lambda peer, layer: False,
             server=server,
@@ -87,7 +87,7 @@ def test_a_layer_from_a_peer_is_read_as_the_peer_has_read_it(by: Algorithm) -> N
         pull = LayerPull(
             Epoch(3),
             {1: peers},
-            Progress(epoch=Epoch(3), began_s=0.0),
+            TransitionProgress(epoch=Epoch(3), began_s=0.0),
             hub=cast(Any, SimpleNamespace(places=Destinations())),
             ask=ask,
             server=LayerServer(memory.parameters, workers, events.put),

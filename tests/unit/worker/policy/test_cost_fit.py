@@ -11,7 +11,7 @@ from hypothesis.extra.numpy import arrays
 
 from ballast.common.cost import Chunk, CostModel
 from services.worker.policy.cost_fit import (
-    Form,
+    CostForm,
     Sample,
     StageCosts,
     StageShape,
@@ -70,14 +70,14 @@ def test_small_batches_count_as_much_as_large_ones() -> None:
         ((Chunk(0, n),), 1e-4 * n * (1.2 if n < 20 else 1.0)) for n in (1, 2, 4, 8, 16, 256, 512, 768, 1024, 1280)
     ]
     samples = [Sample(batch, StageShape(1, False, False), seconds) for batch, seconds in chunks]
-    errors = errors_of(fit_stages(samples, Form.TOKEN_COUNT), samples)
+    errors = errors_of(fit_stages(samples, CostForm.TOKEN_COUNT), samples)
     assert max(abs(e) for e in errors[:5]) < 0.2  # absolute least squares would ignore these
     assert max(abs(e) for e in errors) < 0.2
 
 
 def test_the_papers_form_has_no_term_for_the_prefix_and_the_token_count_none_for_attention() -> None:
     samples = samples_of(TRUE, 200, noise=0.02)
-    paper, tokens = fit_stages(samples, Form.PAPER), fit_stages(samples, Form.TOKEN_COUNT)
+    paper, tokens = fit_stages(samples, CostForm.PAPER), fit_stages(samples, CostForm.TOKEN_COUNT)
     assert paper.layer.prefix_s == 0
     assert paper.layer.attention_s > 0
     cost = tokens.of(WHOLE)

@@ -6,25 +6,30 @@ from hypothesis import strategies as st
 from ballast.common.cost import Chunk, CostModel
 from services.worker.engine.kernels import padded_rows
 from services.worker.policy.lookahead import MIN_CHUNK_TOKENS, lookahead
-from services.worker.policy.microbatching import Candidate, PipelineView, Share, by_token_count
+from services.worker.policy.microbatching import MicrobatchCandidate, PipelineView, Share, by_token_count
 
 COST = CostModel(attention_s=1e-8, token_s=1e-5, chunk_s=2e-4, shared_s=1e-4, prefix_s=1e-8)
 FORM = lookahead(lambda: COST)
 LANDED = 7
 
 
-def prompt(left: int, computed: int = 0, *, departed: int = 0, rank: int = 0) -> Candidate:
+def prompt(left: int, computed: int = 0, *, departed: int = 0, rank: int = 0) -> MicrobatchCandidate:
     flying = max(0, departed - computed)
-    return Candidate(rank, computed, computed + flying, computed + left, LANDED + 1 if flying else 0, True)
+    return MicrobatchCandidate(rank, computed, computed + flying, computed + left, LANDED + 1 if flying else 0, True)
 
 
-def decode(context: int, step_id: int = 0) -> Candidate:
+def decode(context: int, step_id: int = 0) -> MicrobatchCandidate:
     in_flight = step_id > LANDED
-    return Candidate(0, context, context + in_flight, context + 1, step_id, True)
+    return MicrobatchCandidate(0, context, context + in_flight, context + 1, step_id, True)
 
 
 def view(
-    stages: int, candidates: list[Candidate], tokens: int = 512, waiting: int = 0, flying: int = 0, full: bool = False
+    stages: int,
+    candidates: list[MicrobatchCandidate],
+    tokens: int = 512,
+    waiting: int = 0,
+    flying: int = 0,
+    full: bool = False,
 ) -> PipelineView:
     return PipelineView(stages, LANDED, tokens, waiting, candidates, flying, lacks_room=full)
 
@@ -33,7 +38,9 @@ def cost_s(seen: PipelineView, share: Share) -> float:
     return COST.batch_cost_s(Chunk(seen.candidates[i].dispatched_tokens, n) for i, n in share)
 
 
-def rounds(candidates: list[Candidate], stages: int, count: int, tokens: int = 512) -> list[tuple[PipelineView, Share]]:
+def rounds(
+    candidates: list[MicrobatchCandidate], stages: int, count: int, tokens: int = 512
+) -> list[tuple[PipelineView, Share]]:
     """Microbatches one after the other; each lands when as many as there are stages have departed behind it."""
     states = [[c.computed_tokens, c.dispatched_tokens, c.token_count, c.step_id] for c in candidates]
     formed: list[tuple[PipelineView, Share]] = []
@@ -46,7 +53,7 @@ def rounds(candidates: list[Candidate], stages: int, count: int, tokens: int = 5
                 state[2] += state[0] == state[2]
         landed = LANDED + max(0, step - stages)
         now = [
-            Candidate(c.rank, s[0], s[1] if s[3] > landed else s[0], s[2], s[3], True)
+            MicrobatchCandidate(c.rank, s[0], s[1] if s[3] > landed else s[0], s[2], s[3], True)
             for c, s in zip(candidates, states, strict=True)
         ]
         seen = PipelineView(stages, landed, tokens, 0, now)
@@ -162,11 +169,11 @@ def test_a_long_prompt_gets_half_and_short_ones_do_not_wait_for_it() -> None:
 
 
 def test_who_waits_for_its_token_or_a_block_is_left_out() -> None:
-    seen = view(2, [decode(80, step_id=LANDED + 1), Candidate(0, 64, 64, 65, 0, False), prompt(50)])
+    seen = view(2, [decode(80, step_id=LANDED + 1), MicrobatchCandidate(0, 64, 64, 65, 0, False), prompt(50)])
     assert [i for i, _ in FORM(seen)] == [2]
 
 
-def flying_prompt(left: int, computed: int, flying: int, rank: int) -> Candidate:
+def flying_prompt(left: int, computed: int, flying: int, rank: int) -> MicrobatchCandidate:
     return prompt(left, computed, departed=computed + min(flying, left) if flying else 0, rank=rank)
 
 
@@ -196,7 +203,7 @@ COSTS = st.builds(
 
 @given(st.lists(CANDIDATES, max_size=30), st.integers(2, 8), st.integers(30, 600), st.integers(0, 2), COSTS)
 def test_whatever_there_is_a_microbatch_is_one_that_can_be_run(
-    candidates: list[Candidate], stages: int, tokens: int, waiting: int, cost: CostModel
+    candidates: list[MicrobatchCandidate], stages: int, tokens: int, waiting: int, cost: CostModel
 ) -> None:
     seen = view(stages, candidates, tokens, waiting, full=waiting > 1)
     share = lookahead(lambda: cost)(seen)

@@ -1,20 +1,20 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.policy.microbatching import Candidate, PipelineView, Share, by_token_count
+from services.worker.policy.microbatching import MicrobatchCandidate, PipelineView, Share, by_token_count
 
 
-def decodes(count: int, in_flight: int = 0) -> list[Candidate]:
+def decodes(count: int, in_flight: int = 0) -> list[MicrobatchCandidate]:
     """Those in flight first."""
-    flying = [Candidate(0, 9, 10, 10, 8, True) for _ in range(in_flight)]
-    return flying + [Candidate(0, 9, 9, 10, i % 7, True) for i in range(count - in_flight)]
+    flying = [MicrobatchCandidate(0, 9, 10, 10, 8, True) for _ in range(in_flight)]
+    return flying + [MicrobatchCandidate(0, 9, 9, 10, i % 7, True) for i in range(count - in_flight)]
 
 
-def prompt(tokens: int, computed: int = 0, *, in_flight: int = 0) -> Candidate:
-    return Candidate(0, computed, computed + in_flight, computed + tokens, 8 if in_flight else 0, True)
+def prompt(tokens: int, computed: int = 0, *, in_flight: int = 0) -> MicrobatchCandidate:
+    return MicrobatchCandidate(0, computed, computed + in_flight, computed + tokens, 8 if in_flight else 0, True)
 
 
-def formed(stages: int, candidates: list[Candidate], max_batch_tokens: int = 512) -> Share:
+def formed(stages: int, candidates: list[MicrobatchCandidate], max_batch_tokens: int = 512) -> Share:
     return by_token_count(PipelineView(stages, 7, max_batch_tokens, 0, candidates))
 
 
@@ -24,7 +24,7 @@ def test_decodes_are_spread_over_as_many_batches_as_there_are_stages() -> None:
 
 
 def test_who_has_waited_longest_for_a_place_goes_first() -> None:
-    late, early = Candidate(0, 9, 9, 10, 6, True), Candidate(0, 9, 9, 10, 3, True)
+    late, early = MicrobatchCandidate(0, 9, 9, 10, 6, True), MicrobatchCandidate(0, 9, 9, 10, 3, True)
     assert formed(2, [late, early]) == [(1, 1)]
 
 
@@ -44,7 +44,9 @@ def test_a_long_prompt_is_cut_into_shares_but_not_into_crumbs() -> None:
 
 
 def test_who_lacks_a_block_is_left_out() -> None:
-    assert formed(2, [Candidate(0, 15, 15, 16, 0, False), Candidate(0, 9, 9, 10, 0, True)]) == [(1, 1)]
+    assert formed(2, [MicrobatchCandidate(0, 15, 15, 16, 0, False), MicrobatchCandidate(0, 9, 9, 10, 0, True)]) == [
+        (1, 1)
+    ]
 
 
 @given(st.integers(2, 8), st.integers(0, 64), st.lists(st.integers(2, 400), max_size=9), st.integers(1, 64))

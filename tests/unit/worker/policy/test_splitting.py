@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ballast.common.cost import Chunk, CostModel
-from services.worker.policy.splitting import Work, added_s, cut, tokens_within
+from services.worker.policy.splitting import SequenceWork, added_s, cut, tokens_within
 
 
 def cost_model(attention_s: float, token_s: float, chunk_s: float, saved: float, prefix_s: float) -> CostModel:
@@ -29,7 +29,7 @@ def test_a_chunk_is_as_long_as_its_cost_says(cost: CostModel, prefix: int, count
 
 @given(COSTS, st.integers(0, 2000), st.integers(1, 60), st.floats(0, 0.05), st.integers(1, 20))
 def test_a_cut_comes_as_near_as_it_may(cost: CostModel, prefix: int, count: int, room_s: float, least: int) -> None:
-    chosen = cut(cost, Work(prefix, count), room_s, least)
+    chosen = cut(cost, SequenceWork(prefix, count), room_s, least)
     allowed = [0, count, *(n for n in range(least, count - least + 1))]
     assert chosen in allowed
     if added_s(cost, prefix, count) > room_s:  # else all of it is wanted

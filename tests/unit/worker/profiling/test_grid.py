@@ -6,10 +6,10 @@ import pytest
 
 from ballast.common.cost import Chunk
 from services.worker.policy.cost_fit import has_prefix
-from services.worker.profiling.grid import Batch, Limits, grid, held_out
+from services.worker.profiling.grid import Batch, GridLimits, grid, held_out
 
-LIMITS = Limits(batch_tokens=512, sequences=64, model_len=2048, kv_tokens=32_768)
-SMALL = Limits(batch_tokens=64, sequences=4, model_len=96, kv_tokens=300)
+LIMITS = GridLimits(batch_tokens=512, sequences=64, model_len=2048, kv_tokens=32_768)
+SMALL = GridLimits(batch_tokens=64, sequences=4, model_len=96, kv_tokens=300)
 
 
 def decodes(batch: Batch) -> int:
@@ -17,7 +17,7 @@ def decodes(batch: Batch) -> int:
 
 
 @pytest.mark.parametrize("limits", [LIMITS, SMALL])
-def test_all_batches_are_allowed(limits: Limits) -> None:
+def test_all_batches_are_allowed(limits: GridLimits) -> None:
     rng = random.Random(1)
     batches = grid(limits, rng)
     for prefix in (False, True):

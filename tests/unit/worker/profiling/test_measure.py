@@ -13,7 +13,7 @@ from services.worker.config import WorkerSettings
 from services.worker.core.batch import Batch
 from services.worker.cost_profile import Costs, read_profile, write_profile
 from services.worker.engine.load import Engine, load_engine
-from services.worker.policy.cost_fit import Form, StageShape
+from services.worker.policy.cost_fit import CostForm, StageShape
 from services.worker.profiling.build import key_of
 from services.worker.profiling.measure import Measured, Options, limits_of, measure
 from services.worker.profiling.memory import copies, remap_s_per_gb
@@ -57,7 +57,7 @@ def test_every_kind_of_stage_is_measured_and_fitted(engine: Engine) -> None:
     assert len(whole) == 2 * OPTIONS.held_out_count
     costs = measured.fit()
     assert costs.of(measured.whole).batch_cost_s([Chunk(0, 64)]) > costs.of(measured.whole).batch_cost_s([Chunk(0, 8)])
-    for form in Form:
+    for form in CostForm:
         for prefix in (False, True):
             assert measured.errors(measured.fit(form), prefix=prefix).count > 0
     assert "processor time" in measured.clock
