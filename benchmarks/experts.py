@@ -53,7 +53,7 @@ class ExpertsCell:
         return cls(spec, find_cluster(f"{_COUNT * count}x{gpu_name}"), model.parameter_bytes / (usable * count))
 
     def rate_per_s(self) -> float:
-        """Of one instance, in the burst."""
+        """Requests per second of one instance during the burst."""
         square = _ANSWER * _ANSWER * math.exp(_SIGMA**2)
         low, high = 1e-4, _MOST_RATE
         for _ in range(30):

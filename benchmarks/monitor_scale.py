@@ -58,7 +58,7 @@ _LOAD = LoadReport(
 
 
 class _ReportCall:
-    """Of gRPC's context what the servicer uses."""
+    """The part of a gRPC context that the servicer uses."""
 
     def add_done_callback(self, act: Callable[[object], None]) -> None:
         pass
@@ -90,7 +90,7 @@ async def _nobody(address: str) -> bool:
 
 
 class _ReportingInstance:
-    """Of one instance: the servicer's call, and what it is sent."""
+    """One instance's call of the servicer, and the reports that it sends."""
 
     def __init__(self, servicer: MonitorServicer, number: int) -> None:
         self._sent: asyncio.Queue[pb.ReportRequest] = asyncio.Queue()
@@ -131,7 +131,7 @@ class MonitorCosts:
 
     @property
     def share(self) -> float:
-        """Of a core, for what does not depend on how often instances report."""
+        """Share of a core that is spent however often instances report."""
         return sum(seconds * per_s for _, seconds, per_s in self.rows)
 
 

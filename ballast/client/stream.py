@@ -185,7 +185,7 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
                 self._patience.restore()
 
     def _seen(self, usage: Usage) -> Usage:
-        """With the times of the whole request: the last dispatcher knows only its own part."""
+        """Usage with the times of the whole request: the last dispatcher knows only its own part."""
         first_s = self._began_s if self._first_s is None else self._first_s
         return replace(usage, ttft_s=first_s - self._began_s, e2e_s=time.monotonic() - self._began_s)
 

@@ -141,7 +141,7 @@ class MonitorEnvironment(Protocol):
 
     @property
     def monitor_addresses(self) -> tuple[str, ...]:
-        """Of all running monitors, as last read."""
+        """Addresses of all running monitors, as last read."""
         ...
 
     async def read(self) -> tuple[Layout | None, tuple[BacklogWord, ...]]: ...
@@ -265,7 +265,7 @@ class MonitorShell:
 
     @property
     def monitor_addresses(self) -> tuple[str, ...]:
-        """Of all running monitors, this one included."""
+        """Addresses of all running monitors, this one included."""
         return self._surroundings.monitor_addresses
 
     def open_stream(self) -> ReportStream:

@@ -22,7 +22,7 @@ _Turn = tuple[float, str]  # tokens served, caller
 
 
 class FairQueue:
-    """With a single caller, in the order of `key`. Requests taken over come first."""
+    """Requests in turns of their callers; those of one caller in the order of `key`. Requests taken over come first."""
 
     def __init__(self, key: _Key) -> None:
         self._key = key

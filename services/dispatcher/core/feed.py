@@ -44,7 +44,7 @@ class Feed(ArrivalOrder):
         return None
 
     def hopeless(self, fleet: Fleet) -> list[Tracked]:
-        """Of the first requests those larger than any worker; none while there is no worker."""
+        """The requests among the first ones that are larger than any worker; none while there is no worker."""
         loads = [worker.load for worker in fleet.usable if worker.load is not None]
         most = max([load.block_count * load.block_tokens for load in loads], default=0)
         return [one for one in self._entries[:_SCAN_COUNT] if one.token_count >= most] if most else []

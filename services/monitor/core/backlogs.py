@@ -30,18 +30,18 @@ class Backlogs:
             self._words[word.dispatcher_id] = (word, before[1] if before is not None and unchanged else at_s)
 
     def traffic(self, at_s: float) -> tuple[Traffic, Traffic | None]:
-        """Of all dispatchers by their last entries, and of live ones only; None: all are live."""
+        """Traffic of all dispatchers by their last entries, and of the live ones alone; None if all are live."""
         known = [word.traffic for word, since_s in self._words.values() if at_s - since_s <= self.forget_s]
         fresh = self._fresh(at_s)
         return _sum(known), None if len(fresh) == len(known) else _sum(fresh)
 
     def total(self, at_s: float) -> BacklogDemand:
-        """Of live dispatchers."""
+        """Requests and tokens that wait in live dispatchers."""
         fresh = self._fresh(at_s)
         return BacklogDemand(sum([one.queued_count for one in fresh]), sum([one.queued_tokens for one in fresh]))
 
     def long(self, at_s: float) -> LongDemand:
-        """Of live dispatchers."""
+        """Long requests that wait in live dispatchers."""
         waiting = [one for one in self._fresh(at_s) if one.long.count]
         return _sum(waiting).long
 

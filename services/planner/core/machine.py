@@ -278,7 +278,7 @@ class PlannerCore:
             self._replan(at_s)
 
     def _evict_gone(self, event: p.Event) -> list[p.Command]:
-        """Of the members that the monitor does not hear, evict those with evidence."""
+        """Evict the members that the monitor does not hear and for whose end there is evidence."""
         left = self.inconsistent.worker_ids
         gone = self.suspects.gone(len(self.membership.known), self.inconsistent.grouped, left)
         for worker_id, incarnation, why in gone:
