@@ -129,7 +129,7 @@ async def test_a_pipeline_gives_its_memory_back_while_its_answers_end(
 ) -> None:
     """What lies behind moves on every stage, and no token is another one."""
     monkeypatch.setattr(PATIENCE, 600.0)
-    monkeypatch.setattr("services.worker.policy.leaving._STEPS", 500)
+    monkeypatch.setattr("services.worker.policy.leaving.STEPS", 500)
     monkeypatch.setattr("services.worker.policy.leaving._AHEAD_TOKENS", 320)
     async with running_group(model_dir, NAMES, ROOMY) as cluster:
         await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
