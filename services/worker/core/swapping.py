@@ -311,6 +311,8 @@ class SwapSpace:
         budget, copies = max(1, self.budget_blocks // 2) - orders.block_count, list(orders.copies)
         chosen = list(sequences)
         for place, sequence in enumerate(chosen):
+            if sequence.scores_prompt:  # an engine has to compute its whole prompt: what yields begins anew
+                continue
             mirrored = self._mirrors.get(sequence.sequence_id, 0)
             count = min(budget, sequence.computed_tokens // self._block_tokens - mirrored)
             if count <= 0:

@@ -134,9 +134,12 @@ def allowance_s(
         base_s: On the stage whose costs are known, or on all of them.
         stage_count: Stages of the group.
         batch_count: Batches in flight.
-        online: All running ones; the strictest target counts. Without a target a sequence is slowed down by a fraction.
+        online: All running ones; the strictest target counts. Without a target a sequence is slowed down by a fraction,
+            and not at all while its prompt is computed.
         most: Maximum tokens of a batch.
     """
+    if any(view.left_tokens > 1 and math.isinf(view.first_token_in_s) for view in online):
+        return base_s
     limit_s = math.inf
     targets = {view.tpot_target_s for view in online}
     if not targets or math.inf in targets:

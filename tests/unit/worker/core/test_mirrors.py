@@ -3,7 +3,7 @@
 import pytest
 
 from ballast.common.cost import CostModel
-from ballast.common.sampling import PriorityClass
+from ballast.common.sampling import PriorityClass, SamplingParams
 from ballast.common.targets import for_all
 from services.worker.core.events import Aborted, CapacityChanged, OfflinePaused, RoleChanged, RoomWanted, SequenceKey
 from services.worker.core.swapping import SwapSpace
@@ -207,3 +207,20 @@ def test_kv_that_comes_gets_the_blocks_of_offline_sequences() -> None:
     made.feed(RoomWanted(made.at_s, 7))
     assert not group_scheduler.why_no_room(7, new=True)
     assert group_scheduler.book.free_count >= 7, "blocks are free at once"
+
+
+def test_a_prompt_that_is_scored_begins_anew_after_it_has_yielded() -> None:
+    """Its log-probabilities need one engine to compute all of it, so nothing of it is kept on the host before."""
+    bounds = limits(swap_block_count=40, swap_blocks_per_step=8, swaps_online=False, max_batch_tokens=8)
+    made = Driver(bounds, 12, harvest=HARVEST)
+    made.open(1)
+    scored = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+    mine = made.submit(prompt(40), scored, priority=PriorityClass.BATCH)
+    steps(made, 4)
+    assert computed_tokens(made) > 16
+    assert not space(made).mirrored_block_count
+    made.submit(prompt(27, 40), greedy(4))
+    made.run_to_end()
+    assert made.core.load(made.at_s, MEMORY).offline_yields_total == 1
+    assert len(made.received[mine].token_ids) == 4
+    made.assert_empty()

@@ -64,6 +64,7 @@ def test_the_strictest_of_those_that_run_decides() -> None:
     assert allowed_s(OnlineView(0.05), free) == pytest.approx(0.025), "who has no target is slowed down by a share"
     assert allowed_s(OnlineView(0.05, first_token_in_s=0.08, left_tokens=150)) == 0.04, "two batches to the first token"
     assert allowed_s(OnlineView(0.05, first_token_in_s=-1.0)) == 0.02, "it is late already"
+    assert allowed_s(free, OnlineView(math.inf, left_tokens=150)) == 0.02, "nothing beside a prompt without a target"
 
 
 def test_decodes_go_before_prompts_and_the_one_that_waits_longest_first() -> None:
