@@ -99,8 +99,9 @@ class WorkerSettings(ServiceSettings):
     """Whether a step of offline work alone gives way to an online request between two slices of layers (auto: where
     such a step takes more than a quarter of --ttft-target-s), or runs to its end."""
     offline_slowdown: float = Field(0.25, ge=0, le=10)
-    """Share by which a step with online requests may take longer for offline ones (class batch) that go along, where
-    --tpot-target-s does not say how long it may take; 0: they get only what costs nothing."""
+    """Share by which a step of online decodes may take longer for offline requests (class batch) in it, where
+    --tpot-target-s sets no other bound; 0: they get only what costs nothing. A step with an online prompt that has no
+    target for its first token is not slowed down."""
     max_num_batched_tokens: int | None = Field(None, ge=1, le=1 << 20)
     """Tokens of one engine step. Default: 512; on a GPU by its memory 2048, from 70 GiB on 4096, from 160 GiB on 8192;
     never fewer than --max-num-seqs."""
