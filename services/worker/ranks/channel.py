@@ -1,9 +1,10 @@
-"""Messages between rank 0 and another rank, over a private pair of sockets."""
+"""Messages between rank 0 and another rank, over a private pair of sockets, or TCP to another host."""
 
 from __future__ import annotations
 
 import os
 import pickle
+import select
 import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -50,10 +51,12 @@ class Start:
     """Configuration of a rank."""
 
     rank: int
-    devices: Sequence[str]  # of all ranks
-    meeting: str  # a file for their rendezvous
+    devices: Sequence[str]  # of all ranks, each on its own host
+    share: int  # ranks of each host
+    meeting: str  # a file for their rendezvous, or HOST:PORT of a store
+    host: str  # where others reach this rank
     log: RankLog
-    load_one: Callable[..., Engine]  # `load_engine` without device and ranks
+    load_one: Callable[..., Engine]  # `load_engine` without device and ranks; another host has its own model folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,7 @@ class RankReady:
 
     block_count: int
     checksums: Mapping[int, bytes]  # of its layers
+    revision: str  # of its checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,9 @@ def body_of(message: object) -> bytes:
 
 
 class RankChannel:
-    """One side. Messages are pickled: both processes are of one program, and one has started the other."""
+    """One side. Messages are pickled: both processes are of one program, and one has started the other, or each has
+    shown the other that it has the cluster's secret.
+    """
 
     def __init__(self, connection: socket.socket, name: str) -> None:
         """`name`: of the other side."""
@@ -178,6 +184,12 @@ class RankChannel:
                 os.close(file)
             raise RankLost(f"{self._name}: {count} files were sent, and {len(files)} could be opened here")
         return files
+
+    def hung_up(self) -> bool:
+        """True if the other side has ended, or its host is silent. From any thread."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLRDHUP)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         self._socket.close()

@@ -10,18 +10,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from ballast.common.errors import ConfigError
 from ballast.service.logs import get_logger
 from services.worker.engine.choice import choose_model
 from services.worker.engine.load import Engine
 from services.worker.engine.peers import Apart
 from services.worker.memory.parameters import combined
-from services.worker.ranks.channel import RankLog, RankLost, RankReady
+from services.worker.ranks.channel import RankLog, RankLost, RankReady, Start
 from services.worker.ranks.crew import Crew
-from services.worker.ranks.group import RankGroup, meet
+from services.worker.ranks.group import RankGroup, meet, open_store
 from services.worker.ranks.memory import Mirror, RankedMemory
+from services.worker.ranks.nodes import NodeListener, Nodes
 from services.worker.ranks.runner import RankedRunner
 
 _WATCH_S = 0.2
@@ -47,16 +46,19 @@ class Ranked:
         return bool(self.engine.memory.kv.mirrors)
 
 
-def load_ranked(load_one: functools.partial[Engine], devices: Sequence[str], log: RankLog) -> Ranked:
+def load_ranked(
+    load_one: functools.partial[Engine], devices: Sequence[str], log: RankLog, nodes: Nodes | None = None
+) -> Ranked:
     """Load one rank on each of the devices, which are of one kind; for CPUs their number is the number of ranks.
-    `load_one`: `load_engine` with the common arguments; memory sizes are per rank.
+    `load_one`: `load_engine` with the common arguments; memory sizes are per rank. `nodes`: with ranks on other hosts,
+    each of which has a model folder and devices of its own; the devices here are those of this host.
 
     Raises:
         ConfigError: as `load_engine`; or heads or MLP are not divisible by the number of ranks.
         RankLost: one of their processes has ended.
     """
     model_dir: Path = load_one.args[0]
-    count = len(devices)
+    count = len(devices) if nodes is None else nodes.ranks
     told = load_one.keywords
     choose_model(  # before any process is started
         model_dir,
@@ -68,16 +70,25 @@ def load_ranked(load_one: functools.partial[Engine], devices: Sequence[str], log
         peers=Apart(0, count),
     )
     with contextlib.ExitStack() as files, contextlib.ExitStack() as undo:
-        meeting = Path(files.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))) / "ranks"
-        crew = Crew(count)
+        far = {} if nodes is None else NodeListener(nodes).gather()
+        undo.callback(lambda: [each.close() for each in far.values()])
+        crew = Crew(count, far)
         undo.callback(crew.close)
-        crew.start(devices, meeting, log, load_one)
-        group = meet(meeting, 0, [torch.device(device) for device in devices])
+        if far:
+            host = far[len(devices)].from_host
+            store, meeting = open_store(host)  # kept by this frame until all have met
+            devices = [*devices, *(far[rank].device for rank in range(len(devices), count))]
+        else:
+            folder = files.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+            host, store, meeting = "127.0.0.1", None, str(Path(folder) / "ranks")
+        start = Start(0, devices, count - len(far), meeting, host, log, load_one)
+        crew.start(start)
+        group = meet(start, store)
         engine = _load_first(load_one, devices[0], crew, group)
         undo.callback(engine.close)
         shares = crew.loaded()
         _require_equal(engine, shares)
-        mirrors = open_mirrors(engine, [crew.files(rank) for rank in range(1, count)])
+        mirrors = [] if far else open_mirrors(engine, [crew.files(rank) for rank in range(1, count)])
         undo.callback(lambda: [mirror.close() for mirror in mirrors])
         store = engine.memory.parameters
         for layer, own in store.loaded_checksums.items():
@@ -141,6 +152,9 @@ def open_mirrors(engine: Engine, files_of: Iterable[Iterator[int]]) -> list[Mirr
 
 def _require_equal(engine: Engine, shares: Sequence[RankReady]) -> None:
     for rank, share in enumerate(shares, start=1):
+        if share.revision != engine.info.revision:
+            why = f"the checkpoint of rank {rank} is another: its config.json or its files differ ({share.revision})"
+            raise ConfigError("worker.model", f"{why} from the first host's ({engine.info.revision})")
         if share.block_count != engine.block_count:
             why = f"rank {rank} has room for {share.block_count} blocks and the first one for {engine.block_count}"
             raise ConfigError("tensor_parallel_size", f"{why}: their devices are not alike")
