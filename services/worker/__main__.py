@@ -38,6 +38,7 @@ from services.worker.config import WorkerSettings
 from services.worker.core.limits import WorkerLimits
 from services.worker.emulation.machine import read_machine
 from services.worker.engine.model_config import read_model_config
+from services.worker.following import nodes_of, run_ranks
 from services.worker.links.config import TransportConfig
 from services.worker.metrics import LinkCollector, export
 from services.worker.pipeline.build import BuiltInstance, join, stage_core
@@ -95,8 +96,8 @@ class LoadedEngine(BuiltInstance, ShellEngine, Protocol):
     """A loaded model, to be executed as a whole or as a stage."""
 
 
-def load(settings: WorkerSettings, devices: Sequence[str] = ()) -> Kit:
-    """`devices`: one for each rank; empty: that of the settings.
+def load(settings: WorkerSettings, devices: Sequence[str] = (), secret: bytes | None = None) -> Kit:
+    """`devices`: one for each rank of this host; empty: that of the settings. `secret`: of the cluster.
 
     Raises:
         ConfigError: the model cannot be loaded that way.
@@ -137,7 +138,8 @@ def load(settings: WorkerSettings, devices: Sequence[str] = ()) -> Kit:
     )
     devices = devices or (settings.device,)
     log = RankLog(settings.worker_id or "worker", settings.log_level, settings.log_format)
-    ranked = None if len(devices) == 1 else load_ranked(load_one, devices, log)
+    several = settings.tensor_parallel_size > 1
+    ranked = load_ranked(load_one, devices, log, nodes_of(settings, secret)) if several else None
     engine = load_one(device=devices[0]) if ranked is None else ranked.engine
     gc.freeze()  # torch makes so many objects that a full collection delays a step
     try:
@@ -155,7 +157,8 @@ def load(settings: WorkerSettings, devices: Sequence[str] = ()) -> Kit:
     kit = Kit(engine, costs.current, costs, copier, compile_grammar, device=device, swap_blocks=swap_blocks)
     if ranked is None:
         return replace(kit, joins=engine.implementation.pipelines)
-    kit = replace(kit, device=f"{len(devices)} ranks from {device} on")
+    hosts = f" of each of {settings.nnodes} hosts" if settings.nnodes > 1 else ""
+    kit = replace(kit, device=f"{len(devices)} ranks from {device} on{hosts}")
     return replace(kit, lost_rank=ranked.lost, joins=ranked.exchanges)
 
 
@@ -525,11 +528,17 @@ async def main(life: Lifecycle) -> None:
     settings = load_settings(WorkerSettings, sys.argv[1:])
     suffix = settings.port or secrets.token_hex(3)
     worker_id = settings.worker_id or f"{socket.gethostname()}-{suffix}"
+    if settings.node_rank:
+        worker_id = f"{worker_id}/node-{settings.node_rank}"
     logs.configure(service="worker", instance=worker_id, level=settings.log_level, form=settings.log_format)
     logs.get_logger().info("starting", settings=settings.model_dump(mode="json"))
     security = Security(Role.WORKER, settings)
-    security.ensure_guarded([settings.host, settings.advertise_host], links=True)
-    ensure_free(settings.host, settings.port)  # before loading the model, which may take minutes
+    hosts = [settings.host, settings.advertise_host]
+    if settings.dist_init_addr is not None:
+        hosts.append(settings.dist_init_addr.rpartition(":")[0])
+    security.ensure_guarded(hosts, links=True)
+    if not settings.node_rank:
+        ensure_free(settings.host, settings.port)  # before loading the model, which may take minutes
     settings = await asyncio.to_thread(_with_model, settings)
     state = state_server(settings)
     metrics = MetricsServer(settings.metrics_host, settings.metrics_port, service="worker", instance=worker_id)
@@ -555,12 +564,16 @@ async def serve(
     shown: Exposition,
 ) -> None:
     """From loading to the end."""
-    count = settings.tensor_parallel_size
+    count = settings.tensor_parallel_size // settings.nnodes
     async with claimed_devices(settings.device, count, _gpus, state, worker_id) as devices:
+        if settings.node_rank and (nodes := nodes_of(settings, security.secret)) is not None:
+            say_ready("worker", worker_id, nodes.address)
+            await run_ranks(life.stopping, settings, nodes, devices)
+            return
         settings = settings.model_copy(update={"device": devices[0], "worker_id": worker_id})
         settings = await asyncio.to_thread(_with_limits, settings)
         # Slow for large models; signals are handled meanwhile.
-        kit = await asyncio.to_thread(load, settings, devices)
+        kit = await asyncio.to_thread(load, settings, devices, security.secret)
         shown.model_name = lambda: kit.engine.info.name
         await WorkerProcess(life, settings, security, kit, state, worker_id).run(worker_id)
 

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from services.worker.memory.device import DeviceMemory
 
 _ANSWER_S = 30.0
-_START_S = 300.0  # from being called to the first message: other ranks may be slow to come
 
 
 def _end_with(connections: Sequence[socket.socket]) -> None:
@@ -59,7 +58,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which drains
     threading.Thread(target=_end_with, args=(connections,), daemon=True).start()
     channel = RankChannel(connections[0], "the first rank")
-    start = cast(Start, channel.receive(_START_S))
+    start = cast(Start, channel.receive(None))  # while rank 0 waits for others
     if folder is not None:
         load_one = cast(functools.partial[Any], start.load_one)
         start = replace(start, load_one=functools.partial(load_one.func, folder, **load_one.keywords))

@@ -55,6 +55,7 @@ class Nodes:
     ranks: int  # of all hosts together
     address: str  # HOST:PORT of the first one
     secret: bytes | None = field(default=None, repr=False)
+    own_host: str | None = None  # from which a host calls the first one; None: by its routes
 
     @property
     def share(self) -> int:
@@ -195,11 +196,12 @@ def call(nodes: Nodes, rank: int, lane: str, session: str, device: str, stop: th
         ConfigError: it has refused this rank, or is not who it says.
     """
     hello = asdict(_RankHello(rank, lane, session, device, nodes.ranks, nodes.count))
+    source = None if nodes.own_host is None else (nodes.own_host, 0)
     say_at_s = time.monotonic() + _SAY_EVERY_S
     while not stop.is_set():
         connection: socket.socket | None = None
         try:
-            connection = socket.create_connection(nodes.host_port, _GREET_S)
+            connection = socket.create_connection(nodes.host_port, _GREET_S, source)
             line = _json_line({"hello": hello, "nonce": secrets.token_hex(16)})
             return _introduced(connection, nodes.secret, line)
         except (OSError, ValueError) as error:
