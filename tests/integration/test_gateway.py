@@ -359,7 +359,7 @@ def test_a_thousand_who_leave_in_the_middle_leave_nothing_behind(running: Runnin
     body = json.dumps({"messages": MESSAGES, "stream": True, "ignore_eos": True, "n": 2}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     gateway = psutil.Process(running.cluster.processes["gateway"][0].pid)
-    service = next(p for p in [gateway, *gateway.children()] if "services.gateway" in p.cmdline())
+    service = next(p for p in [gateway, *gateway.children()] if "services.gateway" in " ".join(p.cmdline()))
 
     async def leave(index: int, few: asyncio.Semaphore) -> None:
         """Half a request, before the first token, behind it, or somewhat later; in peace or abruptly."""
