@@ -165,6 +165,7 @@ def _import(arguments: Sequence[str]) -> None:
     for name in needed:
         with suppress(Exception):  # the child says so in its log
             importlib.import_module(name)
+    sys.modules.pop(needed[0], None)  # executed anew in the child, as `__main__`
 
 
 def _become(request: Mapping[str, Any], log_fd: int, server_pid: int) -> None:
