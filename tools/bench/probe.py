@@ -70,9 +70,7 @@ async def warm_up(address: str, *, lanes: int, rounds: int, input_tokens: int, o
         await _all_of([lane(number) for number in range(lanes)])
 
 
-async def _all_of(
-    what: Sequence[Coroutine[Any, Any, None]],
-) -> None:  # Any: unused types of coroutines
+async def _all_of(what: Sequence[Coroutine[Any, Any, None]]) -> None:  # Any: unused coroutine types
     """Run all; the first BallastError is raised without its exception group."""
     try:
         async with asyncio.TaskGroup() as running:
