@@ -1,6 +1,7 @@
 """HTML page and figure of `ballast size`: share of requests served in time over the number of GPUs."""
 
 # matplotlib leaves some arguments untyped.
+# pyright: reportUnknownMemberType=false
 
 from collections.abc import Sequence
 from html import escape

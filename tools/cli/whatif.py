@@ -1,6 +1,7 @@
 """`ballast sim --sweep`: table and figure of the results of `sim.jobs.whatif`."""
 
 # matplotlib leaves some arguments untyped.
+# pyright: reportUnknownMemberType=false
 
 import argparse
 import dataclasses
