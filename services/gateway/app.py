@@ -250,7 +250,7 @@ class Door:
                 answer.status = _CLIENT_GONE
             except BrokenCall as error:
                 answer.status = 502
-                if not answer.has_begun:  # else returning is what ends the connection: the client sees it was cut off
+                if not answer.has_begun:  # otherwise closing the connection tells the client
                     failure = Failure(502, "server_error", "jobs_broke_off", f"the jobs service: {error}")
                     await self._fail(route, answer.request_id, failure, answer)
             except Exception as error:  # noqa: BLE001 - every failure becomes a response
