@@ -152,7 +152,7 @@ class GroupMember:
     @property
     def wakes_at_s(self) -> float | None:
         leaving, transition = self._driver.leaving, self._driver.transition
-        if self._lost is not None:
+        if self._lost is not None and self._now() < self._lost.until_s:
             return self._lost.until_s
         return leaving.wakes_at_s if leaving is not None and transition is not None and transition.drains else None
 
