@@ -32,7 +32,7 @@ from services.planner.core.membership import Membership, difference
 from services.planner.core.reason import explain
 from services.planner.core.record import TransitionRecord
 from services.planner.core.stages import Stage
-from services.planner.core.stand_in import StandIns, lost_followers
+from services.planner.core.stand_in import StandIns, lost_followers, plan_stand_in
 from services.planner.core.standings import Standings
 from services.planner.core.store_sync import StoreSync
 from services.planner.core.transition import Journal
@@ -408,18 +408,20 @@ class PlannerCore:
 
     def _stand_in(self, at_s: float, cause_id: str) -> list[p.Command]:
         """Replace a lost follower, if an instance can take its place. Empty: go on without its group."""
-        if self.conductor.busy or self.store.stored_epoch != self.layout.epoch:
+        if self.store.stored_epoch != self.layout.epoch:
             return []
-        read = self._stand_ins.reads
         lost = lost_followers(self.layout.groups, self.membership.placeable(), self._stranded())
-        due_at_s = self._stand_ins.due_at_s(lost, at_s)
+        busy = self.conductor.busy
+        due_at_s = self._stand_ins.due_at_s(lost, at_s, busy=busy)
         if due_at_s is None:
             return []
         if due_at_s > at_s:
             self._plan_at_s = due_at_s
-            return [] if read and self._stand_ins.reads else [p.ReadLoads(cause_id)]
-        context = self._context(())
-        approved = self._stand_ins.plan(self.layout, self.layout_model, context.epoch, self.kept_out.why(at_s))
+            return [p.ReadLoads(cause_id)] if not busy and self._stand_ins.asks() else []
+        context, taken = self._context(()), self._stand_ins.take()
+        approved = None
+        if taken is not None and not busy:
+            approved = plan_stand_in(*taken, self.layout, self.layout_model, context.epoch, self.kept_out.why(at_s))
         if approved is None:
             return self._stand_in(at_s, cause_id)  # another one may be lost, too
         commands = self.conductor.start(approved, context, at_s, DropRequest("loss", cause_id))

@@ -4,7 +4,7 @@ The other stages of the pipeline keep their KV and wait for it (`services.worker
 looked at once: if there is no stand-in, or its transition fails, the group ends.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 
 from ballast.common.ids import Epoch, Incarnation, WorkerId
@@ -16,7 +16,7 @@ from services.planner.core.messages import ClusterLoad, LoadsRead
 from services.planner.core.survey import NoSurvey, replaced, shape_of
 from services.planner.policy.replicate import Partial, Placeable
 
-_LOADS_S = 1.0  # within which loads are read
+_WAITS_S = 1.0  # for loads, and for the end of a transition
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ def lost_followers(groups: Iterable[Group], instances: Iterable[Placeable], part
 
 def plan_stand_in(
     lost: LostFollower,
+    load: ClusterLoad,
     base: Layout,
     model: ModelInfo | None,
-    load: ClusterLoad,
     epoch: Epoch,
-    without: Collection[WorkerId],
+    without: Container[WorkerId],
 ) -> Approved | None:
     """With the least used instance that serves alone and, as that stage, holds all KV of the group. None: there is
     none. `without`: may not enter a group.
@@ -77,18 +77,17 @@ def plan_stand_in(
 
 
 class StandIns:
-    """One lost follower at a time."""
+    """Takes lost followers one by one, and reads loads for each."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[WorkerId, Incarnation]] = set()  # losses that have been looked at, while in the layout
-        self._lost: LostFollower | None = None  # loads are being read for it
-        self._until_s = 0.0
+        self._lost: LostFollower | None = None
+        self._until_s = 0.0  # for which it waits
         self._load: ClusterLoad | None = None
+        self._asked = False  # for loads
 
-    def due_at_s(self, lost: Iterable[LostFollower], at_s: float) -> float | None:
-        """When the next of them is to be planned for; None: there is none. The first call for a loss in that case
-        returns an instant in the future: loads are to be read.
-        """
+    def due_at_s(self, lost: Iterable[LostFollower], at_s: float, *, busy: bool) -> float | None:
+        """When to `take` the next of them; None: there is none. `busy`: a transition is under way."""
         found = {(one.member.worker_id, one.member.incarnation): one for one in lost}
         self._seen &= found.keys()
         new = [one for key, one in found.items() if key not in self._seen]
@@ -96,28 +95,25 @@ class StandIns:
             self._lost = None
             return None
         if self._lost not in new:
-            self._lost, self._load, self._until_s = new[0], None, at_s + _LOADS_S
-        return at_s if self._load is not None else self._until_s
+            self._lost, self._load, self._asked, self._until_s = new[0], None, False, at_s + _WAITS_S
+        return at_s if self._load is not None and not busy else self._until_s
 
-    @property
-    def reads(self) -> bool:
-        """True while loads are being read."""
-        return self._lost is not None and self._load is None
+    def asks(self) -> bool:
+        """True once for each loss: loads are to be read."""
+        asks, self._asked = not self._asked, True
+        return asks
 
     def loads_read(self, event: LoadsRead) -> bool:
         """True if a loss was waiting for them."""
-        waited = self.reads
-        if waited:
-            self._load, self._until_s = (None if event.failure else event.load), event.at_s
+        waited = self._asked and self._lost is not None
+        if waited and self._load is None:
+            self._load = event.load if not event.failure else None
+            self._until_s = event.at_s if event.failure else self._until_s
         return waited
 
-    def plan(
-        self, base: Layout, model: ModelInfo | None, epoch: Epoch, without: Mapping[WorkerId, str]
-    ) -> Approved | None:
-        """For the loss that is due. It is not looked at again."""
-        lost, load = self._lost, self._load
-        self._lost = self._load = None
-        if lost is None:
-            return None
-        self._seen.add((lost.member.worker_id, lost.member.incarnation))
-        return None if load is None else plan_stand_in(lost, base, model, load, epoch, without)
+    def take(self) -> tuple[LostFollower, ClusterLoad] | None:
+        """The loss that is due, with the loads; None: they were not read. It is not looked at again."""
+        lost, load, self._lost = self._lost, self._load, None
+        if lost is not None:
+            self._seen.add((lost.member.worker_id, lost.member.incarnation))
+        return None if lost is None or load is None else (lost, load)
