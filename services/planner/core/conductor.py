@@ -126,6 +126,11 @@ class Conductor:
         return self.coordinator is not None
 
     @property
+    def changing(self) -> tuple[WorkerId, ...]:
+        """The members whose groups change."""
+        return () if self.coordinator is None else self.coordinator.members
+
+    @property
     def holds_layout(self) -> bool:
         """True while no other change of the layout is allowed: a transition based on it is not decided."""
         return self.coordinator is not None and not self.coordinator.decided

@@ -410,8 +410,9 @@ class PlannerCore:
         """Replace a lost follower, if an instance can take its place. Empty: go on without its group."""
         if self.store.stored_epoch != self.layout.epoch:
             return []
-        lost = lost_followers(self.layout.groups, self.membership.placeable(), self._stranded())
-        busy = self.conductor.busy
+        busy, changing = self.conductor.busy, self.conductor.changing
+        at_rest = (group for group in self.layout.groups if group.leader.worker_id not in changing)
+        lost = lost_followers(at_rest, self.membership.placeable(), self._stranded())
         due_at_s = self._stand_ins.due_at_s(lost, at_s, busy=busy)
         if due_at_s is None:
             return []
