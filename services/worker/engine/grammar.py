@@ -1,4 +1,4 @@
-"""Constrains a sequence to its grammar: tokens that may not follow are masked before sampling."""
+"""Constrains a sequence to its grammar: masks tokens that may not follow before sampling."""
 
 import math
 
@@ -11,8 +11,8 @@ from services.worker.core.batch import NewSequence
 
 
 class GrammarState:
-    """State of one sequence in its grammar. A grammar that is invalid, or fails later, leaves its reason in `error`:
-    tokens sampled afterwards are unconstrained, and must not reach the client.
+    """A sequence's state in its grammar. If the grammar is invalid or fails later, `error` has the reason: tokens
+    sampled from then on are unconstrained and must not reach the client.
     """
 
     def __init__(self, grammars: Grammars | None, new: NewSequence) -> None:
@@ -30,22 +30,22 @@ class GrammarState:
             self.error = why_given_up(self._matcher)
 
     def allowed(self) -> np.ndarray | None:
-        """A bit for each token, as bytes, lowest first. None: the mask is unknown."""
+        """Bit mask of the allowed tokens as bytes, lowest token first. None: the mask is unknown."""
         if self._matcher is None or self.error:
             return None
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        self.error = why_given_up(self._matcher)  # such a matcher allows the end, and says nothing by itself
+        self.error = why_given_up(self._matcher)  # a failed matcher allows the end of the sequence and reports no error
         return bits
 
     def restrict(self, logits_V: torch.Tensor) -> None:
-        """Mask logits in place. At the grammar's end only end-of-sequence tokens are left."""
+        """Mask logits in place. When the grammar is complete, only end-of-sequence tokens remain."""
         if (bits := self.allowed()) is None:
             return
         allowed_V = np.unpackbits(bits, bitorder="little", count=len(logits_V)).view(np.bool_)
         logits_V.masked_fill_(torch.from_numpy(~allowed_V).to(logits_V.device), -math.inf)
 
     def add(self, token_id: int) -> None:
-        """Advance by a generated token."""
+        """Advance by one generated token."""
         if self._matcher is not None and not self.error:
             self._matcher.consume_token(token_id)
             self.error = why_given_up(self._matcher)
