@@ -415,8 +415,8 @@ def beside_to_markdown(found: Sequence[Beside], ref: str, rate_per_s: float, dur
     lines = [
         f"# A gateway beside that of {ref}",
         "",
-        f"{_ANSWER_TOKENS} tokens where nothing else is said, {rate_per_s:g} calls a second through each gateway in turn,"
-        f" {duration_s:g} s for each kind; whole calls, ms.",
+        f"{_ANSWER_TOKENS} tokens where nothing else is said, {rate_per_s:g} calls a second through each gateway,"
+        f" in turn, {duration_s:g} s for each kind; whole calls, ms.",
         f"Python {platform.python_version()}, {os.cpu_count()} cores; load average {os.getloadavg()[0]:.1f}.",
         f"Command: `python -m benchmarks.relay --beside {ref} --rate {rate_per_s:g} --seconds {duration_s:g}`.",
         "",

@@ -17,8 +17,8 @@ from services.worker.core.batch import NewSequence
 
 
 class GrammarState:
-    """State of one sequence in its grammar. A grammar that is invalid, or fails later, leaves its reason in `error`:
-    tokens sampled afterwards are unconstrained, and must not reach the client.
+    """A sequence's state in its grammar. If the grammar is invalid or fails later, `error` has the reason: tokens
+    sampled from then on are unconstrained and must not reach the client.
     """
 
     def __init__(self, grammars: Grammars | None, new: NewSequence) -> None:
@@ -36,24 +36,24 @@ class GrammarState:
             self.error = why_given_up(self._matcher)
 
     def allowed(self) -> np.ndarray | None:
-        """A bit for each token, as bytes, lowest first. At the grammar's end only end-of-sequence tokens are left.
-        None: the mask is unknown.
+        """Bit mask of the allowed tokens as bytes, lowest token first; when the grammar is complete, of end-of-sequence
+        tokens. None: the mask is unknown.
         """
         if self._matcher is None or self.error:
             return None
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        self.error = why_given_up(self._matcher)  # such a matcher allows the end, and says nothing by itself
+        self.error = why_given_up(self._matcher)  # a failed matcher allows the end of the sequence and reports no error
         return bits
 
     def add(self, token_id: int) -> None:
-        """Advance by a generated token."""
+        """Advance by one generated token."""
         if self._matcher is not None and not self.error:
             self._matcher.consume_token(token_id)
             self.error = why_given_up(self._matcher)
 
 
 class Constraint:
-    """Of one sequence. Where no token is left, or the grammar fails, `error` has the reason."""
+    """All constraints of one sequence. If no token is left or the grammar fails, `error` has the reason."""
 
     def __init__(
         self, new: NewSequence, grammars: Grammars | None, eos_token_ids: Sequence[int], vocab_size: int
@@ -75,7 +75,7 @@ class Constraint:
         return self._why or (self._grammar.error if self._grammar is not None else "")
 
     def next(self) -> tuple[np.ndarray | None, tuple[int, ...]]:
-        """Bits of the tokens that are allowed, as bytes, lowest first, None: of all; and tokens to exclude from all."""
+        """Bit mask of the allowed tokens as bytes (None: all are allowed), and tokens to exclude if there is none."""
         bits = self._grammar.allowed() if self._grammar is not None else None
         if self._allowed is not None:
             bits = self._allowed if bits is None else bits[: len(self._allowed)] & self._allowed[: len(bits)]
@@ -100,15 +100,15 @@ class Constraint:
             logits_V.index_fill_(0, torch.tensor(excluded, device=logits_V.device), -math.inf)
 
     def add(self, token_id: int) -> None:
-        """Advance by a generated token."""
+        """Advance by one generated token."""
         self._ends_wait -= 1
         self._tail.append(token_id)
         if self._grammar is not None:
             self._grammar.add(token_id)
 
     def _excluded(self) -> tuple[int, ...]:
-        """Tokens that would end the sequence too early, or complete a bad word. As in vLLM, all of a word has to stand
-        in the answer.
+        """Tokens that would end the sequence before `min_tokens`, or complete a bad word whose beginning is the end of
+        the answer so far (as in vLLM, the prompt does not count).
         """
         tail = tuple(self._tail)
         ends = self._ends if self._ends_wait > 0 else ()

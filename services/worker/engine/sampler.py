@@ -1,9 +1,8 @@
-"""Chooses the next tokens. What a row gives depends on its logits, parameters, seed and position alone.
+"""Samples the next tokens. A row's token depends only on its logits, parameters, seed and position.
 
-Order, as in vLLM: constraints (min_tokens, bad words, allowed tokens, grammar), logit bias, penalties, temperature,
-min-p, top-k, top-p. All that is random is computed in float64 and row by row, so that neither batch neighbours nor
-their number can change a token. Tokens whose probability equals that of the last one a filter keeps are kept too: a
-border between equals would depend on sorting.
+Order, as in vLLM: constraints, logit bias, penalties, temperature, min-p, top-k, top-p. Everything random is computed
+in float64 and row by row, so that neither the other rows nor their number can change a token. Tokens with the same
+probability as the last one kept by a filter are also kept: otherwise the cut would depend on sorting.
 
 Shapes: R rows that sample, V vocabulary.
 """
@@ -38,7 +37,7 @@ class SampleRow:
 class Sampled:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...]
-    errors: tuple[tuple[int, str], ...] = ()  # rows whose constraint leaves no token, and why
+    errors: tuple[tuple[int, str], ...] = ()  # (row, reason) for rows whose constraint has failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +47,11 @@ class _SampledSequence:
     constraint: Constraint | None
     bias: Bias | None
     history: TokenHistory | None
-    plain: bool  # the most probable token and nothing else
+    plain: bool  # greedy, without any option
 
 
 def require_new(new: NewSequence, known: Container[SequenceId]) -> None:
-    """
-    Raises:
-        InvariantViolation: the sequence cannot be sampled so.
-    """
+    """Raises InvariantViolation if a sampled sequence has no seed, or if the sequence is known already."""
     if new.sampling.seed is None and not new.sampling.greedy:
         raise InvariantViolation(f"sequence {new.sequence_id} is sampled and came without a seed")
     if new.sequence_id in known:
@@ -63,10 +59,10 @@ def require_new(new: NewSequence, known: Container[SequenceId]) -> None:
 
 
 class _Ranked(NamedTuple):
-    """Top tokens of a row, and the normalisation for the log-probability of any other token."""
+    """Top tokens of a row, and the normalisation for the logprob of any other token."""
 
     top: tuple[tuple[int, float], ...]
-    values_V: torch.Tensor  # log-probabilities plus the two below
+    values_V: torch.Tensor  # logprobs plus the two below
     best: float
     log_total: float
 
@@ -75,23 +71,25 @@ class _Ranked(NamedTuple):
 
 
 class Choosing(Protocol):
-    """Tokens being sampled."""
+    """Tokens whose sampling has been launched."""
 
     def collect(self) -> Sampled:
-        """Wait for them."""
+        """Wait for the tokens."""
         ...
 
 
 class PreparedRows(Protocol):
-    """Host-side data of a step's rows, made before its execution."""
+    """Host-side data of a step's rows, prepared before its execution."""
 
     @property
     def arrays(self) -> Sequence[np.ndarray]:
-        """For the step's upload."""
+        """Arrays to upload with the step."""
         ...
 
     def launch(self, uploaded: Sequence[torch.Tensor], logits_RV: torch.Tensor) -> Choosing:
-        """Has one token per row chosen. `logits_RV` is changed; `uploaded` are the arrays where it is."""
+        """Launch the sampling of one token per row. `logits_RV` is overwritten; `uploaded` are the arrays on its
+        device.
+        """
         ...
 
 
@@ -139,14 +137,14 @@ class Sampler:
         grammars: Grammars | None = None,
         kernels: Kernels | None = None,
     ) -> None:
-        """With the compiled `kernels` all rows are sampled in one call; tokens are the same."""
+        """With the compiled `kernels` all rows are sampled in one call; the tokens are the same."""
         self._grammars = grammars
         self._kernels = kernels
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._device = device
         self._sequences: dict[SequenceId, _SampledSequence] = {}
-        self._special = 0  # sequences that are not plain
+        self._special = 0  # number of sequences that are not plain
 
     @property
     def sequence_ids(self) -> tuple[SequenceId, ...]:
@@ -179,7 +177,7 @@ class Sampler:
         return _HostRows(self, rows)
 
     def sample(self, rows: Sequence[SampleRow], logits_RV: torch.Tensor) -> Sampled:
-        """One token per row. `logits_RV` is changed."""
+        """Sample one token per row. `logits_RV` is overwritten."""
         if not self._special:
             return Sampled(tuple(self._best(logits_RV)), (None,) * len(rows))
         sequences = [self._sequences[row.sequence_id] for row in rows]
@@ -208,7 +206,7 @@ class Sampler:
         return Sampled(tuple(token_ids), tuple(logprobs), tuple(errors))
 
     def _raw_logprobs(self, logits_V: torch.Tensor, count: int) -> "_Ranked":
-        """Before any change of `logits_V`."""
+        """Logprobs before any change of `logits_V`."""
         count = min(count, len(logits_V))
         if self._kernels is None:
             logprobs_V = torch.log_softmax(logits_V.double(), -1)
@@ -259,7 +257,7 @@ def _choose_at_once(
 
 
 def draw(logits_RV: torch.Tensor, sampling: Sequence[SamplingParams], uniforms_R: np.ndarray) -> list[int]:
-    """Draw one token per row by inversion, in vocabulary order. `logits_RV` is float64 and is changed."""
+    """Draw one token per row by inversion, in vocabulary order. `logits_RV` is float64 and is overwritten."""
 
     def column(values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64, device=logits_RV.device)[:, None]
@@ -272,18 +270,18 @@ def draw(logits_RV: torch.Tensor, sampling: Sequence[SamplingParams], uniforms_R
         for i in keep_best_at_once(logits_RV, sampling):
             keep_best(logits_RV[i], sampling[i].top_k, sampling[i].top_p)
     cumulated_RV = torch.softmax(logits_RV, -1).cumsum_(-1)
-    # The last value is 1 up to rounding; scaling by it keeps the draw inside the row.
+    # The last cumulative value is 1 up to rounding; scaling by it keeps the draw within the row.
     targets_R1 = torch.from_numpy(uniforms_R).to(logits_RV.device)[:, None] * cumulated_RV[:, -1:]
     chosen_R = torch.searchsorted(cumulated_RV, targets_R1, right=True)[:, 0]
     return chosen_R.clamp_(max=logits_RV.shape[1] - 1).tolist()
 
 
-_FIRST_LOOK = 256  # most nuclei are smaller, and finding so many best is much cheaper than sorting a vocabulary
+_FIRST_LOOK = 256  # most nuclei are smaller, and this topk is much cheaper than sorting a vocabulary
 
 
 def keep_best_at_once(logits_RV: torch.Tensor, sampling: Sequence[SamplingParams]) -> list[int]:
-    """What `keep_best` does, to all rows. Returns those for which the first look was not enough, one by one of which
-    takes less memory.
+    """`keep_best` for all rows. Returns the rows that need more than the first `_FIRST_LOOK` tokens; processing these
+    one by one takes less memory.
     """
     size, device = logits_RV.shape[1], logits_RV.device
     looked_at = min(size, _FIRST_LOOK)
@@ -312,7 +310,7 @@ def keep_best_at_once(logits_RV: torch.Tensor, sampling: Sequence[SamplingParams
 
 
 def keep_best(row_V: torch.Tensor, top_k: int, top_p: float) -> None:
-    """Make all but the top k, and of those all but the smallest set that holds top_p of their mass, impossible."""
+    """Mask all but the top k, and of those all but the smallest set with a mass of at least top_p."""
     size = len(row_V)
     limit = top_k if 0 < top_k < size else size
     if limit < size:
