@@ -72,7 +72,7 @@ class GenerationRequest(_FieldShape):
 
     prompt_logprobs: int | None = None
     bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = Field(None, min_length=1)
+    allowed_token_ids: list[int] | None = Field(default=None, min_length=1)
 
     # Any: refused whatever they are.
     truncate_prompt_tokens: Any = None
