@@ -172,8 +172,8 @@ class WorkerCore:
                 self._leaving().stopped = True
             case MovedOver():
                 self._handovers.move_over(self._leaving(), group_scheduler, event)
-            case BatchesLost():
-                self._leaving().lose_batches(event.at_s)
+            case BatchesLost(in_force=in_force):
+                (group_scheduler if in_force else self._leaving()).lose_batches(event.at_s)
             case GroupClosed():
                 self._close_leaving()
             case _:
