@@ -32,7 +32,7 @@ class Groups:
 
     def adopt(self, at_s: float, layout: Layout | None) -> None:
         """None: the state server has lost it; the previous one stays in force, as for the dispatchers."""
-        if layout is None or layout == self.layout:
+        if layout is None or layout is self.layout or layout == self.layout:
             return
         before, self.layout = self._formed, layout
         self._formed = {}

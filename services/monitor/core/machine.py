@@ -234,12 +234,10 @@ class MonitorCore:
     def _surroundings_read(self, event: m.SurroundingsRead) -> list[m.Command]:
         if not self.active:
             return []
-        before = self._backlogs.total(event.at_s).token_count
         self.groups.adopt(event.at_s, event.layout)
-        self._backlogs.read(event.at_s, event.backlogs)
+        more = self._backlogs.read(event.at_s, event.backlogs)
         silent = self._backlogs.silent(event.at_s)
         forget: list[m.Command] = [m.ForgetBacklogs(silent)] if silent else []
-        more = self._backlogs.total(event.at_s).token_count > before
         return forget + (self._look_soon(event.at_s, event.cause_id) if more else [])
 
     def _leadership_changed(self, event: m.LeadershipChanged) -> list[m.Command]:
@@ -339,11 +337,12 @@ class MonitorCore:
 
     def _backlog_bytes(self, at_s: float) -> int:
         """Block and token sizes are equal on all instances of a cluster."""
+        backlog = self._backlogs.total(at_s)
         loaded = next(((e, e.load) for e in self.entries.values() if e.load is not None), None)
-        if loaded is None:
+        if loaded is None or not backlog.request_count:
             return 0
         entry, load = loaded
-        return backlog_bytes(self._backlogs.total(at_s), load.block_tokens, entry.instance.model.kv_bytes_per_token)
+        return backlog_bytes(backlog, load.block_tokens, entry.instance.model.kv_bytes_per_token)
 
     def _forgive_own_sleep(self, at_s: float) -> None:
         """After this process was stopped, the instances' silence is not counted."""

@@ -492,6 +492,7 @@ class WorkerCore:
         at_s, token_ids, logprobs, ended = event.at_s, result.token_ids, result.logprobs, SequenceState.ENDED
         plain: dict[int, tuple[list[int], list[int]]] = {}  # stream -> handles and tokens, aligned
         errors, index, offline_count = dict(result.errors), 0, 0
+        last_id, handles, ids = -1, list[int](), list[int]()
         for sequence, computed_tokens, samples in in_flight_batch.shares:
             if sequence.state is not ended:
                 sequence.computed_tokens = computed_tokens
@@ -508,9 +509,10 @@ class WorkerCore:
                         sequence.token_count += 1
                         offline_count += sequence.rank == OFFLINE_RANK
                         stream_id, handle = sequence.key
-                        news = plain.get(stream_id) or plain.setdefault(stream_id, ([], []))
-                        news[0].append(handle)
-                        news[1].append(token_ids[index])
+                        if stream_id != last_id:
+                            last_id, (handles, ids) = stream_id, plain.setdefault(stream_id, ([], []))
+                        handles.append(handle)
+                        ids.append(token_ids[index])
                     else:
                         self._token(sequence, at_s, token_ids[index], texts[index], logprobs[index])
             index += samples
