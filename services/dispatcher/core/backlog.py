@@ -117,7 +117,7 @@ class Backlog:
     def _tally(self, tracked: Tracked, sign: int) -> None:
         caller = tracked.request.caller
         if marks := self._marks.pop(tracked.serial, ()) if sign < 0 else tracked.marks if self.shares else ():
-            self.count_marks(tracked, marks, sign)
+            self._count_marks(tracked, marks, sign)
         self.count += sign
         self.token_count += sign * tracked.token_count
         self._callers[caller] += sign
