@@ -1,15 +1,16 @@
-"""ConServe's figures on its hardware, simulated: offline work beside online requests, and what it does to these.
+"""ConServe's figures on its hardware, simulated: offline work beside online requests, and its effect on these.
 
     python -m benchmarks.offline 5|6|7|8|curve [--seconds 150] [--out FOLDER]
     python -m benchmarks.offline regret --traces DIR [--cells 'chat*,code*']
 
 5: a trace (`--trace FILE`); 6: on for 180 s and off for 180 s; 7: rates and burstiness; 8: offline requests as long as
-online ones, rule by rule; curve: harvest against P99 TTFT over the bound; regret: cells of `benchmarks.regret` without
-offline work and with, drop's policy. One A100-40G with Llama-2-7B; online requests
-of 1,024 and 128 tokens, offline ones of a summarisation's lengths, without end. In tok/s prompts and answers count.
+online ones, rule by rule; curve: offline throughput (harvest) against P99 TTFT for several bounds; regret: cells of
+`benchmarks.regret` with and without offline work, with the policy drop. One A100-40G with Llama-2-7B; online requests
+of 1,024 and 128 tokens, endless offline requests with the lengths of summarisation. Throughput counts prompts and
+answers.
 
-Rivals: online work alone; priorities in one batch, as engines have them (a request that runs never yields to one that
-waits); yielding at step boundaries without a bound on steps.
+Rivals: online work only; priorities in one batch, as in other engines (a running request never yields to a waiting
+one); preemption at step boundaries without a bound on steps.
 """
 
 import argparse
@@ -39,7 +40,7 @@ from tools.bench.traces import read_trace
 MODEL, CLUSTER = "Llama-2-7B", "1xA100-40G"
 ONLINE = (1024, 128)
 WARM_S = 10.0
-HOST_BYTES = 64 << 30  # of host memory for what yields
+HOST_BYTES = 64 << 30  # host memory for KV of preempted requests
 _NO_BOUND = 1e9
 _LONGEST_TOKENS = 4000
 _QUICK = "chat-13b-40g-x1.1,code-14b-40g-x1,calm-14b-40g-x1"
@@ -50,11 +51,11 @@ class OfflineMode:
     name: str
     slowdown: float = 0.25
     target_s: float | None = None
-    target_share: float | None = None  # of the P99 TPOT of online work alone: the target
+    target_share: float | None = None  # target of P99 TPOT, relative to that of online work only
     offline: bool = True
-    by_class: bool = False  # priorities alone
-    mirrors: bool = True  # what yields keeps its KV on the host
-    ttft_target_s: float | None = None  # for it steps of offline work alone are cut into slices of layers
+    by_class: bool = False  # priorities only
+    mirrors: bool = True  # KV of preempted requests is kept on the host
+    ttft_target_s: float | None = None  # target for which offline-only steps are split into slices of layers
 
     @property
     def is_ours(self) -> bool:
@@ -68,7 +69,7 @@ OURS = OfflineMode("ours, +25 %")
 NO_MIRRORS = OfflineMode("ours, no mirrors", mirrors=False)
 BELOW_ALONE = OfflineMode("ours, 0.87 of alone's", target_share=0.87)
 MODES = (ALONE, PRIORITIES, BOUNDARIES, OURS, NO_MIRRORS, BELOW_ALONE, OfflineMode("ours, 50 ms", target_s=0.05))
-# Rule by rule, as the paper's figure 8 adds its own.
+# Rule by rule, as in the paper's figure 8.
 PARTS = (
     ALONE,
     PRIORITIES,
@@ -90,7 +91,7 @@ CURVE = (
     *(OfflineMode(f"ours, +{slowdown:.0%}", slowdown) for slowdown in (0.0, 0.1, 0.25, 0.5, 1.0)),
     *(OfflineMode(f"ours, {ms} ms", target_s=ms / 1e3) for ms in (30, 50, 70, 110)),
 )
-# ConServe (arXiv 2410.01228): P99 TTFT in ms and harvest in tok/s, as far as its figures say.
+# ConServe (arXiv 2410.01228): P99 TTFT in ms and harvest in tok/s, as far as its figures show them.
 PAPER = {
     "6": "P99 TTFT 446 ms against 1,346 of priorities; 5,868 tok/s with nothing online",
     "7": "P99 TTFT within 25 % of online alone; 86 % of what priorities harvest",
@@ -114,7 +115,7 @@ class OfflineOutcome:
     tpot_p99_s: float
     online_per_s: float  # tokens
     harvest_per_s: float  # tokens
-    lost_share: float  # of the harvested tokens: computed twice
+    lost_share: float  # fraction of the harvested tokens that were computed twice
     yield_count: int
     took_s: float
 
@@ -132,7 +133,7 @@ def on_off(rate: float, phase_s: float, seconds: float, seed: int) -> list[Arriv
 
 
 def summaries(seed: int, count: int = 4096) -> list[tuple[int, int]]:
-    """Log-normal, of the means that summaries of articles have (2,588 and 291 tokens); the spread is assumed."""
+    """Log-normal lengths with the means of article summaries (2,588 and 291 tokens); the spread is assumed."""
     rng = random.Random(seed)
     rows = ((int(rng.lognormvariate(7.72, 0.5)), int(rng.lognormvariate(5.55, 0.5)) + 1) for _ in itertools.count())
     return list(itertools.islice((row for row in rows if row[0] > 16 and sum(row) < _LONGEST_TOKENS), count))
@@ -188,7 +189,7 @@ def run(load: OfflineLoadCase, mode: OfflineMode, seed: int) -> OfflineOutcome:
         stop_after_s=load.seconds,
         offline=offline,
         classes=(PriorityClass.INTERACTIVE,),
-        fast_forwards=not mode.by_class,  # their steps would be told to the trace's clients
+        fast_forwards=not mode.by_class,  # their steps would reach the trace's clients
     )
     return outcome_of(World(options, load.arrivals).run(), load, time.monotonic() - began_s)
 
@@ -243,7 +244,7 @@ def table_of(load: OfflineLoadCase, outcomes: dict[OfflineMode, OfflineOutcome])
 
 
 def draw(figure: str, load: OfflineLoadCase, outcomes: dict[OfflineMode, OfflineOutcome], folder: Path) -> Path:
-    """Harvest against P99 TTFT, a point for each mode."""
+    """Draw harvest against P99 TTFT, one point per mode."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -270,7 +271,7 @@ def draw(figure: str, load: OfflineLoadCase, outcomes: dict[OfflineMode, Offline
 
 
 def beside(traces: Path, cells: str) -> Table:
-    """Cells of the regret grid once more, with offline work without end beside the requests."""
+    """Cells of the regret grid with endless offline work beside the requests."""
     table = Table(title="without / with offline work beside it", title_justify="left")
     for name in ("cell", "P50 TTFT s", "P99 TTFT s", "P99 TPOT s", "drops", "harvest tok/s"):
         table.add_column(name, justify="left" if name == "cell" else "right")

@@ -1,11 +1,11 @@
-"""What offline work that gives way within its step saves and costs:
+"""Benefit and cost of preempting offline work within a step:
 
     python -m benchmarks.preemption [--arrivals 200] [--steps 200]
 
-Reaction: a worker with an emulated A100-40G and Llama-2-7B computes offline summaries without end; online requests come
-at random. Counted are those that find a step of offline work alone: from their arrival until it has given way, beside
-what a slice of it takes. Cost: steps of 64 prompt tokens of a model of 8 layers on one core, whole and in 4 slices in
-turns; processor time of the thread.
+Reaction: a worker with an emulated A100-40G and Llama-2-7B computes endless offline summaries; online requests arrive
+at random. For those that arrive during an offline-only step, measures the time from arrival until the step was
+preempted, and the duration of a slice. Cost: steps of 64 prompt tokens of a model with 8 layers on one core,
+alternately whole and in 4 slices; processor time of the thread.
 """
 
 import argparse
@@ -40,17 +40,17 @@ from services.worker.shell import WorkerShell
 from sim.jobs.machines import catalogue_machine
 from tools.model.tiny import make_tiny
 
-TTFT_TARGET_S = 0.1  # so that a step of an eighth of a layer's milliseconds is cut into slices of 6 ms
+TTFT_TARGET_S = 0.1  # makes the steps consist of slices of 6 ms
 VOCABULARY = 4096
 OFFLINE_COUNT = 32
 LAYERS, TOKENS, SLICES = 8, 64, 4
 
 
 class Reactions:
-    """Hears what the core is told, and how long slices take."""
+    """Observes the core's events and the durations of slices."""
 
     def __init__(self, handle: Callable[[Event], Any], run: Callable[..., None]) -> None:
-        self.steps: list[tuple[float, bool]] = []  # when a step ended, and whether it gave way
+        self.steps: list[tuple[float, bool]] = []  # (end of a step, whether it was preempted)
         self.longest_slice_s = 0.0
         self._handle = handle
         self._run = run
@@ -67,7 +67,7 @@ class Reactions:
 
 
 async def react(arrivals: int, seed: int) -> tuple[list[float], float]:
-    """Seconds from arrivals until a step gave way, and the longest slice."""
+    """(seconds from arrivals until a step was preempted, the longest slice)."""
     machine = catalogue_machine(CLUSTER.removeprefix("1x"), MODEL, VOCABULARY)
     engine = emulate(machine)
     cost = machine.execution.cost_of(machine.model.layer_count, is_first=True, is_last=True)
@@ -158,7 +158,7 @@ async def _read(stream: OutputStream) -> None:
 
 
 def cost_of_slices(folder: Path, steps: int) -> list[float]:
-    """Of each pair of steps, one whole and one in slices: processor time of the latter, in that of the former."""
+    """Processor time of a sliced step relative to a whole one, for each pair of steps."""
     model = make_tiny("llama", folder / "model", layers=LAYERS, hidden=512, heads=8, kv_heads=4, max_len=1024)
     ratios: list[float] = []
     with load_engine(model, device_memory_bytes=512 << 20, dtype="float32") as engine:

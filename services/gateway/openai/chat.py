@@ -5,8 +5,18 @@ from dataclasses import dataclass, field
 
 from ballast.client import FinishReason, Generation, GenerationChunk, Usage
 from services.gateway.openai.formats import plain
+from services.gateway.openai.requests import UsageWish
 from services.gateway.openai.scanner import AnswerParser, Arguments, CallBegin, CallEnd, Event, Format, Reasoning, Text
-from services.gateway.openai.writing import DONE, chat_logprobs, dumps, event, prompt_logprobs, quote, usage_of
+from services.gateway.openai.writing import (
+    DONE,
+    StreamUsage,
+    chat_logprobs,
+    dumps,
+    event,
+    prompt_logprobs,
+    quote,
+    usage_of,
+)
 
 TOOL_CALLS = "tool_calls"  # why an answer has ended that has called functions
 
@@ -42,7 +52,7 @@ class Wishes:
     """What an answer shall hold beside its text."""
 
     logprobs: bool
-    usage: bool  # in a stream; complete answers always have it
+    usage: UsageWish  # in a stream; complete answers always have it
     token_ids: bool
     format: Format = plain
     prompt_logprobs: bool = False
@@ -68,9 +78,10 @@ class ChatWriter:
         prefix = dumps({**head.begin("chat.completion.chunk"), "choices": []}).removesuffix("]}")
         self._prefix = f'data: {prefix}{{"index":'
         # Most chunks are nothing but text, and there is one for each token: they are put together by hand.
-        no_usage = ',"usage":null' if wishes.usage else ""
+        self._stream_usage = StreamUsage(wishes.usage)
+        no_usage = ',"usage":null' if wishes.usage is UsageWish.AT_THE_END else ""
         self._after_text = f'}},"logprobs":null,"finish_reason":null}}]{no_usage}}}\n\n'
-        self._is_plain = not (wishes.logprobs or wishes.token_ids)
+        self._is_plain = not (wishes.logprobs or wishes.token_ids or wishes.usage is UsageWish.IN_EACH_CHUNK)
 
     def complete(self, generations: Sequence[Generation]) -> dict[str, object]:
         usages = [generation.usage for generation in generations]
@@ -87,7 +98,9 @@ class ChatWriter:
         parts: list[bytes] = []
         if index not in self._begun:
             self._begun.add(index)
+            self._stream_usage.begin(index, chunk)
             parts.append(self._event(index, {"role": "assistant", "content": ""}, None))
+        self._stream_usage.add(index, chunk)
         parser = self._parsers.get(index)
         if parser is None:
             parser = self._parsers[index] = self._wishes.parser()
@@ -107,7 +120,7 @@ class ChatWriter:
 
     def end(self) -> bytes:
         """What follows the last chunk of the last choice."""
-        if not self._wishes.usage:
+        if self._wishes.usage is UsageWish.NONE:
             return DONE
         usages = [usage for _, usage in sorted(self._usages.items())]
         last: dict[str, object] = {
@@ -177,8 +190,9 @@ class ChatWriter:
             choice["logprobs"] = chat_logprobs(chunk.logprobs)
         if chunk is not None and self._wishes.token_ids:
             choice["token_ids"] = list(chunk.token_ids)
-        no_usage: dict[str, object] = {"usage": None} if self._wishes.usage else {}
-        return event({**self._head.begin("chat.completion.chunk"), "choices": [choice], **no_usage})
+        return event(
+            {**self._head.begin("chat.completion.chunk"), "choices": [choice], **self._stream_usage.field(index)}
+        )
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""A conversation as clients send it -> as chat templates want it."""
+"""Converts a client's conversation to the form that chat templates expect."""
 
 import contextlib
 import json
@@ -8,14 +8,14 @@ from typing import Any, cast
 from services.gateway.errors import invalid
 from services.gateway.openai.requests import Message
 
-# Any: foreign JSON, looked at part by part.
+# Any: foreign JSON, checked part by part.
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
-_ROLES = {"developer": "system", "function": "tool"}  # newer and older names -> what templates know
+_ROLES = {"developer": "system", "function": "tool"}  # newer and older names -> names known to templates
 
 
 def messages_for_template(messages: Sequence[Message]) -> list[Message]:
-    """Raises Failure for what no text model can take."""
+    """Raises Failure for content that text models do not support."""
     if not messages:
         raise invalid("messages", "must not be empty")
     return [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
@@ -35,7 +35,7 @@ def _message(field: str, message: Message) -> Message:
         raise invalid(f"{field}.content", "is missing")
     result["content"] = "" if content is None else text_of(f"{field}.content", content)
     thought = message.get("reasoning_content") or message.get("reasoning")
-    if role == "assistant" and isinstance(thought, str):  # under the names that templates look for
+    if role == "assistant" and isinstance(thought, str):  # under the names used by templates
         result |= {"reasoning_content": thought, "reasoning": thought, "thinking": thought}
     if calls:
         result["tool_calls"] = [_call(f"{field}.tool_calls[{i}]", call) for i, call in enumerate(_list(field, calls))]
@@ -43,7 +43,7 @@ def _message(field: str, message: Message) -> Message:
 
 
 def text_of(field: str, content: object) -> str:
-    """The text of a message's content, which is a string or a list of parts."""
+    """Text of a message's content, which is a string or a list of parts."""
     if isinstance(content, str):
         return content
     return "\n".join(_part(f"{field}[{index}]", part) for index, part in enumerate(_list(field, content)))
@@ -64,7 +64,7 @@ def _part(field: str, part: object) -> str:
 
 
 def _call(field: str, call: object) -> Message:
-    """Templates write arguments as JSON themselves, so they get the object, not its text."""
+    """Convert a call: templates serialise arguments themselves, so they get the object instead of its JSON text."""
     if not isinstance(call, Mapping):
         raise invalid(field, "must be an object")
     given = cast(Mapping[str, Any], call)
@@ -74,7 +74,7 @@ def _call(field: str, call: object) -> Message:
         raise invalid(f"{field}.function", "needs a name and arguments")
     arguments: object = named.get("arguments") or "{}"
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):  # a call that a model has broken off goes on as its text
+        with contextlib.suppress(ValueError, RecursionError):  # arguments that are not valid JSON stay text
             arguments = json.loads(arguments)
     return {**given, "type": "function", "function": {"name": named["name"], "arguments": arguments}}
 
