@@ -18,11 +18,14 @@ def messages_for_template(messages: Sequence[Message]) -> list[Message]:
     """Raises Failure for content that text models do not support."""
     if not messages:
         raise invalid("messages", "must not be empty")
-    return [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+    return [_message(index, message) for index, message in enumerate(messages)]
 
 
-def _message(field: str, message: Message) -> Message:
-    role = message.get("role")
+def _message(index: int, message: Message) -> Message:
+    role, content = message.get("role"), message.get("content")
+    if type(content) is str and len(message) == 2 and type(role) is str:  # most messages, of which there are many
+        return {"role": _ROLES.get(role, role), "content": content}
+    field = f"messages[{index}]"
     if not isinstance(role, str):
         raise invalid(f"{field}.role", "must be a string such as user")
     result = {name: value for name, value in message.items() if value is not None and name != "audio"}
@@ -30,7 +33,6 @@ def _message(field: str, message: Message) -> Message:
     calls = message.get("tool_calls")
     if (older := result.pop("function_call", None)) and not calls:
         calls = [{"function": older}]
-    content = message.get("content")
     if content is None and not calls and role not in ("assistant", "tool"):
         raise invalid(f"{field}.content", "is missing")
     result["content"] = "" if content is None else text_of(f"{field}.content", content)
