@@ -136,7 +136,7 @@ UNSUPPORTED = {
     "suffix": "is not supported",
 }
 # Values that say the same as leaving the field out.
-_DEFAULTS = {"verbosity": "medium"}
+_DEFAULTS = {"verbosity": ("medium",), "function_call": ("none", "auto")}  # the latter without functions
 # Fields of these routes that change no answer: accepted, and nothing comes of them.
 IGNORED = frozenset(
     {
@@ -153,7 +153,7 @@ def refuse_unsupported(request: BaseModel) -> None:
         value: object = getattr(request, name)
         if name == "add_special_tokens" and isinstance(request, CompletionRequest):
             value = value is False  # there the default is true
-        if value is None or value is False or value in ("", [], {}, _DEFAULTS.get(name)):
+        if value is None or value is False or value in ("", [], {}, *_DEFAULTS.get(name, ())):
             continue
         if not (name == "echo" and isinstance(request, CompletionRequest)):
             instead = UNSUPPORTED[name]
