@@ -78,6 +78,7 @@ class Thoughts:
         return replace(grammar, thought_end=self.end, thought_begin="" if self.open else self.begin)
 
 
+@functools.lru_cache(maxsize=8)
 def format_by_template(template: str) -> ToolFormat:
     """The format of calls in a chat template; Hermes' if it is not recognised."""
     return next((kind for mark, kind in _MARKS if mark in template), ToolFormat.HERMES)
