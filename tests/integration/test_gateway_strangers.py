@@ -223,6 +223,12 @@ def test_anthropics_histories(door: Door) -> None:
             assert said["role"] == "assistant"
 
 
+def test_a_tool_may_be_chosen_as_responses_does(door: Door) -> None:
+    for choice in ({"type": "function", "name": "weather"}, {"type": "function", "function": {"name": "weather"}}):
+        message = door.chat(tools=[WEATHER], tool_choice=choice, max_tokens=200)["message"]
+        assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]] == [{"city": "Ulm"}]
+
+
 def test_a_tool_whose_parameters_are_no_schema_is_refused(door: Door) -> None:
     for parameters in ([1], "object", 5):
         tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
