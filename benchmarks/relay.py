@@ -417,7 +417,8 @@ def beside_to_markdown(found: Sequence[Beside], ref: str, rate_per_s: float, dur
         "",
         f"{_ANSWER_TOKENS} tokens where nothing else is said, {rate_per_s:g} calls a second through each gateway,"
         f" in turn, {duration_s:g} s for each kind; whole calls, ms.",
-        f"Python {platform.python_version()}, {os.cpu_count()} cores; load average {os.getloadavg()[0]:.1f}.",
+        f"Now is {_commit()}. Python {platform.python_version()}, {os.cpu_count()} cores;"
+        f" load average {os.getloadavg()[0]:.1f}.",
         f"Command: `python -m benchmarks.relay --beside {ref} --rate {rate_per_s:g} --seconds {duration_s:g}`.",
         "",
         "| kind of call | p50, now / then | | p99, now / then | processor time of a call, now / then | |",
@@ -466,6 +467,11 @@ def to_markdown(throughput: Sequence[Relayed], added: Sequence[Added]) -> str:
         cpu = f"{a.dispatcher_cpu_ms:.2f} | {a.gateway_cpu_ms:.2f}"
         lines.append(f"| {a.rate_per_s:g} | {' | '.join(cells)} | {'yes' if a.is_saturated else 'no'} | {cpu} |")
     return "\n".join(lines) + "\n"
+
+
+def _commit() -> str:
+    said = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=_ROOT, check=True, stdout=subprocess.PIPE)
+    return said.stdout.decode().strip()
 
 
 async def _measure_beside(args: argparse.Namespace) -> None:

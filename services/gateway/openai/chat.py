@@ -73,6 +73,7 @@ class ChatWriter:
         self._usages: dict[int, Usage] = {}
         self._begun: set[int] = set()
         self._parsers: dict[int, AnswerParser] = {}
+        self._passing: set[int] = set()  # choices of which only text can follow, and no more is asked for
         self._call_counts: dict[int, int] = {}  # of each choice
         self._called: set[int] = set()  # choices with a complete call
         prefix = dumps({**head.begin("chat.completion.chunk"), "choices": []}).removesuffix("]}")
@@ -95,6 +96,8 @@ class ChatWriter:
 
     def chunk(self, index: int, chunk: GenerationChunk) -> bytes:
         """The chunk as events; empty if there is nothing to say yet."""
+        if index in self._passing and chunk.finish_reason is None:
+            return self._text(index, chunk.text) if chunk.text else b""
         parts: list[bytes] = []
         if index not in self._begun:
             self._begun.add(index)
@@ -106,6 +109,8 @@ class ChatWriter:
             parser = self._parsers[index] = self._wishes.parser()
         if parser.passes_text:
             events: Sequence[Event] = (Text(chunk.text),) if chunk.text else ()
+            if self._is_plain:
+                self._passing.add(index)
         else:
             events = parser.feed(chunk.text, chunk.token_ids)
             if chunk.finish_reason is not None:
@@ -138,13 +143,15 @@ class ChatWriter:
         parts: list[bytes] = []
         for each in events:
             if self._is_plain and isinstance(each, Text):
-                text = quote(each.text)
-                parts.append(f'{self._prefix}{index},"delta":{{"content":{text}{self._after_text}'.encode())
+                parts.append(self._text(index, each.text))
             elif (delta := self._delta(index, each)) is not None:
                 parts.append(self._event(index, delta, None if parts else chunk))
         if not parts and not self._is_plain and chunk.token_ids:
             parts.append(self._event(index, {"content": ""}, chunk))
         return parts
+
+    def _text(self, index: int, text: str) -> bytes:
+        return f'{self._prefix}{index},"delta":{{"content":{quote(text)}{self._after_text}'.encode()
 
     def _delta(self, index: int, event: Event) -> dict[str, object] | None:
         number = self._call_counts.get(index, 0) - 1  # of the call that has begun
@@ -208,10 +215,8 @@ def read_answer(parser: AnswerParser, generation: Generation) -> Answer:
     """Calls that were cut off are left out: they are none."""
     answer = Answer()
     name, arguments = "", ""
-    events = parser.feed(generation.text, generation.token_ids) + parser.finish(
-        cut=generation.finish_reason is FinishReason.LENGTH
-    )
-    for each in events:
+    cut = generation.finish_reason is FinishReason.LENGTH
+    for each in parser.whole(generation.text, generation.token_ids, cut=cut):
         match each:
             case Text(text):
                 answer.text += text

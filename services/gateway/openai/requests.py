@@ -95,7 +95,8 @@ class GenerationRequest(_FieldShape):
     @property
     def usage_wish(self) -> UsageWish:
         """As in vLLM: usage in each chunk, unless include_usage says that there shall be none."""
-        options = self.stream_options or StreamOptions()
+        if (options := self.stream_options) is None:
+            return UsageWish.NONE
         if options.continuous_usage_stats and options.include_usage is not False:
             return UsageWish.IN_EACH_CHUNK
         return UsageWish.AT_THE_END if options.include_usage else UsageWish.NONE
@@ -135,7 +136,7 @@ UNSUPPORTED = {
     "suffix": "is not supported",
 }
 # Values that say the same as leaving the field out.
-_DEFAULTS = {"verbosity": "medium"}
+_DEFAULTS = {"verbosity": ("medium",), "function_call": ("none", "auto")}  # the latter without functions
 # Fields of these routes that change no answer: accepted, and nothing comes of them.
 IGNORED = frozenset(
     {
@@ -148,13 +149,14 @@ IGNORED = frozenset(
 
 def refuse_unsupported(request: BaseModel) -> None:
     """Raises Failure for a field that would be ignored, with an answer other than the one that was asked for."""
-    for name, instead in UNSUPPORTED.items():
-        value: object = getattr(request, name, None)
+    for name in sorted(UNSUPPORTED.keys() & request.model_fields_set):
+        value: object = getattr(request, name)
         if name == "add_special_tokens" and isinstance(request, CompletionRequest):
             value = value is False  # there the default is true
-        if value is None or value is False or value in ("", [], {}, _DEFAULTS.get(name)):
+        if value is None or value is False or value in ("", [], {}, *_DEFAULTS.get(name, ())):
             continue
         if not (name == "echo" and isinstance(request, CompletionRequest)):
+            instead = UNSUPPORTED[name]
             why = instead if instead.startswith(("is ", "are ")) else f"is not supported: {instead}"
             raise invalid(name, why, code="unsupported_value")
 
