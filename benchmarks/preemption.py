@@ -1,6 +1,6 @@
 """Benefit and cost of preempting offline work within a step:
 
-    python -m benchmarks.preemption [--arrivals 200] [--steps 200]
+    python -m benchmarks.preemption [--arrivals 200] [--steps 200] [--write]
 
 Reaction: a worker with an emulated A100-40G and Llama-2-7B computes endless offline summaries; online requests arrive
 at random. For those that arrive during an offline-only step, measures the time from arrival until the step was
@@ -10,6 +10,7 @@ alternately whole and in 4 slices; processor time of the thread.
 
 import argparse
 import asyncio
+import os
 import random
 import sys
 import tempfile
@@ -22,7 +23,8 @@ from typing import Any, cast
 from ballast.common.ids import RequestId, WorkerId
 from ballast.common.sampling import PriorityClass, SamplingParams
 from ballast.common.targets import for_all
-from benchmarks.offline import CLUSTER, MODEL, quantile, summaries
+from benchmarks.offline import CLUSTER, MODEL, PAGE, code_commit, quantile, summaries
+from benchmarks.quoting import quote
 from services.worker.core.batch import Batch, NewSequence, Slice
 from services.worker.core.events import Event, SequenceKey, StepDone, StepPreempted, Submitted
 from services.worker.core.limits import WorkerLimits
@@ -190,18 +192,25 @@ def main() -> int:
     parser.add_argument("--arrivals", type=int, default=200)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--write", action="store_true", help=f"into {PAGE}")
     args = parser.parse_args()
     found, slice_s = asyncio.run(react(args.arrivals, args.seed))
     print("\r", end="", file=sys.stderr)
-    print(
+    reaction = (
         f"{len(found)} of {args.arrivals} arrivals found a step of offline work: it gave way after P50"
         f" {quantile(found, 0.5) * 1e3:.1f}, P99 {quantile(found, 0.99) * 1e3:.1f} ms; slices take up to"
         f" {slice_s * 1e3:.1f} ms"
     )
+    print(reaction, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         ratios = cost_of_slices(Path(folder), args.steps)
     low, median, high = (f"{quantile(ratios, fraction) - 1:+.1%}" for fraction in (0.25, 0.5, 0.75))
-    print(f"{args.steps} steps in {SLICES} slices: {median} of processor time (quartiles {low}, {high})")
+    cost = f"{args.steps} steps in {SLICES} slices: {median} of processor time (quartiles {low}, {high})"
+    print(cost)
+    if args.write:
+        command = f"python -m benchmarks.preemption {' '.join(sys.argv[1:])}"
+        load = f"load average {os.getloadavg()[0]:.0f}"
+        quote(PAGE, "offline-preemption", f"`{command}`, commit {code_commit()}, {load}:\n\n- {reaction}\n- {cost}")
     return 0
 
 

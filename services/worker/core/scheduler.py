@@ -361,6 +361,7 @@ class Scheduler(GroupCounts):
             prefill_limit=self.former.prefill_limit,
             online_in_flight=in_flight_count > 0 and any(s.step_id > completed_step_id for s in self.online),
             online=self.online,
+            place_count=self.place_count,
             at_s=at_s,
         )
 
