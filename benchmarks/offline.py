@@ -44,7 +44,7 @@ WARM_S = 10.0
 HOST_BYTES = 64 << 30  # of host memory for what yields
 _NO_BOUND = 1e9
 _LONGEST_TOKENS = 4000
-_SLICES = "azure_conv_spike640_b,azure_code_spike640_b,azure_conv_spike1400_a,burstgpt1_t0_35400"
+_SLICES = "azure_conv_spike640_b,azure_code_spike640_b,azure_conv_spike1400_a,azure_code_spike1400_a"
 _QUICK = "chat-13b-40g-x1.1,code-14b-40g-x1,calm-14b-40g-x1"
 
 

@@ -39,16 +39,16 @@ MODES: tuple[tuple[str, PriorityClass | None], ...] = (
 
 
 @dataclass
-class Measured:
+class ServedFigures:
     ttfts: list[float] = field(default_factory=list[float])
     gaps: list[float] = field(default_factory=list[float])
     harvest: int = 0  # tokens, of prompts and answers
 
 
-class Load:
+class OnlineStream:
     """Online requests as they arrive, and as many offline ones as always are open."""
 
-    def __init__(self, client: AsyncClient, found: Measured, seed: int) -> None:
+    def __init__(self, client: AsyncClient, found: ServedFigures, seed: int) -> None:
         self._client = client
         self._found = found
         self._random = random.Random(seed)
@@ -87,9 +87,9 @@ class Load:
             assert tokens == answer(prompt, len(tokens), VOCABULARY), "a token is wrong"
 
 
-async def measure(client: AsyncClient, priority: PriorityClass | None, seconds: float, seed: int) -> Measured:
-    found = Measured()
-    load, begin_s = Load(client, found, seed), asyncio.get_running_loop().time()
+async def measure(client: AsyncClient, priority: PriorityClass | None, seconds: float, seed: int) -> ServedFigures:
+    found = ServedFigures()
+    load, begin_s = OnlineStream(client, found, seed), asyncio.get_running_loop().time()
     lengths = itertools.cycle(summaries(seed))
     async with asyncio.TaskGroup() as offline:
         tasks = [] if priority is None else [load.offline(lengths, priority) for _ in range(OFFLINE_COUNT)]
@@ -109,7 +109,7 @@ async def run(args: argparse.Namespace, folder: Path) -> str:
     made = stand_in(folder / "stand-in", catalogue_machine(gpu, MODEL, VOCABULARY))
     flags: dict[Service, list[str]] = {"worker": [*made.worker_flags, "--max-num-batched-tokens", "512"]}
     flags["planner"] = ["--overload-policy", "recompute"]
-    rounds: dict[str, list[tuple[Measured, float]]] = {name: [] for name, _ in MODES}
+    rounds: dict[str, list[tuple[ServedFigures, float]]] = {name: [] for name, _ in MODES}
     async with LocalCluster(made.model, workers=1, flags=flags) as cluster, AsyncClient(cluster.address) as client:
         for number in range(args.rounds):
             alone = 0.0
